@@ -22,7 +22,7 @@ from trainer.models import sentence_folder
 from trainer.models.sentence_folder import embedding_notes
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training.checking import check_parts
+from trainer.tools.check import check_parts
 
 SIZE, LENGTH = 16, 12
 PROMPTS = {"query": "word1: ", "document": ""}

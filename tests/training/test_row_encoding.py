@@ -17,7 +17,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task
 from trainer.tasks.text.masking import Masking
-from trainer.training.checking import check_parts
+from trainer.tools.check import check_parts
 from trainer.training.data_notes import encoding_notes
 from trainer.training.row_encoding import (
     ImagePreparation,

@@ -33,20 +33,20 @@ def check(
     first rows of each split, the tokenizer, the names and sizes of the weights, and the layout of the model with the
     contents of each pipeline stage. This needs no GPU and no network, and trains nothing.
     """
-    from trainer.recipe.local_parts import Hand
+    from trainer.recipe.local_parts import LocalParts
     from trainer.recipe.plan import plan_run
     from trainer.recipe.reading.loading import load_recipe
 
     resolved = load_recipe(recipe, overrides or ())
     plan = plan_run(resolved.recipe, processes)
-    hand = Hand.of(resolved.recipe)
+    local = LocalParts.of(resolved.recipe)
     checked = None
-    if not quick and not hand.is_empty:
-        from trainer.training.checking import check_parts  # brings torch
+    if not quick and not local.is_empty:
+        from trainer.tools.check import check_parts  # brings torch
 
         checked = check_parts(plan)
     stages, problems = (checked.stages, checked.problems) if checked else (None, ())
-    notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else hand.notes
+    notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else local.notes
     if as_json:
         print_json({**_as_object(resolved, plan, stages), "problems": problems, "notes": notes})
     else:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Hand:
+class LocalParts:
     """Whether the parts of a recipe are on this machine; `notes` name the others."""
 
     has_model: bool
@@ -23,7 +23,7 @@ class Hand:
     has_teacher: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Hand:
+    def of(cls, recipe: Recipe) -> LocalParts:
         """Return the parts of a resolved recipe that are on this machine."""
         model, data = recipe.model, recipe.data
         has_model = model.name_or_path is None or os.path.isabs(model.name_or_path)

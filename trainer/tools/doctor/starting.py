@@ -94,11 +94,11 @@ def parts(machine: Machine) -> Finding:
     """With a recipe: its data and model, if they are on this machine, as `trainer check` looks at them."""
     if machine.recipe is None:
         return ok("none named: `trainer doctor RECIPE` also checks its data and model")
-    from trainer.recipe.local_parts import Hand
+    from trainer.recipe.local_parts import LocalParts
 
-    hand = Hand.of(machine.recipe)
-    if hand.is_empty:
-        return ok("; ".join(hand.notes))
+    parts = LocalParts.of(machine.recipe)
+    if parts.is_empty:
+        return ok("; ".join(parts.notes))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         file = Path(folder) / "recipe.json"
         file.write_text(machine.recipe.model_dump_json(), encoding="utf-8")

@@ -19,9 +19,9 @@ from trainer.cli import main
 from trainer.data import readers
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
+from trainer.tools import check
 from trainer.tools.doctor.machine import Machine
 from trainer.tools.doctor.starting import parts
-from trainer.training import checking
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import prepare_data
 
@@ -57,7 +57,7 @@ def test_a_sound_recipe_passes(tmp_path, capsys, monkeypatch):
     kept = ("check", str(tmp_path / "text" / "recipe.json"), 'checkpoint.memory={"every": "1 step"}')
     assert main([*kept]) == ExitCode.DONE
     assert "MiB free" not in capsys.readouterr().out
-    monkeypatch.setattr(checking, "room_in", lambda folder: (2**10, "in the folder"))
+    monkeypatch.setattr(check, "room_in", lambda folder: (2**10, "in the folder"))
     assert main([*kept]) == ExitCode.DONE
     assert "with 0.0 MiB free in the folder of this machine, but 2 checkpoints need" in capsys.readouterr().out
     long = ("training.micro_batch_size=null", "training.micro_batch_tokens=3")
@@ -161,7 +161,7 @@ def test_an_end_token_outside_of_the_marks_of_a_template_is_noted(tmp_path, caps
 
 def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(readers, "_LARGE_BYTES", 100)
-    monkeypatch.setattr(checking, "MOST_ROWS", 10)
+    monkeypatch.setattr(check, "MOST_ROWS", 10)
     recipe = str(write_tiny_run(tmp_path, task={"labels": ["a", "b", "c"]}))
     with (tmp_path / "train.jsonl").open("a") as rows:
         rows.write('{"text": "word1", "label": null}\n')
@@ -178,7 +178,7 @@ def test_a_note_names_weights_of_a_mixture_that_only_a_run_can_check(tmp_path, c
     entries = [str(tmp_path / name) for name in ("train.jsonl", "more.jsonl")]
     keys = (f"data.train={json.dumps(entries)}", "data.mixture=[1, 0.000001]")
     assert "must be at least one row's share of an epoch" in errors(capsys, "check", recipe, *keys)[0]
-    monkeypatch.setattr(checking, "MOST_ROWS", 10)
+    monkeypatch.setattr(check, "MOST_ROWS", 10)
     assert main(["check", recipe, *keys]) == ExitCode.DONE
     assert "so the run finds weights that are too small at its start" in capsys.readouterr().out
 

@@ -1,0 +1,163 @@
+"""The work of `trainer check`: the data and the model of a recipe, as far as they are on this machine.
+
+The rules are those of the run itself: the same functions read the data, prepare its first rows, and build and cut the
+model, on the meta device. Nothing is trained, and nothing is written outside of temporary folders.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from trainer.base.errors import Problems
+from trainer.checkpoint.memory_folder import KEPT, room_in
+from trainer.checkpoint.mirror import open_place
+from trainer.data.loader import require_fitting_rows
+from trainer.engine.optimizers.table import optimizer_class
+from trainer.engine.precision import rounded_by_autocast
+from trainer.models.configuration import load_config
+from trainer.models.describe import ModelUse, describe
+from trainer.models.sentence_folder import embedding_notes
+from trainer.models.tensor_split import context_notes
+from trainer.recipe.drawing import StageContents
+from trainer.recipe.local_parts import LocalParts
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.tasks.classes import NamedClasses
+from trainer.tasks.registry import build_task
+from trainer.training.checking import check_model
+from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
+from trainer.training.run_data import UnknownClassesError, prepare_data
+from trainer.training.teaching import check_teacher
+
+_FP32_BYTES, _BF16_BYTES = 4, 2
+MOST_ROWS = 10_000
+MOST_IMAGES = 200
+"""Rows of each split that a check prepares."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The problems of data and model, notes for the user, and the pipeline stages."""
+
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    stages: list[StageContents] | None
+
+
+def check_parts(plan: RunPlan) -> Checked:
+    """Check the data and the model of a plan, as far as they are on this machine."""
+    recipe = plan.recipe
+    local = LocalParts.of(recipe)
+    notes = list(local.notes)
+    problems = Problems()
+    with problems.collect():
+        optimizer_class(recipe.optimizer).require_package()
+    if recipe.checkpoint.mirror is not None:
+        with problems.collect():
+            open_place(recipe.checkpoint.mirror)
+    data = stages = None
+
+    def load(recipe: Recipe) -> Preparation:
+        if local.has_model and local.has_tokenizer:
+            with problems.collect():
+                return load_preparation(recipe)
+            return _standing_in(recipe, LocalParts(False, False, True))
+        return _standing_in(recipe, local)
+
+    if local.has_data:
+        is_text = not isinstance(recipe.task, ImageKeys)
+        with problems.collect(), tempfile.TemporaryDirectory(prefix="trainer-") as cache:
+            try:
+                data = prepare_data(
+                    recipe, MOST_ROWS if is_text else MOST_IMAGES, Path(cache), load if is_text else load_preparation
+                )
+            except UnknownClassesError:
+                notes.append("rows are not checked: the first rows of a large file may lack some classes")
+    if data is not None:
+        notes += data.data_notes
+        if local.has_tokenizer:
+            with problems.collect():
+                require_fitting_rows(data.train, plan.batch)
+    if local.has_model:
+        with problems.collect():
+            notes += embedding_notes(recipe)
+        with problems.collect():
+            stages = check_model(plan, data.task.model_options() if data else None, problems)
+            notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
+    if recipe.checkpoint.memory is not None:
+        with problems.collect():
+            notes += _memory_notes(recipe, local.has_model)
+    if local.has_teacher:
+        own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
+        with problems.collect():
+            check_teacher(plan, data.task if data else build_task(recipe.task), own)
+    return Checked(tuple(problems.messages), tuple(notes), stages)
+
+
+def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
+    """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run.
+
+    Raises:
+        UsageError: the model cannot be built.
+    """
+    assert recipe.checkpoint.memory is not None
+    folder = Path(recipe.checkpoint.memory.folder)
+    if not os.access(folder, os.W_OK):
+        return [f"`checkpoint.memory.folder` is {folder}, which cannot be written here; each host of the run needs it"]
+    if not has_model or recipe.model.adapter is not None or recipe.model.freeze:
+        return []  # the weights in a checkpoint are few, or their number is unknown
+    task = build_task(recipe.task)
+    is_known = not isinstance(task, NamedClasses) or task.class_names is not None
+    options = task.model_options() if is_known else {}
+    model = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options)).on_meta()
+    in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
+    needed = KEPT * sum(
+        parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)
+        for name, parameter in model.named_parameters()
+    )
+    room, where = room_in(folder)
+    if needed <= room:
+        return []
+    return [
+        f"`checkpoint.memory.folder` is {folder}, with {room / 2**20:,.1f} MiB free {where} of this machine, but {KEPT}"
+        f" checkpoints need {needed / 2**20:,.1f} MiB for the weights alone, over all hosts; enlarge it (docker run"
+        " --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null; `trainer plan` shows the bytes of"
+        " each host"
+    ]
+
+
+def _standing_in(recipe: Recipe, local: LocalParts) -> Preparation:
+    """Return a preparation of texts with stand-ins for parts that are on the hub: a tokenizer of bytes, any model."""
+    tokenizer = tokenizer_of(recipe) if local.has_tokenizer else _byte_tokenizer()
+    config = load_config(recipe.model, {}) if local.has_model else _ANY_CONFIGURATION
+    return TextPreparation(tokenizer, recipe.data.max_length, config=config)
+
+
+_ANY_CONFIGURATION = SimpleNamespace(
+    model_type="gpt2", decoder_start_token_id=0, forced_bos_token_id=None, is_encoder_decoder=False
+)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    special = {name: f"<{name}>" for name in ("bos_token", "eos_token", "pad_token", "mask_token")}
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special.values()]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    first, last = special["bos_token"], special["eos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(token, words.index(token)) for token in (first, last)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template="{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}",
+        **special,
+    )
