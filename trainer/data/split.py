@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.base.errors import DataError, Problems
+from trainer.base.errors import DataError, DataProblemsError
+from trainer.base.text import listed
 from trainer.data.order import IndexArray
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ FlatArray: TypeAlias = NDArray[Any]
 
 MOST_ROWS_SHOWN = 5
 """Rows that are not valid, in the errors of one split."""
+
+_ROW = re.compile(r"\brow (\d+)")
 
 
 @dataclass(frozen=True)
@@ -134,16 +138,26 @@ def encode_rows(
 
     Raises:
         DataError: a row is not valid.
-        DataProblemsError: several rows are not valid; the error names the first `MOST_ROWS_SHOWN`.
+        DataProblemsError: several rows are not valid; the error has `MOST_ROWS_SHOWN` kinds of problems, each once.
     """
     try:
         return encode(rows, first_row)
     except DataError:
-        problems = Problems()
+        found: dict[str, list[str]] = {}
         for row in range(len(rows)):
-            with problems.collect():
+            try:
                 encode(rows.select([row]), first_row + row)
-            if len(problems.messages) == MOST_ROWS_SHOWN:
+            except DataError as error:
+                found.setdefault(_ROW.sub("row", str(error)), []).append(str(error))
+            if len(found) == MOST_ROWS_SHOWN:
                 break
-        problems.raise_all()
-        raise  # the rows are valid one by one
+        problems = [messages[0] + _further_rows(messages[1:]) for messages in found.values()]
+        if not problems:  # the rows are valid one by one
+            raise
+        raise (DataError(problems[0]) if len(problems) == 1 else DataProblemsError(*problems)) from None
+
+
+def _further_rows(messages: Sequence[str]) -> str:
+    """Return the other rows with the problem of a message."""
+    rows = [row[1] for message in messages if (row := _ROW.search(message))]
+    return f" (also row{'s' * (len(rows) > 1)} {listed(rows, MOST_ROWS_SHOWN)})" if rows else ""

@@ -61,6 +61,7 @@ class RunInfo:
     classes: tuple[tuple[str, int], ...] = ()  # name and training rows of each; empty if rows have no single class
     positive: str | None = None  # the class that `f1` counts as positive
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
+    unit: str = "rows"  # of the numbers of rows: "rows", or "windows" or "packed rows" of them
     ranks: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of the layout; empty for one process
 
 

@@ -86,9 +86,9 @@ def _state_text(run: RunInfo) -> str:
 
 
 def _data_text(run: RunInfo) -> str:
-    text = f"{run.num_train_rows:,} training rows"
+    text = f"{run.num_train_rows:,} training {run.unit}"
     if run.num_validation_rows is not None:
-        text += f", {run.num_validation_rows:,} validation rows"
+        text += f", {run.num_validation_rows:,} validation {run.unit}"
     if run.majority is not None:
         # Labels come from the data; JSON escapes their control characters, which must not reach the terminal.
         label = json.dumps(run.majority.label, ensure_ascii=False)

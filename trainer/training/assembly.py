@@ -193,9 +193,7 @@ class Assembly:
         return run_info(
             self.plan,
             environment,
-            self.task,
-            self.data.train,
-            self.data.validation,
+            self.data,
             self.models,
             self.placements,
             self.mesh,

@@ -42,10 +42,17 @@ def encoding_notes(splits: SplitsByName, max_length: int) -> list[str]:
     return [*cut, *targets, *blank, *unknown]
 
 
+def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> str:
+    """Return the name of encoded rows, which differ from those of the source if a split has another number of them."""
+    if all(source_rows[name] == len(split) for name, split in splits.items()):
+        return "rows"
+    return "packed rows" if isinstance(task, TextTask) and task.packer(recipe.data.max_length) else "windows"
+
+
 def row_notes(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> list[str]:
     """Return notes on splits with another number of rows than their sources, and on too few rows for a batch."""
     length, size = recipe.data.max_length, recipe.training.global_batch_size
-    unit = "packed rows" if isinstance(task, TextTask) and task.packer(length) else "windows"
+    unit = row_unit(recipe, task, splits, source_rows)
     notes = []
     if size > (rows := len(splits["training"])):
         notes.append(f"`training.global_batch_size` is {size}, but a step has at most the {rows:,} rows of an epoch")

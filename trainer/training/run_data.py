@@ -28,6 +28,7 @@ from trainer.training.data_notes import (
     mixture_notes,
     position_notes,
     row_notes,
+    row_unit,
 )
 from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
 
@@ -36,7 +37,8 @@ from trainer.training.row_encoding import Preparation, load_preparation, resolve
 class PreparedData:
     """The encoded splits, the task that knows their labels, and the preparation that encoded them.
 
-    `masking` makes the labels of a task that hides tokens; None: the splits hold labels.
+    `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
+    step counts: "rows", or "windows" or "packed rows" of them.
     """
 
     task: Task
@@ -46,6 +48,7 @@ class PreparedData:
     validation: EncodedSplit | None
     data_notes: tuple[str, ...] = ()
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
+    unit: str = "rows"
 
     def mixture(self, recipe: Recipe) -> Mixture | None:
         """Return the mixture of the training split's sources; None: an epoch has every row once.
@@ -119,9 +122,10 @@ def prepare_data(
         else:
             resolved = resolve_task(recipe, preparation, splits.train)
     if preparation is None or resolved is None:
-        if splits.validation is not None:
+        other = splits.validation
+        if other is not None and other.rows.features != splits.train.rows.features:  # else it has the same problems
             with problems.collect():
-                task.check_columns(splits.validation.rows.features, splits.validation.where)
+                task.check_columns(other.rows.features, other.where)
         problems.raise_all()
         raise UnknownClassesError
     assert preparation is not None
@@ -160,7 +164,7 @@ def prepare_data(
         *bounded,
         *mixture_notes(recipe, prepared.mixture(recipe), train.sources),
     )
-    return replace(prepared, data_notes=notes)
+    return replace(prepared, data_notes=notes, unit=row_unit(recipe, task, prepared.splits, source_rows))
 
 
 def _shown(split: Split, observer: Observer) -> Split:

@@ -34,6 +34,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.data_notes import class_counts
+from trainer.training.run_data import PreparedData
 
 
 def device_name(device: torch.device) -> str:
@@ -160,9 +161,7 @@ def total_peak_flops(recipe: Recipe, mesh: ParallelMesh) -> float | None:
 def run_info(
     plan: RunPlan,
     environment: LaunchEnvironment,
-    task: Task,
-    train: EncodedSplit,
-    validation: EncodedSplit | None,
+    data: PreparedData,
     models: Sequence[nn.Module],
     placements: Placements,
     mesh: ParallelMesh,
@@ -170,7 +169,7 @@ def run_info(
     stages: tuple[str, ...] = (),
 ) -> RunInfo:
     """Collect the facts; those of other pipeline stages reach rank 0 only. All ranks must call it."""
-    recipe = plan.recipe
+    recipe, task, train, validation = plan.recipe, data.task, data.train, data.validation
     resolved = recipe.model_dump(mode="json")
     return RunInfo(
         name=recipe.name,
@@ -190,6 +189,7 @@ def run_info(
         ),
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),
+        unit=data.unit,
         majority=_majority(task, validation),
         classes=class_counts(task, train),
         positive=task.positive_class if isinstance(task, NamedClasses) else None,
