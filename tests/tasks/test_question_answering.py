@@ -98,6 +98,15 @@ def test_windows_and_labels_are_those_of_transformers(request, name, side):
         assert len(found["window"]) > len(rows)
 
 
+def test_an_answer_longer_than_every_window_is_counted(tokenizer, tmp_path):
+    rows = rows_of(row(), row(answer=CONTEXT), row("Why?", ""))
+    found = encode(task_of(unanswerable=True, stride=0), rows, tokenizer, 16)
+    assert found["cut_target"] == [False, True, False]
+    own = [label.tolist() for label, window in zip(found["labels"], found["window"], strict=True) if window[0] == 1]
+    assert len(own) > 1
+    assert all(label == [0, 0] for label in own)
+
+
 def test_the_answer_may_be_in_two_columns(tokenizer):
     flat = rows_of(
         {"question": "What?", "context": "a b", "text": "b", "start": 2.0},

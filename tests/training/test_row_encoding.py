@@ -198,5 +198,5 @@ def test_the_share_of_unknown_tokens_is_always_noted(tmp_path):
     preparation = load_preparation(recipe)
     train = load_splits(recipe.data).train
     encoded = preparation.encode(train, build_task(recipe.task).resolve(train.rows, train.where), tmp_path / "cache")
-    (note,) = encoding_notes({"training": encoded}, 16)
+    (note,) = encoding_notes({"training": encoded}, 16, "rows", "")
     assert re.fullmatch(r"unknown to the tokenizer: 0.00% of \d+ training tokens", note)

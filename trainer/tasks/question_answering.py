@@ -85,6 +85,7 @@ class QuestionAnsweringTask(TextTask):
     auto_class_name = "AutoModelForQuestionAnswering"
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
     beside_inputs = (_WINDOW,)
+    cut_targets = "answers that no window holds as a whole, learned as no answer"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ class QuestionAnsweringTask(TextTask):
 
         The column `window` has four numbers for each window: its row in the split, the place of the first token of the
         context in the window, the number of these tokens, and the number of tokens of the context before them.
-        `labels` are the positions of the first and last token of the answer.
+        `labels` are the positions of the first and last token of the answer. `cut_target` has one value for each row.
         """
         pairs = self._tokenised(rows, tokenizer, where, first_row)
         found: dict[str, list[Any]] = {}
@@ -123,7 +124,7 @@ class QuestionAnsweringTask(TextTask):
             if self.has_answers:
                 answers = self._answers(row, where, first_row + place)
                 answer = self._tokens(answers, pair, where, first_row + place)
-            first = pair.first
+            first, is_cut = pair.first, answer is not None
             for start, end in self._windows(pair, max_length, where, first_row + place):
                 window = cut_columns(pair.columns, (first, first + len(pair.spans)), (start, end))
                 for name, values in window.items():
@@ -131,8 +132,10 @@ class QuestionAnsweringTask(TextTask):
                 found.setdefault(_WINDOW, []).append(np.array([first_row + place, first, end - start, start]))
                 if self.has_answers:
                     inside = answer is not None and start <= answer[0] and answer[1] < end
+                    is_cut &= not inside
                     label = np.array(answer) - start + first if inside else np.full(2, NO_ANSWER)
                     found.setdefault("labels", []).append(label)
+            found.setdefault("cut_target", []).append(is_cut)
         return found
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:

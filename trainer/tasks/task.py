@@ -308,10 +308,12 @@ class TextTask(Task):
         labels_are_tokens: whether the labels that `encode` returns are token ids, for which the model needs embeddings.
         own_lengths: the columns of `encode` with one list of integers for each row that is not as long as its
             `input_ids`.
+        cut_targets: the start of a note on the targets that `encode` cuts.
     """
 
     labels_are_tokens = False
     own_lengths: tuple[str, ...] = ()
+    cut_targets = "targets cut to `task.max_target_length`"
 
     def for_split(self, rows: Dataset) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split."""

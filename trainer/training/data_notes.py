@@ -24,15 +24,22 @@ SplitsByName = Mapping[str, EncodedSplit]
 """`training`, and `validation` if there is one."""
 
 
-def encoding_notes(splits: SplitsByName, max_length: int) -> list[str]:
-    """Return notes on rows cut to `max_length` tokens, rows without text, and unknown tokens."""
+def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets: str) -> list[str]:
+    """Return notes on rows cut to `max_length` tokens, targets that are cut, rows without text, and unknown tokens.
+
+    Args:
+        splits: the encoded splits.
+        max_length: the maximum number of tokens of a row.
+        unit: the name of encoded rows; see `row_unit`.
+        cut_targets: the text of the task about targets that are cut.
+    """
     cut, targets, blank, unknown = [], [], [], []
     for name, split in splits.items():
-        rows = f"of {len(split):,} {name} rows"
+        rows = f"of {len(split):,} {name} {unit}"
         if split.num_cut:
             cut.append(f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} {rows}")
         if split.num_cut_targets:
-            targets.append(f"targets cut to `task.max_target_length`: {split.num_cut_targets:,} {rows}")
+            targets.append(f"{cut_targets}: {split.num_cut_targets:,} {rows}")
         if split.num_blank:
             blank.append(f"special tokens only: {split.num_blank:,} {rows}, which have no text")
         if split.unknown_tokens is not None:

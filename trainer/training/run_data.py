@@ -68,7 +68,8 @@ class PreparedData:
 
     def notes(self, max_length: int) -> list[str]:
         """Return notes for the user on tokenizer, rows and classes; rows are cut to `max_length` tokens."""
-        return [*self.preparation.notes, *self.data_notes, *encoding_notes(self.splits, max_length)]
+        encoding = encoding_notes(self.splits, max_length, self.unit, getattr(self.task, "cut_targets", ""))
+        return [*self.preparation.notes, *self.data_notes, *encoding]
 
 
 class UnknownClassesError(Exception):
