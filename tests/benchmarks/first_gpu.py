@@ -28,7 +28,7 @@ PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
 SAMPLE = ("trainer", "run", "bert_sample", "--processes", "1", "evaluation.every=null", "training.max_steps=40")
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
-FILES = ("ahead", "graphs", "dropout", "initialising", "eight_bits", "attention", "tensor", "strategies", "pipeline")
+FILES = ("ahead", "graphs", "dropout", "draw", "eight_bits", "attention", "tensor", "strategies", "pipeline")
 SAME_LOSSES = (("run", "run_resumed", 0.0), ("run", "run_torchrun", 1e-5), ("run_bf16", "run_graphs", 1e-3))
 """Two runs, and the largest relative difference of their losses."""
 LEAST_SECONDS = 5.0

@@ -113,7 +113,10 @@ UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
 QUICK = ("trainer",)
 NIGHTLY = ("accelerate_cpu.yaml", "accelerate_multi_node.yaml", "accelerate_multi_node.sh", "train.py")
 """Cases that differ from another one in a file only, and not in the variables that the ranks get."""
-ELSEWHERE = {"kubernetes_job.yaml": "test_two_nodes.py", "pytorchjob.yaml": "test_script.py"}  # needs a cluster
+ELSEWHERE = {  # they need a cluster
+    "kubernetes_job.yaml": "test_two_nodes.py",
+    "pytorchjob.yaml": "../tools/test_script.py",
+}
 
 
 def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:

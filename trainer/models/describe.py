@@ -95,7 +95,7 @@ class ModelDescription:
 
     def made(self) -> nn.Module:
         """Return the whole model as transformers makes it, with random weights."""
-        model: nn.Module = self.auto_class.from_config(copy.deepcopy(self.config), **self.keyword_arguments)
+        model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)
         return model
 
     def prepare(self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None) -> list[str]:

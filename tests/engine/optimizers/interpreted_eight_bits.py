@@ -2,7 +2,7 @@
 
 Triton chooses its interpreter when it is imported, so these tests need a process of their own:
 
-    TRITON_INTERPRET=1 python -m pytest tests/engine/interpreted_eight_bits.py
+    TRITON_INTERPRET=1 python -m pytest tests/engine/optimizers/interpreted_eight_bits.py
 """
 
 from __future__ import annotations
