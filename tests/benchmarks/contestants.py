@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     info = run_info(
         setting.plan,
         LaunchEnvironment("none"),
-        task,
-        setting.data.train,
-        None,
+        replace(setting.data, validation=None),
         [built.model],
         engine.placements,
         mesh,
