@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.benchmarks.setting import Setting
-from trainer.checkpoint.counters import Progress
+from trainer.checkpoint.saving import Saved, Saver
 from trainer.engine.builders import build_engine
 from trainer.observe.builders import build_observers
 from trainer.observe.meter import Meter
@@ -103,22 +103,6 @@ class _Counted:
         return ()
 
 
-class _SavesNothing:
-    """A saver that saves nothing, because the other contestants do not save."""
-
-    def __init__(self) -> None:
-        self.progress = Progress()
-
-    def save(self) -> None:
-        pass
-
-    def begin_poll(self) -> Callable[[], None]:
-        return lambda: None
-
-    def finish(self) -> None:
-        pass
-
-
 def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     """Train with the loop and engine of `trainer`, and with the observers of a default run on rank 0."""
     recipe, mesh, task = setting.recipe, setting.mesh, setting.task
@@ -145,7 +129,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             observers=observers,
             meter=Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh)),
             steps_per_epoch=info.steps_per_epoch,
-            saver=_SavesNothing(),
+            saver=Saver((), engine, mesh, Saved({})),  # the other contestants do not save
             keep_best=lambda: None,
             stop=StopRequest(),
         ).run()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.families import CONFIGS
+from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel.kernels import kernel_support
@@ -22,18 +20,11 @@ from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS
 from trainer.tools.plan.simulated_step import plan_step
 
-INTERPRETED = Path(__file__).with_name("interpreted_attention.py")
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_in_tritons_interpreter():
-    """Triton chooses its interpreter when it is imported, hence another process."""
-    command = [sys.executable, "-m", "pytest", str(INTERPRETED), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+    run_interpreted(Path(__file__).with_name("interpreted_attention.py"), 550)
 
 
 def test_without_a_gpu_the_eager_function_runs():

@@ -26,6 +26,11 @@ def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
     return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown
 
 
+def size(num_bytes: float) -> str:
+    """Return a size in GiB, or in MiB below 1 GiB."""
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, of rows with equally many cells; columns are as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.base.text import size
 from trainer.checkpoint.format import (
     BlockReader,
     Facts,
@@ -301,8 +302,8 @@ class HostMemory(WritingTier[None]):
             if needed > room + held:
                 copies = f" and copies of {len(copied)}" if copied else ""
                 problem = (
-                    f"`checkpoint.memory` needs {_size(needed)} in {self.folder.parent} of {self._name}, for two"
-                    f" checkpoints of its ranks ({len(ranks)}){copies}, but only {_size(room + held)} are free {where};"
+                    f"`checkpoint.memory` needs {size(needed)} in {self.folder.parent} of {self._name}, for two"
+                    f" checkpoints of its ranks ({len(ranks)}){copies}, but only {size(room + held)} are free {where};"
                     " enlarge it (docker run --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null"
                 )
         if problems := [text for text in self._mesh.all_gather(problem) if text]:
@@ -405,7 +406,3 @@ class HostMemory(WritingTier[None]):
 
 def _share_folder(found: FoundShares, part: int) -> Path:
     return CheckpointStore(Path(place_of(part, found.size)), KEPT).path(found.step)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -71,11 +71,6 @@ class ModelDescription:
     is_keyed: bool
 
     @property
-    def auto_class(self) -> Any:
-        """The class of transformers that chooses the model's class."""
-        return getattr(transformers, self.use.auto_class_name)
-
-    @property
     def keyword_arguments(self) -> dict[str, Any]:
         """The arguments with which transformers makes the model."""
         return {"attn_implementation": self.attention, "dtype": torch.float32}

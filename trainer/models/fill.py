@@ -116,7 +116,7 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
             return model, drawn, []
         require_safe_shards(recipe, described.config)
         with _without_report():
-            model, loading = described.auto_class.from_pretrained(
+            model, loading = described.model_class.from_pretrained(
                 recipe.name_or_path,
                 config=described.config,
                 revision=recipe.revision or "main",

@@ -219,6 +219,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
     Attributes:
         auto_class_name: the transformers auto class that builds the model, such as
             `AutoModelForSequenceClassification`.
+        cut_targets: the start of a note on the targets that `encode` cuts.
         beside_rows: the attributes of the instance that encoded rows do not depend on.
         unused_modules: modules of the base model that do not take part in the loss; they are frozen if the model has
             them.
@@ -226,6 +227,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
 
     auto_class_name: str
     unused_modules: tuple[str, ...] = ()
+    cut_targets = "targets cut to `task.max_target_length`"
 
     @property
     def beside_rows(self) -> tuple[str, ...]:
@@ -308,12 +310,10 @@ class TextTask(Task):
         labels_are_tokens: whether the labels that `encode` returns are token ids, for which the model needs embeddings.
         own_lengths: the columns of `encode` with one list of integers for each row that is not as long as its
             `input_ids`.
-        cut_targets: the start of a note on the targets that `encode` cuts.
     """
 
     labels_are_tokens = False
     own_lengths: tuple[str, ...] = ()
-    cut_targets = "targets cut to `task.max_target_length`"
 
     def for_split(self, rows: Dataset) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split."""

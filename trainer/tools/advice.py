@@ -20,6 +20,7 @@ import torch
 
 from trainer.base.errors import OutOfMemoryError, TrainerError
 from trainer.base.processes import child_variables
+from trainer.base.text import size
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ class MemoryAdvice:
         finally:
             _stop(self._child)
         if needed <= memory:
-            return [f"planned memory: {_size(needed)} of {_size(memory)} on each GPU"]
+            return [f"planned memory: {size(needed)} of {size(memory)} on each GPU"]
         return [
-            f"planned memory: {_size(needed)}, but each GPU has {_size(memory)}; this shows changes that fit: {command}"
+            f"planned memory: {size(needed)}, but each GPU has {size(memory)}; this shows changes that fit: {command}"
         ]
 
 
@@ -135,14 +136,14 @@ def advice(command: Sequence[str]) -> str | None:
     component, held = max(rank["peak"].items(), key=lambda item: item[1])
     module = f" in {rank['peak_module']}" if rank["peak_module"] else ""
     lines = [
-        f"planned peak: {_size(rank['peak_bytes'])}{module}, mostly {component} ({_size(held)}); with its allowance for"
-        f" the device, the plan needs {_size(made['needed_bytes'])} of {_size(made['memory_bytes'])}"
+        f"planned peak: {size(rank['peak_bytes'])}{module}, mostly {component} ({size(held)}); with its allowance for"
+        f" the device, the plan needs {size(made['needed_bytes'])} of {size(made['memory_bytes'])}"
     ]
     if made["fits"]:
         lines.append("so the plan fits; other programs may hold memory of the device")
     elif made["changes"]:
         lines.append("these changes fit:")
-        lines += [f"  {' '.join(change['overrides'])}  ({_size(change['needed_bytes'])})" for change in made["changes"]]
+        lines += [f"  {' '.join(change['overrides'])}  ({size(change['needed_bytes'])})" for change in made["changes"]]
     else:
         lines.append("no change that was tried fits; use more devices")
     return "\n".join(lines)
@@ -180,10 +181,6 @@ def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
         raise NoPlanError(f"the plan failed with exit code {child.returncode} ({reason})")
     made: Mapping[str, Any] = json.loads(text)
     return made
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _device(environment: LaunchEnvironment) -> str:

@@ -17,9 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
 from trainer.checkpoint.memory_folder import KEPT, room_in
-from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
-from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
@@ -31,7 +29,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
-from trainer.training.checking import check_model
+from trainer.training.checking import check_model, check_needs
 from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
 from trainer.training.run_data import UnknownClassesError, prepare_data
 from trainer.training.teaching import check_teacher
@@ -57,11 +55,7 @@ def check_parts(plan: RunPlan) -> Checked:
     local = LocalParts.of(recipe)
     notes = list(local.notes)
     problems = Problems()
-    with problems.collect():
-        optimizer_class(recipe.optimizer).require_package()
-    if recipe.checkpoint.mirror is not None:
-        with problems.collect():
-            open_place(recipe.checkpoint.mirror)
+    check_needs(recipe, problems)
     data = stages = None
 
     def load(recipe: Recipe) -> Preparation:

@@ -21,7 +21,7 @@ from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys
+from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.row_encoding import (
@@ -43,11 +43,7 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     recipe = plan.recipe
     problems = Problems()
     data = None
-    with problems.collect():
-        optimizer_class(recipe.optimizer).require_package()
-    if recipe.checkpoint.mirror is not None:
-        with problems.collect():
-            open_place(recipe.checkpoint.mirror)
+    check_needs(recipe, problems)
     if LocalParts.of(recipe).has_model:
         with problems.collect():
             if load_config(recipe.model, {}).model_type in FAMILIES:
@@ -61,6 +57,15 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     problems.raise_all()
     assert data is not None
     return data
+
+
+def check_needs(recipe: Recipe, problems: Problems) -> None:
+    """Collect the problems of the optimizer's package and of the mirror's place."""
+    with problems.collect():
+        optimizer_class(recipe.optimizer).require_package()
+    if recipe.checkpoint.mirror is not None:
+        with problems.collect():
+            open_place(recipe.checkpoint.mirror)
 
 
 def check_model(

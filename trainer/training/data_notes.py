@@ -56,10 +56,12 @@ def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapp
     return "packed rows" if isinstance(task, TextTask) and task.packer(recipe.data.max_length) else "windows"
 
 
-def row_notes(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> list[str]:
-    """Return notes on splits with another number of rows than their sources, and on too few rows for a batch."""
+def row_notes(recipe: Recipe, unit: str, splits: SplitsByName, source_rows: Mapping[str, int]) -> list[str]:
+    """Return notes on splits with another number of rows than their sources, and on too few rows for a batch.
+
+    `unit` is the result of `row_unit`.
+    """
     length, size = recipe.data.max_length, recipe.training.global_batch_size
-    unit = row_unit(recipe, task, splits, source_rows)
     notes = []
     if size > (rows := len(splits["training"])):
         notes.append(f"`training.global_batch_size` is {size}, but a step has at most the {rows:,} rows of an epoch")

@@ -68,7 +68,7 @@ class PreparedData:
 
     def notes(self, max_length: int) -> list[str]:
         """Return notes for the user on tokenizer, rows and classes; rows are cut to `max_length` tokens."""
-        encoding = encoding_notes(self.splits, max_length, self.unit, getattr(self.task, "cut_targets", ""))
+        encoding = encoding_notes(self.splits, max_length, self.unit, self.task.cut_targets)
         return [*self.preparation.notes, *self.data_notes, *encoding]
 
 
@@ -155,17 +155,18 @@ def prepare_data(
     own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
     prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated)
     source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
+    unit = row_unit(recipe, task, prepared.splits, source_rows)
     notes = (
         *splits.notes,
         *data_notes,
         *own,
-        *row_notes(recipe, task, prepared.splits, source_rows),
+        *row_notes(recipe, unit, prepared.splits, source_rows),
         *class_notes(task, train, validation),
         *position_notes(preparation.config, prepared.splits),
         *bounded,
         *mixture_notes(recipe, prepared.mixture(recipe), train.sources),
     )
-    return replace(prepared, data_notes=notes, unit=row_unit(recipe, task, prepared.splits, source_rows))
+    return replace(prepared, data_notes=notes, unit=unit)
 
 
 def _shown(split: Split, observer: Observer) -> Split:

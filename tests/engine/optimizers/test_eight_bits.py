@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import product
 from math import prod
@@ -17,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.interpreting import run_interpreted
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import build_tiny, tiny_recipe
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
@@ -245,13 +243,7 @@ class TestOneProcess:
 class TestTheKernels:
     @pytest.mark.slow
     def test_in_tritons_interpreter(self):
-        """Triton chooses its interpreter when it is imported, hence another process."""
-        file = Path(__file__).with_name("interpreted_eight_bits.py")
-        command = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        print(done.stdout)
+        run_interpreted(Path(__file__).with_name("interpreted_eight_bits.py"))
 
     @pytest.mark.parametrize("is_whole", [True, False])
     def test_their_code_rounds_each_operation(self, is_whole: bool):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.parallel.kernels import fused_dropout
 from trainer.recipe.plan import plan_run
@@ -24,13 +22,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 @needs_triton
 @pytest.mark.slow
 def test_in_tritons_interpreter():
-    """Triton chooses its interpreter when it is imported, hence another process."""
-    file = Path(__file__).with_name("interpreted_dropout.py")
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+    run_interpreted(Path(__file__).with_name("interpreted_dropout.py"))
 
 
 @needs_triton

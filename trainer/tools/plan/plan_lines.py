@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
+from trainer.base.text import size
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.configuration import load_config
 from trainer.models.tensor_split import context_notes
@@ -211,11 +212,6 @@ def search_as_object(found: SearchResult) -> Mapping[str, Any]:
         "left_out": found.left_out,
         "too_slow": found.too_slow,
     }
-
-
-def size(num_bytes: float) -> str:
-    """Return a size in GiB, or in MiB below 1 GiB."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def duration(seconds: float) -> str:

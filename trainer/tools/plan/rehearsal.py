@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.base.text import listed
+from trainer.base.text import listed, size
 from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.data.order import GlobalOrder
@@ -25,7 +25,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
-from trainer.tools.plan.plan_lines import rank_lines, size
+from trainer.tools.plan.plan_lines import rank_lines
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
 from trainer.tools.plan.simulated_rank import simulated_mesh
 from trainer.tools.plan.simulated_step import planned_model, updated_engine
