@@ -50,7 +50,7 @@ from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import describe_model, train_batches
 from trainer.training.checking import prepare_checked
-from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
+from trainer.training.process_group import device_type, joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import run_info
 
@@ -424,12 +424,13 @@ class PeerMeasurement:
         redirect_output(self.output)
         require_able(self.peer, resolved.recipe, environment.world_size)
         plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
-        meeting = meet_ranks(resolved, plan, environment)
-        data = together(meeting, resolved.recipe, lambda: prepare_checked(plan))
-        device = open_device(environment, resolved.recipe.tf32)
-        if self.peer == "deepspeed":
-            together(meeting, resolved.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
-        with process_group(plan, environment, device, meeting):
+
+        def prepare() -> PreparedData:
+            if self.peer == "deepspeed":
+                ready_deepspeed(environment.local_rank, device_type() == "cpu")
+            return prepare_checked(plan)
+
+        with joined_ranks(resolved, plan, environment, prepare) as (device, data):
             name_ranks(environment)
             _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)
         return ExitCode.DONE
