@@ -51,6 +51,7 @@ def test_light_verbs_import_nothing_heavy(arguments: list[str]) -> None:
     assert done.returncode == (2 if arguments[0] == "run" else 0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments", LIGHT[:-1], ids=" ".join)
 def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
     """Processor time, which busy neighbours do not stretch; these verbs wait for nothing else.

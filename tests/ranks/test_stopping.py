@@ -147,6 +147,7 @@ def test_a_signal_at_an_import_of_the_start_ends_the_run(tmp_path, number, code,
     assert "numpy" in [name for name, *_ in found]
 
 
+@pytest.mark.alone
 def test_a_signal_before_the_first_step_ends_the_processes_that_the_run_has_started():
     text = "import os, signal, subprocess\nfrom trainer.ranks.stopping import stop_before_training\n"
     text += "with stop_before_training():\n    print(subprocess.Popen(['sleep', '600']).pid)\n"
