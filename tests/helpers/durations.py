@@ -1,4 +1,4 @@
-"""The slowest tests of a run, and the time limit of each test.
+"""The slowest tests and files of a run, and the time limit of each test.
 
 A test that takes more than `LIMIT_SECONDS` and is not listed in `SLOW` fails. The limit holds for a reference machine,
 which runs `_reference_work` in `REFERENCE_SECONDS`. Any other machine is measured when a test exceeds the limit, and
@@ -8,6 +8,7 @@ the seconds are divided by its slowness. Waiting for a turn or for another worke
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.helpers import turns
 
 LIMIT_SECONDS = 60.0
 REFERENCE_SECONDS = 0.2
-NUM_SHOWN = 50
+NUM_TESTS_SHOWN, NUM_FILES_SHOWN = 40, 20
 
 SLOW = {
     "tests/benchmarks/test_benchmarks.py::test_throughput": "trains with four programs, two processes each",
@@ -86,7 +87,7 @@ _FAILED = pytest.StashKey[bool]()
 
 
 class Durations:
-    """The pytest plugin that fails tests beyond the limit and shows the slowest tests."""
+    """The pytest plugin that fails tests beyond the limit and shows the slowest tests and files."""
 
     def __init__(self) -> None:
         self._waited_seconds = 0.0
@@ -105,13 +106,16 @@ class Durations:
         return report
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        """Show the slowest tests if the run has several workers."""
+        """Show the slowest tests and files if the run has several workers."""
         if not getattr(config.option, "numprocesses", None):
             return
-        total: dict[str, float] = {}
+        tests: dict[str, float] = defaultdict(float)
+        files: dict[str, float] = defaultdict(float)
         for report in (one for reports in terminalreporter.stats.values() for one in reports):
             if isinstance(report, pytest.TestReport):
-                total[report.nodeid] = total.get(report.nodeid, 0.0) + report.duration
-        terminalreporter.section(f"slowest {NUM_SHOWN} tests, of {sum(total.values()):.0f} s in all")
-        for name, seconds in sorted(total.items(), key=lambda entry: -entry[1])[:NUM_SHOWN]:
-            terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+                tests[report.nodeid] += report.duration
+                files[report.nodeid.partition("::")[0]] += report.duration
+        terminalreporter.section(f"slowest tests and files, of {sum(files.values()):.0f} s in all")
+        for total, number in ((tests, NUM_TESTS_SHOWN), (files, NUM_FILES_SHOWN)):
+            for name in sorted(total, key=total.__getitem__, reverse=True)[:number]:
+                terminalreporter.write_line(f"{total[name]:7.1f} s  {name}")
