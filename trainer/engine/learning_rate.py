@@ -1,27 +1,71 @@
-"""The learning rate, a function of recipe and step alone."""
+"""The learning rate, a function of recipe and step alone.
+
+The curves are those of `transformers.get_scheduler`; a test compares them. Its module would import peft, and
+bitsandbytes where it is installed, which takes each rank from half a second to some seconds.
+"""
 
 from __future__ import annotations
 
 import math
 
-from trainer.recipe.schema import OptimizerSection, Schedule
+from trainer.recipe.schema import OptimizerSection, ScheduleSection
+from trainer.recipe.schema.schedule import (
+    Cosine,
+    CosineWithRestarts,
+    InverseSqrt,
+    Linear,
+    Polynomial,
+    WarmupStableDecay,
+)
 
 
-def learning_rate_factor(recipe: Schedule, step: int, total_steps: int) -> float:
+def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int) -> float:
     """Return the factor of the learning rate in the step after `step` steps.
 
-    Over W warm-up steps it is 1/(W+1), 2/(W+1), ...; the next step has 1. Linear and cosine schedules would reach 0 one
-    step after the last, so no step has a rate of 0.
+    A schedule of transformers begins with a step at rate 0. This step is left out here, so the W steps of a warm-up
+    have 1/(W+1), 2/(W+1), ..., and the next one has 1. All later factors are those of transformers. Schedules that
+    decay would reach their end one step after the last.
     """
-    warmup = recipe.warmup if isinstance(recipe.warmup, int) else round(recipe.warmup * total_steps)
+    warmup = _steps(schedule.warmup, total_steps)
+    least = schedule.min_rate if isinstance(schedule, Cosine | Polynomial | WarmupStableDecay) else 0.0
     if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if recipe.name == "constant":
-        return 1.0
+        risen = (step + 1) / (warmup + 1)
+        return least + (1.0 - least) * risen if isinstance(schedule, WarmupStableDecay) else risen
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return 1.0 - done if recipe.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    match schedule:
+        case Linear():
+            share = 1.0 - done
+        case Cosine():
+            share = _half_cosine(done)
+        case CosineWithRestarts(cycles=cycles):
+            share = _half_cosine(cycles * done % 1.0) if done < 1.0 else 0.0
+        case Polynomial(power=power):
+            share = (1.0 - done) ** power
+        case InverseSqrt(timescale=timescale):
+            scale = timescale or warmup or 10_000
+            share = math.sqrt(scale / (scale + step - warmup))
+        case WarmupStableDecay(decay_shape=shape):
+            decay = max(1, min(_steps(schedule.decay, total_steps), total_steps - warmup))
+            share = _decayed(shape, min(1.0, max(0.0, (step - total_steps + decay) / decay)))
+        case _:
+            share = 1.0
+    return least + (1.0 - least) * share
 
 
-def learning_rate(optimizer: OptimizerSection, schedule: Schedule, step: int, total_steps: int) -> float:
+def _steps(number: int | float, total_steps: int) -> int:
+    return number if isinstance(number, int) else round(number * total_steps)
+
+
+def _half_cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _decayed(shape: str, done: float) -> float:
+    if shape == "cosine":
+        return _half_cosine(done)
+    return 1.0 - (done if shape == "linear" else math.sqrt(done))
+
+
+def learning_rate(optimizer: OptimizerSection, schedule: ScheduleSection, step: int, total_steps: int) -> float:
     """Return the learning rate of the step after `step` steps."""
     return optimizer.learning_rate * learning_rate_factor(schedule, step, total_steps)

@@ -215,7 +215,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *_excludes(
         _is("optimizer.name", "schedule_free_adamw"),
         (
-            _is("schedule.name", "linear", "cosine"),
+            _is(
+                "schedule.name",
+                "linear",
+                "cosine",
+                "cosine_with_restarts",
+                "polynomial",
+                "inverse_sqrt",
+                "warmup_stable_decay",
+            ),
             "the average of the weights takes the place of a decaying rate",
             "set `schedule.name` to constant; `schedule.warmup` may stay",
         ),

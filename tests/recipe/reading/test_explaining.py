@@ -48,7 +48,8 @@ Minimal = dict[str, Any]
         ),
         (
             "schedule.name=Cosine",
-            '`schedule.name` must be one of "linear", "cosine", "constant", but is "Cosine"; did you mean "cosine"?',
+            '`schedule.name` must be one of "linear", "cosine", "cosine_with_restarts", "polynomial", "constant",'
+            ' "inverse_sqrt", "warmup_stable_decay", but is "Cosine"; did you mean "cosine"?',
         ),
         ("precision=fp8", '`precision` must be one of "fp32", "bf16", "fp16", but is "fp8"'),
         (

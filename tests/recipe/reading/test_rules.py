@@ -168,6 +168,14 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`training.stop_at_step` must be at most `training.max_steps` 5, but is 6",
         ),
         (
+            ["schedule.name=warmup_stable_decay", "schedule.warmup=0.3", "schedule.decay=0.8"],
+            "`schedule.decay` is 0.8, with `schedule.warmup` 0.3 more than all steps; shorten one of them",
+        ),
+        (
+            ["schedule.name=warmup_stable_decay", "training.max_steps=9", "schedule.warmup=4", "schedule.decay=6"],
+            "`schedule.decay` is 6, with `schedule.warmup` 4 more than `training.max_steps` 9; shorten one of them",
+        ),
+        (
             ["training.max_steps=5", "schedule.warmup=5"],
             "`schedule.warmup` must be below `training.max_steps` 5, but is 5;"
             " a number below 1 is a fraction of the steps",

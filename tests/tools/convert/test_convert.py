@@ -76,9 +76,29 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"lr_scheduler_type": "constant", "warmup_steps": 10}, "schedule.warmup", ...),
     ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}, "schedule.warmup", 10),
     (
-        {"lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau"},
         "schedule.name",
-        "TODO: polynomial has no counterpart: linear, cosine or constant",
+        "TODO: reduce_lr_on_plateau has no counterpart: linear, cosine, cosine_with_restarts, polynomial, constant,"
+        " inverse_sqrt, warmup_stable_decay",
+    ),
+    ({"lr_scheduler_type": "polynomial"}, "schedule.min_rate", 1e-7 / 5e-5),
+    (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 5e-6}},
+        "schedule",
+        {"name": "cosine", "min_rate": 5e-6 / 5e-5},
+    ),
+    (
+        {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+        "schedule",
+        {"name": "cosine_with_restarts", "cycles": 2},
+    ),
+    (
+        {
+            "lr_scheduler_type": "warmup_stable_decay",
+            "lr_scheduler_kwargs": {"num_decay_steps": 5, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+        },
+        "schedule",
+        {"name": "warmup_stable_decay", "decay": 5, "decay_shape": "1-sqrt", "min_rate": 0.1},
     ),
     ({"warmup_steps": 0.05}, "schedule.warmup", 0.05),
     ({"warmup_steps": 0.05, "max_steps": 101}, "schedule.warmup", 6),
@@ -317,9 +337,16 @@ def test_what_means_something_else_is_said(of_arguments: OfArguments):
 def test_deepspeeds_schedules(write: Write):
     scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}}
     conversion = convert([write({"train_batch_size": 8, "scheduler": scheduler})])
-    assert conversion.recipe["schedule"] == {"name": "cosine", "warmup": 10}
+    assert conversion.recipe["schedule"] == {"name": "cosine", "min_rate": 0.0001, "warmup": 10}
     assert conversion.recipe["training"]["max_steps"] == 100
     assert "logarithmic" in text(conversion, "scheduler.type")
+
+
+def test_an_unknown_argument_of_a_schedule_refuses_the_file(of_arguments: OfArguments):
+    with pytest.raises(
+        RecipeError, match=r"`lr_scheduler_kwargs` decides what is learned.*no argument warmup_type here"
+    ):
+        of_arguments(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"warmup_type": "cosine"})
 
 
 def test_a_todo_is_nothing_that_check_would_take(of_arguments: OfArguments):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainer.recipe.foreign.spellings import counterpart
-from trainer.recipe.schema import Schedule
+from trainer.recipe.schema import Linear
 from trainer.tools.convert.convert import convert
 
 
@@ -61,7 +61,7 @@ def test_a_spelling_leads_to_the_key_of_its_meaning(spelling, key):
 )
 def test_schedules_of_training_arguments(write, theirs, ours):
     recipe = convert([write({"output_dir": "x", "lr_scheduler_type": theirs})], None, 1).recipe
-    assert recipe.get("schedule", {}).get("name", Schedule().name) == ours
+    assert recipe.get("schedule", {}).get("name", Linear().name) == ours
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_schedules_of_training_arguments(write, theirs, ours):
 def test_schedules_of_deepspeed(write, theirs, ours):
     params = {"warmup_num_steps": 10, "total_num_steps": 100}
     file = write({"train_batch_size": 8, "scheduler": {"type": theirs, "params": params}}, "ds.json")
-    assert convert([file], None, 1).recipe.get("schedule", {}).get("name", Schedule().name) == ours
+    assert convert([file], None, 1).recipe.get("schedule", {}).get("name", Linear().name) == ours

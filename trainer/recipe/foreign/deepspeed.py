@@ -105,7 +105,7 @@ _SCHEDULER: dict[str, Counterpart] = {
         none("the warmup starts near 0", 0, 0.0), "scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio"
     ),
     "scheduler.params.warmup_type": none('the warmup is linear; DeepSpeed\'s default is "log"', "linear"),
-    "scheduler.params.cos_min_ratio": none("cosine reaches 0; DeepSpeed's default is 0.0001", 0, 0.0),
+    "scheduler.params.cos_min_ratio": mapped("schedule.min_rate", 0.0001),
     "scheduler.params.last_batch_iteration": none("a resumed run continues at its last step", -1),
 }
 

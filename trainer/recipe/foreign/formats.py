@@ -71,6 +71,7 @@ _AXOLOTL: dict[str, Counterpart] = {
     "train_on_inputs": none("prompts are not trained"),
     "micro_batch_size": renamed("training.micro_batch_size", note=say.STEP_TOTAL),
     "lr_scheduler": mapped("schedule.name"),
+    "cosine_min_lr_ratio": renamed("schedule.min_rate"),
     "rl": _NO_PREFERENCES,
     "wandb_project": renamed("logging.project"),
 }

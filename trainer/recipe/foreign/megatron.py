@@ -51,8 +51,10 @@ MEGATRON: dict[str, Counterpart] = {
     "--exit-duration-in-mins": none("a signal, which batch systems can send, saves and exits with code 75"),
     # learning
     "--lr": renamed("optimizer.learning_rate"),
-    "--min-lr": none("linear and cosine reach 0"),
-    "--lr-decay-style": mapped("schedule.name"),
+    "--min-lr": mapped("schedule.min_rate", note="as a share of the peak"),
+    "--lr-decay-style": mapped("schedule.name", note="WSD is warmup_stable_decay, inverse-square-root inverse_sqrt"),
+    "--lr-wsd-decay-style": mapped("schedule.decay_shape", note="linear or cosine"),
+    "--lr-wsd-decay-iters": renamed("schedule.decay", note=say.WHOLE_STEPS),
     "--lr-decay-iters": mapped("training.max_steps", note="the schedule ends with the training"),
     "--lr-warmup-iters": renamed("schedule.warmup", note=say.WHOLE_STEPS),
     "--lr-warmup-fraction": mapped("schedule.warmup", note=say.SHARE),

@@ -14,6 +14,7 @@ MODEL_CONFIG = "a key of the transformers configuration, for random weights"
 STEP_TOTAL = "the step's total is training.global_batch_size"
 NO_CLIPPING = "null, not 0, disables clipping"
 WHOLE_STEPS = "an integer is a number of steps"
+SCHEDULE_KEYS = "min_rate is a share of the peak; cycles, power, timescale, decay and decay_shape"
 SHARE = "a number below 1 is a fraction of the steps"
 BOTH_BETAS = "a list: [0.9, 0.999]"
 TIME = 'a time with its unit: "10 minutes"'

@@ -37,7 +37,7 @@ FIELDS: dict[str, Counterpart] = {
     # learning rate and optimizer
     "learning_rate": renamed("optimizer.learning_rate", 5e-5, value=convert_by.number),
     "lr_scheduler_type": mapped("schedule.name", "linear"),
-    "lr_scheduler_kwargs": refused("linear and cosine reach 0; constant does not decay", None, {}),
+    "lr_scheduler_kwargs": mapped("schedule", None, {}, note=say.SCHEDULE_KEYS),
     "warmup_steps": mapped("schedule.warmup", 0, note=say.WHOLE_STEPS),
     "optim": mapped(
         "optimizer.name",

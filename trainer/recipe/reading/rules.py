@@ -25,12 +25,13 @@ from trainer.recipe.schema import (
     Model,
     Parallel,
     QuestionAnswering,
-    Schedule,
+    ScheduleSection,
     Section,
     Seq2SeqLM,
     TaskSection,
     TokenClassification,
     Training,
+    WarmupStableDecay,
 )
 from trainer.recipe.schema.section import Contradiction, clash
 
@@ -162,13 +163,22 @@ def _of_distillation(distillation: Distillation, task: TaskSection, parallel: Pa
         yield clash(_NO_DP, "distillation", "parallel.strategy")
 
 
-def _of_training_and_schedule(training: Training, schedule: Schedule) -> Iterator[Contradiction]:
+def _of_training_and_schedule(training: Training, schedule: ScheduleSection) -> Iterator[Contradiction]:
     warmup, last = schedule.warmup, training.max_steps
     if isinstance(warmup, int) and last is not None and warmup >= last:
         text = (
             f"must be below `training.max_steps` {last}, but is {warmup}; a number below 1 is a fraction of the steps"
         )
         yield clash(text, "schedule.warmup", "training.max_steps")
+    elif isinstance(schedule, WarmupStableDecay):
+        parts = (warmup, schedule.decay)
+        if last is None and not all(isinstance(part, float) for part in parts):
+            return  # the number of steps depends on the data
+        total = last or 1
+        if sum(part if isinstance(part, int) else part * total for part in parts) > total:
+            whole = f"`training.max_steps` {last}" if last else "all steps"
+            text = f"is {schedule.decay}, with `schedule.warmup` {warmup} more than {whole}; shorten one of them"
+            yield clash(text, "schedule.decay", "schedule.warmup")
 
 
 def _of_task_and_evaluation(task: TaskSection, evaluation: Evaluation) -> Iterator[Contradiction]:

@@ -21,7 +21,7 @@ from trainer.recipe.schema.logging import Logging, Profile
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Muon, OptimizerSection, ScheduleFreeAdamW
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
-from trainer.recipe.schema.schedule import Schedule
+from trainer.recipe.schema.schedule import Linear, ScheduleSection, WarmupStableDecay
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (
     Embedding,
@@ -78,7 +78,7 @@ class Recipe(Section):
     NVIDIA GPUs. Evaluations run without graphs."""
     training: Training = Training()
     optimizer: Annotated[OptimizerSection, Field(discriminator="name")] = AdamW()
-    schedule: Schedule = Schedule()
+    schedule: Annotated[ScheduleSection, Field(discriminator="name")] = Linear()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()

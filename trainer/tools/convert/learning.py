@@ -18,7 +18,22 @@ _GLOBAL, _MICRO, _STEPS, _ACCUMULATION = (
 )
 _RANKS = "the number of processes; give --processes N"
 
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_SCHEDULES = {
+    **{name: name for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt")},
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "warmup_stable_decay",
+}
+_ARGUMENTS = {
+    "cosine_with_min_lr": {"min_lr_rate": "min_rate"},
+    "cosine_with_restarts": {"num_cycles": "cycles"},
+    "polynomial": {"power": "power"},
+    "inverse_sqrt": {"timescale": "timescale"},
+    "warmup_stable_decay": {"num_decay_steps": "decay", "decay_type": "decay_shape", "min_lr_ratio": "min_rate"},
+}
+"""Further arguments of transformers' schedules, and their keys of `schedule`."""
+_LEAST_RATES = {"cosine_with_min_lr": ("min_lr", None), "polynomial": ("lr_end", 1e-7)}
+"""Arguments that are a learning rate, not a share of the peak, and their defaults."""
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
 _DRAWS = "the same seed gives another sample order, dropout and initialisation"
@@ -176,8 +191,8 @@ def schedule(draft: Draft) -> None:
     if theirs is not None:
         _deepspeeds_schedule(draft, theirs)
         return
-    params = [draft.sources.written(_DS, f"scheduler.params.{key}") for key in ("warmup_num_steps", "warmup_max_lr")]
-    draft.unread("scheduler.type is missing", *params)
+    for key in ("warmup_num_steps", "warmup_max_lr", "cos_min_ratio"):
+        draft.unread("scheduler.type is missing", draft.sources.written(_DS, f"scheduler.params.{key}"))
     item = draft.sources.get(_TA, "lr_scheduler_type")
     if item is None:
         return
@@ -186,9 +201,11 @@ def schedule(draft: Draft) -> None:
         decays = not name.startswith("constant")
         note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
         draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)
+        draft.unread("the optimizer has no decay", draft.sources.get(_TA, "lr_scheduler_kwargs"))
         name = "constant_with_warmup"  # the optimizer itself warms up
     else:
         _named(draft, item, name, _SCHEDULES)
+        _arguments(draft, name, item)
     ratio, steps = draft.sources.written(_TA, "warmup_ratio"), draft.sources.get(_TA, "warmup_steps")
     if name == "constant":
         draft.unread("the schedule constant has no warmup", ratio, steps)
@@ -203,8 +220,25 @@ def schedule(draft: Draft) -> None:
 
 
 def _named(draft: Draft, item: Item, name: str, schedules: dict[str, str]) -> None:
-    unknown = Todo(f"{name} has no counterpart: linear, cosine or constant")
+    unknown = Todo(f"{name} has no counterpart: {', '.join(dict.fromkeys(_SCHEDULES.values()))}")
     draft.take("schedule.name", schedules.get(name, unknown), item)
+
+
+def _arguments(draft: Draft, name: str, kind: Item) -> None:
+    """Convert the further arguments of a schedule of transformers."""
+    item = draft.sources.get(_TA, "lr_scheduler_kwargs")
+    given = dict(item.value) if item is not None and isinstance(item.value, dict) else {}
+    source = kind if item is None or item.is_default else item
+    least, default = _LEAST_RATES.get(name, ("", None))
+    rate, peak = given.pop(least, default), draft.value("optimizer.learning_rate")
+    if rate is not None and isinstance(peak, (int, float)):
+        draft.take("schedule.min_rate", rate / peak, source, note=f"{least} {rate:g}, as a share of the peak {peak:g}")
+    for argument, value in given.items():
+        key = _ARGUMENTS.get(name, {}).get(argument)
+        if key is None and item is not None:
+            draft.refuse_file(item, f"{name} has no argument {argument} here")
+        else:
+            draft.take(f"schedule.{key}", value, source)
 
 
 def _warmup(draft: Draft, item: Item, shape: str) -> None:
@@ -223,6 +257,11 @@ def _deepspeeds_schedule(draft: Draft, kind: Item) -> None:
     sources, precedence = draft.sources, "DeepSpeed's `scheduler` has precedence"
     draft.unread(precedence, *(sources.written(_TA, f"lr_scheduler_{key}") for key in ("type", "kwargs")))
     _named(draft, kind, draft.text(kind), _DEEPSPEED_SCHEDULES)
+    least = sources.get(_DS, "scheduler.params.cos_min_ratio")
+    if least is not None and draft.value("schedule.name") == "cosine":
+        draft.take("schedule.min_rate", draft.number(least), least if least.origin else kind)
+    else:
+        draft.unread("only WarmupCosineLR has it", least)
     steps = sources.written(_DS, "scheduler.params.warmup_num_steps")
     arguments = [sources.written(_TA, "warmup_ratio"), sources.get(_TA, "warmup_steps")]
     if steps is not None and steps.is_auto:
