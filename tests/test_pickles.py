@@ -65,6 +65,7 @@ def _messages_without_pickle() -> list[object]:
         return [mesh.share(rows), mesh.on_rank_zero(lambda: (1.5, None))]
 
 
+@pytest.mark.slow
 def test_between_ranks(ranks: RankPools):
     assert ranks(2).run(_messages_without_pickle) == [[[0, 1], (1.5, None)]] * 2
 

@@ -94,6 +94,7 @@ class TestErrors:
 
 
 class TestRanks:
+    @pytest.mark.slow
     def test_a_thread_trains_as_the_main_one_and_two_ranks_do(self, tmp_path):
         """A thread gets no signals, so that the run has a process of its own there."""
         file = write_tiny_run(tmp_path)
@@ -125,6 +126,7 @@ class TestRanks:
         result = trainer.run(trainer.load_recipe(write_tiny_run(tmp_path), {"training.stop_at_step": 2}))
         assert (result.outcome, result.model_folder, len(result.steps)) == ("stopped", None, 2)
 
+    @pytest.mark.slow
     def test_those_of_torchrun(self, tmp_path):
         file = write_tiny_run(tmp_path)
         text = f"""
@@ -227,6 +229,7 @@ def install(folder: Path, name: str, text: str, entry_point: str) -> None:
 
 
 class TestEntryPoints:
+    @pytest.mark.slow
     def test_are_loaded_by_check_and_on_every_rank(self, tmp_path):
         install(
             tmp_path,

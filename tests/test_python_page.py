@@ -83,6 +83,7 @@ def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
     assert "2 ranks on cpu" in shown, "the output of the ranks is shown, too"
 
 
+@pytest.mark.slow
 def test_an_own_loop_on_two_ranks(scripts: Path):
     assert len(SCRIPTS["own_loop.py"].splitlines()) <= 60
     shown = start(scripts, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "own_loop.py")
@@ -91,6 +92,7 @@ def test_an_own_loop_on_two_ranks(scripts: Path):
     assert (scripts / "runs" / "own_loop" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_registered_task_and_metric_on_two_ranks(scripts: Path):
     shown = start(scripts, "train_smooth.py")
     assert re.search(r"BestMetric\(name='error_rate', value=0\.\d+, step=4, loss=\d\.\d+\)", shown), shown

@@ -34,6 +34,7 @@ def run(*arguments: str) -> list[list[str]]:
     return cells(done.stdout)
 
 
+@pytest.mark.slow
 def test_throughput():
     rows = run(
         "tests.benchmarks.throughput", "--processes=2", "--models=small", "--rounds=2", "--steps=2", "--defaults"
@@ -48,6 +49,7 @@ def test_throughput():
             assert 0.1 < float(re.match(NUMBER, ratio)[0]) < 10, rows
 
 
+@pytest.mark.slow
 def test_tensor():
     rows = run("tests.benchmarks.tensor", "--models=small", "--rounds=2", "--steps=1")
     assert [row[0].split(",")[0] for row in rows] == ["our blocks", "DTensor", "transformers"]
@@ -57,6 +59,7 @@ def test_tensor():
         assert float(re.match(NUMBER, peak)[0]) > 0
 
 
+@pytest.mark.slow
 def test_startup():
     ((processes, imports, whole, *added),) = run("tests.benchmarks.startup", "--processes=1", "--rounds=1")
     assert processes == "1"
@@ -193,6 +196,7 @@ def test_only_ratios_far_below_the_stored_ones_are_regressions():
     assert line == "slower than stored: small, ours: ratio 0.940, stored 1.000"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most_operations", "most_bytes"),
     [

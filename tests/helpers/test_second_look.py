@@ -62,6 +62,7 @@ def look(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
+@pytest.mark.slow
 def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(tmp_path):
     code, shown = look(tmp_path, FAILS_ONCE, "--numprocesses", "2", "--dist", "worksteal")
     assert code == 0

@@ -113,6 +113,7 @@ class TestRestarts:
         assert losses[0] == losses[1]
         assert not (recipe.parent / "run" / "ranks").exists()
 
+    @pytest.mark.slow
     def test_a_bug_is_told_with_its_traceback_until_no_restart_is_left(self, tmp_path):
         ended = run(write_tiny_run(tmp_path), "--max-restarts", "1", fault=("raise", 1, 3))
         assert ended.returncode == 1

@@ -124,6 +124,7 @@ def test_a_killed_rank_resumes_from_memory(launcher, layout, tmp_path):
     assert weights(recipe) == undisturbed(tmp_path / "whole", layout=layout)
 
 
+@pytest.mark.slow
 def test_damaged_memory_falls_back_to_the_disk(tmp_path):
     recipe = write(tmp_path / "killed", every="4 steps")
     process = start(recipe)

@@ -160,6 +160,7 @@ class TestWhatIsWrongIsSaid:
         assert f"could not join the others at node0:{PORT} (no answer: a firewall" in second[1]
         assert "only 1 of 2 ranks have joined" in first[1]
 
+    @pytest.mark.slow
     def test_ports_between_ranks_that_are_closed(self, nodes, tmp_path):
         with closed(nodes[0], "32768-60999"):  # the ports on which rank 0 listens, without MASTER_PORT
             ended = two_ranks(nodes, write_tiny_run(tmp_path))

@@ -55,6 +55,7 @@ def test_a_recipe_is_resolved_first(finds, capsys: pytest.CaptureFixture[str]):
     assert "`precision` must be" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_this_machine_has_no_problem():
     """A real run: imports torch and deepspeed, connects two processes, downloads nothing."""
     done = run([sys.executable, "-m", "trainer", "doctor", "bert_sample", "--json"], 120)
