@@ -15,6 +15,7 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.families.table import layers_of
 from trainer.models.names import prefixes, tied_names
+from trainer.models.quantizing import quantize_layers, quantized_weights
 from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
 from trainer.recipe.schema import Adapter, Model
 
@@ -43,10 +44,10 @@ def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (
                 " pattern"
             )
     if recipe.adapter is not None:
-        _add_products(model, recipe.adapter, seed, drawn)
+        _add_products(model, recipe, recipe.adapter, seed, drawn)
 
 
-def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
+def _add_products(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
     targets = _targets(model, adapter)
     if adapter.modules_to_save is None:
         saved = head_parameters(model) | set(drawn)
@@ -55,8 +56,11 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
     model.requires_grad_(False)
     for name in saved:
         model.get_parameter(name).requires_grad_(True)
-    for name, layer in targets.items():
-        attach(layer, _product(name, layer, adapter, seed))
+    products = {name: _product(name, layer, adapter, seed) for name, layer in targets.items()}
+    if recipe.quantization is not None:
+        quantize_layers(model, recipe.quantization)
+    for name, product in products.items():
+        attach(model.get_submodule(name), product)
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
@@ -178,19 +182,29 @@ class MergedWeights:
         self._model = model
         self._scaling = scaling
         self._adapted = {f"{name.removesuffix(end)}.weight" for name in shapes if name.endswith(end)}
+        self._quantized = quantized_weights(shapes)
         factors = {factor for name in self._adapted for factor in _factors(name)}
-        self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in factors}
+        parts = {part for weight in self._quantized.values() for part in weight.parts.values()}
+        self.shapes: dict[str, Sequence[int]] = {
+            name: shape for name, shape in shapes.items() if name not in factors | parts
+        }
+        for name in self._quantized:
+            self.shapes[name] = tuple(model.get_parameter(name).shape)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors from which a weight is made: its own, and its factors."""
-        return (name, *_factors(name)) if name in self._adapted else (name,)
+        own = tuple(self._quantized[name].parts.values()) if name in self._quantized else (name,)
+        return (*own, *_factors(name)) if name in self._adapted else own
 
     def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return a weight, from tensors that `read` returns by their names."""
-        weight, *factors = map(read, self.sources(name))
-        if not factors:
+        if name in self._quantized:
+            weight = self._quantized[name].dequantized(self.shapes[name], read)
+        else:
+            weight = read(name)
+        if name not in self._adapted:
             return weight
-        first, second = factors
+        first, second = map(read, _factors(name))
         product = second.float() @ first.float() * self._scaling
         if isinstance(self._model.get_submodule(name.rpartition(".")[0]), Conv1D):
             product = product.t()

@@ -120,7 +120,7 @@ class ModelDescription:
     def _sample(self, keys: DropoutKeys | None) -> nn.Module:
         sample = sample_of(self.model_class, self.config, self.attention)
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
-            adapted = self.recipe.model_copy(update={"freeze": None})
+            adapted = self.recipe.model_copy(update={"freeze": None, "quantization": None})
             try:
                 adapt(sample, adapted, self.seed)
             except UsageError:  # a target is in a layer that the sample lacks

@@ -41,6 +41,7 @@ from trainer.models.draw import Gather, draw_weights, whole_already
 from trainer.models.hub_files import pretrained_files, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, PlacedModel, place
+from trainer.models.quantizing import quantized_in
 from trainer.models.stored_weights import CountedWeights, SharedWeights, StoredWeights
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
@@ -375,6 +376,9 @@ class _Parts:
         self.shards: dict[str, Tensor] | None = None if placed.cut.shard is None else {}
         self._placements = placed.placements
         first = {name: names[0] for names in tied for name in names}  # in the whole model
+        self._quantized = quantized_in(self.model)
+        for name, weight in self._quantized.items():
+            first |= {f"{name}.{part}": name for part, _ in weight.named_parameters()}
         origins = placed.stage.origins if placed.stage else {}
         own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
         for name, _ in self.model.named_parameters(remove_duplicate=False):
@@ -390,7 +394,9 @@ class _Parts:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
-            if self.holds(name):
+            if name in self._quantized:  # a scale belongs to elements of several shards
+                self._fill(name, stored.read(key))
+            elif self.holds(name):
                 self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
             elif name in self._buffers:
                 self.model.get_buffer(name).copy_(stored.read(key))
@@ -441,26 +447,39 @@ class _Parts:
 
     def fill_whole(self, name: str, whole: Tensor) -> None:
         """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it."""
-        if self.holds(name):
-            cut = self.placed.cut
-            part = cut.part(whole, self._placement(name))
-            if cut.shard is not None and part.dim():
-                first, last = cut.shard.bounds(part.shape)
-                part = part[first:last].clone()  # the other rows can go
-            self._fill(name, part)
+        if name in self._quantized:
+            self._fill(name, whole)
+        elif self.holds(name):
+            self._fill(name, self._shard(self.placed.cut.part(whole, self._placement(name))))
+
+    def _shard(self, part: Tensor) -> Tensor:
+        """Return the own rows of this rank's part of a tensor."""
+        shard = self.placed.cut.shard
+        if shard is None or not part.dim():
+            return part
+        first, last = shard.bounds(part.shape)
+        return part[first:last].clone()  # the other rows can go
 
     def _placement(self, name: str) -> ParameterPlacement:
         return next(self._placements[own] for own in self._own[name] if own in self._placements)
 
     def _fill(self, name: str, part: Tensor) -> None:
-        empty = self.model.get_parameter(self._own[name][0])
-        if self.shards is not None:
-            assert part.shape[1:] == empty.shape[1:], f"{name} is {tuple(part.shape)}, of {tuple(empty.shape)}"
-            self.shards |= dict.fromkeys(self._own[name], part)
+        if name not in self._quantized:
+            self._set(self._own[name], part)
             return
-        assert part.shape == empty.shape, f"{name} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
+        for own, quantized in self._quantized[name].quantize(part).items():
+            self._set([f"{name}.{own}"], self._shard(quantized))
+
+    def _set(self, names: Sequence[str], part: Tensor) -> None:
+        """Fill a parameter of this model, which has these names."""
+        empty = self.model.get_parameter(names[0])
+        if self.shards is not None:
+            assert part.shape[1:] == empty.shape[1:], f"{names[0]} is {tuple(part.shape)}, of {tuple(empty.shape)}"
+            self.shards |= dict.fromkeys(names, part)
+            return
+        assert part.shape == empty.shape, f"{names[0]} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
-        for own in self._own[name]:
+        for own in names:
             replace_in(self.model, own, parameter)
 
 

@@ -6,6 +6,7 @@ unpickled, imported or run.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ from trainer.checkpoint.identity import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
-from trainer.models.adapters import MergedWeights
+from trainer.models.adapters import MergedWeights, adapt
 from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
+from trainer.models.quantizing import quantized_base
 from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
@@ -108,10 +110,9 @@ def export(
         if adapter:
             task_type = PEFT_TASK_TYPES.get(str(_group(state.facts.identity, "task").get("type")))
             buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
-            own = {name for name in merged.shapes if name not in base} - buffers | drawn
-            weights = [
-                write_adapter(described, _origin_model(state), task_type, available, own, read, temporary, type_)
-            ]
+            own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
+            names = available.keys() | merged.shapes
+            weights = [write_adapter(described, _origin_model(state), task_type, names, own, read, temporary, type_)]
         else:
             weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
@@ -166,6 +167,11 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
         seed = int(identity["training"]["seed"])
     model, drawn = build_base(described, recipe, seed)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
+    found_drawn = base.keys() & drawn
+    if recipe.quantization is not None:
+        adapted = copy.deepcopy(described)
+        adapt(adapted, recipe, seed, drawn)
+        base = quantized_base(adapted, base)
     parts = [
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
         for name, tensor in base.items()
@@ -175,7 +181,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
             f"`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is {found}"
             f" and should be {digest}; restore the weights of {recipe.name_or_path or 'model.config'}"
         )
-    return base, base.keys() & drawn
+    return base, found_drawn
 
 
 def _scaling(state: SavedState) -> float:

@@ -19,7 +19,7 @@ from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import optimizer_class
-from trainer.engine.precision import stored_in_bf16
+from trainer.models.quantizing import weights_of_parts
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.mesh import AXES, ParallelMesh
@@ -55,16 +55,17 @@ def _own_parameter_groups(
 
     sizes = {axis: mesh.size(axis) for axis in AXES}
     weight_bytes = _weight_bytes(models)
+    quantized = weights_of_parts(models)
     groups = []
     for name in get_args(Kind):
         labels = [label for label, placement in placements.items() if name in kinds(label, placement)]
-        members = [placements[label] for label in labels]
-        if members:
+        members = {label: placements[label] for label in labels if not placements[label].is_copy}
+        if labels:
             groups.append(
                 ParameterGroup(
                     placement=name,
-                    num_tensors=sum(not member.is_copy for member in members),
-                    num_parameters=sum(int(np.prod(member.shape)) for member in members if not member.is_copy),
+                    num_tensors=sum(quantized.get(label) != 0 for label in members),
+                    num_parameters=sum(quantized.get(label, prod(one.shape)) for label, one in members.items()),
                     bytes_per_rank=sum(placements[label].num_elements(sizes) * weight_bytes(label) for label in labels),
                 )
             )
@@ -73,8 +74,8 @@ def _own_parameter_groups(
 
 def _weight_bytes(models: Iterable[nn.Module]) -> Callable[[str], int]:
     """Return a function from the name of a parameter to the bytes of each of its elements."""
-    in_bf16 = {name for model in models for name in stored_in_bf16(model)}
-    return lambda name: 2 if name in in_bf16 else 4
+    sizes = {name: p.dtype.itemsize for model in models for name, p in model.named_parameters()}
+    return sizes.__getitem__
 
 
 def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
@@ -139,8 +140,9 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
     embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
     # An embedding that is tied to a head counts, because of the head's products.
     embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)
+    quantized = weights_of_parts(models)
     counted = [
-        (prod(placements[name].shape), parameter.requires_grad)
+        (quantized.get(name, prod(placements[name].shape)), parameter.requires_grad)
         for model in models
         for name, parameter in model.named_parameters()
         if id(parameter) not in embeddings

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import trainer
+from tests.helpers.training import tiny_recipe
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, planned, recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan import hardware
 from trainer.tools.plan.hardware import known_devices, parse_devices
-from trainer.tools.plan.ledger import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
-from trainer.tools.plan.recipe_plan import HOST_RESERVED
+from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
+from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED
 from trainer.tools.plan.simulated_rank import shapes_only
 from trainer.tools.plan.simulated_step import plan_step
 
@@ -282,3 +283,35 @@ def test_python_gives_the_plan_of_the_command(recipe: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["needed_bytes"] == made.needed
     with pytest.raises(trainer.LaunchError, match="is a rank"), mock.patch.dict(os.environ, RANK_VARIABLES):
         trainer.plan(recipe, "2xA100-40")
+
+
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
+
+@pytest.mark.slow
+def test_llama_7b_in_4_bits_fits_24_gb():
+    """2,048 tokens, a microbatch of one row, LoRA of rank 16, all layers recomputed."""
+    model = {"config": LLAMA_7B, "adapter": {"type": "lora", "rank": 16}, "quantization": "nf4"}
+    training = {"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 1}
+    task = {"type": "causal_lm", "text": "text"}
+    how = {"precision": "bf16", "activation_checkpointing": "full"}
+    recipe = tiny_recipe(task=task, model=model, training=training, schedule={"warmup": 0}, **how)
+    peak = plan_step(plan_run(recipe, 1, 1), 0, length=2048).peak
+    quantized = 32 * (4 * 4096**2 + 3 * 4096 * 11_008)  # weights of the layers
+    adapters = 32 * 16 * (8 * 4096 + 3 * (4096 + 11_008))
+    others = 2 * 32_000 * 4096 + 65 * 4096  # both embeddings, and norms
+    stored = quantized // 2 + quantized // 64 + quantized // 64 // 256 * 4 + 4 * (adapters + others)
+    found = peak.by_component
+    assert found[PARAMETERS] == pytest.approx(stored, rel=1e-3)
+    assert found[OPTIMIZER] == pytest.approx(8 * adapters, rel=1e-3)
+    assert found[CASTS] >= 2 * 4096 * 11_008  # a dequantised weight
+    assert found[ACTIVATIONS] >= 32 * 2048 * 4096 * 2  # the inputs of the layers
+    assert found[LOSS] >= 2048 * 32_000 * 2
+    assert peak.num_bytes + RESERVED < 24e9

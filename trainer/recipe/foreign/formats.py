@@ -8,7 +8,9 @@ from __future__ import annotations
 from trainer.recipe.foreign import remarks as say
 from trainer.recipe.foreign.counterpart import Counterpart, alike, mapped, none, renamed
 
-_NO_QUANTIZED = none("trained and frozen weights are fp32 or bf16, not quantized")
+_QUANTIZED = mapped("model.quantization", note='"nf4" for 4 bits, "int8" for 8 bits')
+_ONE_NF4 = none("4 bits are NormalFloat with quantised scales, in uint8; precision gives the type of products")
+_ONE_INT8 = none("8 bits are those of each row of a weight; inputs are not quantised")
 _TEMPLATE = none("the chat template of the tokenizer applies; set it in its folder, and name that by model.tokenizer")
 _NO_PREFERENCES = none("preference tuning and reinforcement learning are not supported")
 _ADAPTER = mapped("model.adapter", note='{"type": "lora"}; without it, all weights are trained')
@@ -22,11 +24,19 @@ _LORA: dict[str, Counterpart] = {
     "lora_alpha": renamed("model.adapter.alpha"),
     "lora_dropout": renamed("model.adapter.dropout"),
 }
+_QUANTIZED_BY_BITSANDBYTES: dict[str, Counterpart] = {
+    **alike(_QUANTIZED, "load_in_4bit load_in_8bit"),
+    **alike(
+        _ONE_NF4,
+        "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_compute_dtype bnb_4bit_quant_storage",
+    ),
+    **alike(_ONE_INT8, "llm_int8_threshold llm_int8_has_fp16_weight llm_int8_skip_modules"),
+}
 _LORA_OF_PEFT: dict[str, Counterpart] = {
     **_LORA,
     "lora_r": renamed("model.adapter.rank"),
     "lora_target_modules": _TARGETS,
-    **alike(_NO_QUANTIZED, "load_in_4bit load_in_8bit"),
+    **_QUANTIZED_BY_BITSANDBYTES,
 }
 
 _LLAMA_FACTORY: dict[str, Counterpart] = {
@@ -41,7 +51,10 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
         mapped("model.freeze", note="names or patterns of what is not trained"),
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
     ),
-    **alike(_NO_QUANTIZED, "quantization_bit quantization_method"),
+    "quantization_bit": _QUANTIZED,
+    "quantization_method": none("bitsandbytes quantises"),
+    "double_quantization": _ONE_NF4,
+    "quantization_type": _ONE_NF4,
     "adapter_name_or_path": none("training goes on from whole models only"),
     **alike(_TEMPLATE, "template default_system"),
     **alike(_ROWS, "dataset dataset_dir"),

@@ -46,6 +46,9 @@ class Model(Section):
     """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """The format of the frozen weights of linear layers beneath an adapter: 4 bits (NormalFloat, scales quantised too)
+    or 8 bits; null: they are not quantised."""
 
     @property
     def is_partly_frozen(self) -> bool:
@@ -75,3 +78,6 @@ class Model(Section):
         if self.adapter is not None and self.freeze is not None:
             text = "has no use with `model.adapter`, which freezes all other weights; remove it"
             yield clash(text, "model.freeze", "model.adapter")
+        if self.quantization is not None and self.adapter is None:
+            text = f"is {self.quantization}, but quantised weights cannot be trained; set `model.adapter` too"
+            yield clash(text, "model.quantization", "model.adapter")

@@ -343,6 +343,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._default
         if function.namespace == "fsdp":
             return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
+        if function.namespace == "bitsandbytes":
+            return CASTS
         is_smaller = function in _CASTING and outputs[0].dtype.itemsize < inputs[0].dtype.itemsize
         if is_smaller and self._component.get(inputs[0].untyped_storage()._cdata) in (PARAMETERS, GATHERED):
             return CASTS

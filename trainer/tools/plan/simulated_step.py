@@ -22,6 +22,7 @@ from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
+from trainer.models.quantizing import weights_of_parts
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -226,7 +227,7 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
 
 def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
     """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks."""
-    whole = sum(parameter.numel() for part in built for parameter in part.model.parameters()) * _FP32_BYTES
+    whole = sum(parameter.nbytes for part in built for parameter in part.model.parameters())
     if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
         return whole
     return -(-whole // plan.layout.dp_shard)
@@ -239,7 +240,9 @@ def _share(engine: NativeEngine | ZeroEngine) -> int:
 
 
 def _saved(built: PlacedModel) -> int:
-    return sum(prod(p.shape) for p in built.placements.values() if not p.is_copy) * _FP32_BYTES
+    quantized = weights_of_parts([built.model])
+    saved = {name: p for name, p in built.placements.items() if not p.is_copy}
+    return sum(quantized.get(name, prod(p.shape)) for name, p in saved.items()) * _FP32_BYTES
 
 
 @contextmanager

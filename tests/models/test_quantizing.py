@@ -1,0 +1,124 @@
+"""Quantised weights beneath adapters: against plain loops with PEFT and bitsandbytes, folders, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, TaskType, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe, tiny_training, weights_of
+from tests.models.test_adapters import _name_in_peft
+from tests.training.test_export import assert_same_folder
+from tests.training.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
+from trainer.engine.state import MODEL_PREFIX
+from trainer.training.export import export
+
+LORA = {"type": "lora", "rank": 4, "alpha": 16.0}
+HEAD = "AutoModelForCausalLM"
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+
+
+def in_nf4(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4, device_map="cpu", dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # for evaluations, it would round scales to bf16
+    return model
+
+
+def in_int8(folder: Path) -> Any:
+    """Return the model with the weights that bitsandbytes gives back; its own layer also rounds inputs to 8 bits."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            codes, scales, _ = bnb.int8_vectorwise_quant(module.weight.detach().half())
+            module.weight.data = bnb.int8_vectorwise_dequant(codes, scales)
+    return model
+
+
+REFERENCES: dict[str, Callable[[Path], Any]] = {"nf4": in_nf4, "int8": in_int8}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, tmp_path: Path):
+    base = base_folder(tmp_path / "base", "llama", HEAD)
+    keys = {"config": None, "name_or_path": str(base), "dropout": 0.0, "adapter": LORA, "quantization": kind}
+    recipe = tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=keys, training={"max_steps": 4})
+    with tiny_training(recipe) as training:
+        parts = training.engine.state().parts
+        start = {part.name.removeprefix(MODEL_PREFIX): part.boxes[0].view.clone() for part in parts}
+        results, batches = [], []
+        for batch in training.loader:
+            batches.append(batch)
+            results.append(training.engine.train_step(batch))
+        end = weights_of(training.engine, training.mesh)
+
+    targets = sorted({name.split(".")[-3] for name in start})
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type=TaskType.CAUSAL_LM)
+    reference = get_peft_model(REFERENCES[kind](base), config)
+    named = dict(reference.named_parameters())
+    for name, tensor in start.items():
+        named[_name_in_peft(reference, name)].data.copy_(tensor)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    assert len(trained) == len(start)
+    optimizer = torch.optim.AdamW(trained, weight_decay=0.01)
+    for batch, result in zip(batches, results, strict=True):
+        (microbatch,) = batch.microbatches
+        assert result.loss == pytest.approx(mean_loss(reference, microbatch), rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = result.learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in end.items():
+        assert (named[_name_in_peft(reference, name)] - tensor).abs().max() < 1e-4 * tensor.abs().max()
+    assert not any(torch.equal(start[name], tensor) for name, tensor in end.items())
+
+
+def mean_loss(model: Any, microbatch: Any) -> float:
+    """Run both passes with the labels as they are: those of next tokens."""
+    logits: Tensor = model(**microbatch.inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), microbatch.labels.flatten())
+    loss.backward()
+    return loss.item()
+
+
+def test_folders_hold_the_trained_model(tmp_path: Path):
+    """The merged folder and PEFT's over the quantised base have the same logits; PEFT's opens over the plain base."""
+    base = base_folder(tmp_path / "base", "llama", HEAD)
+    model = {"config": None, "name_or_path": str(base), "adapter": LORA, "quantization": "nf4"}
+    recipe = write_tiny_run(tmp_path / "tuned", model=model)
+    sections = {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}}
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))
+    train(recipe)
+    run = tmp_path / "tuned" / "run"
+    export(run, tmp_path / "merged")
+    assert_same_folder(tmp_path / "merged", run / "model")
+    export(run, tmp_path / "adapter", adapter=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    over_quantized = get_opened(tmp_path / "adapter", in_nf4(base))
+    assert_same_logits(over_quantized, merged)
+    with pytest.raises(AssertionError):  # the plain base has other weights
+        assert_same_logits(opened(tmp_path / "adapter", HEAD, base), merged)
+
+
+def get_opened(folder: Path, base: Any) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base, folder)
