@@ -136,7 +136,7 @@ def tiny_recipe(**sections: Any) -> Recipe:
         "data": {"source": "files", "train": "none", "group_by_length": True},
         "training": {"max_steps": 20, "global_batch_size": 12, "micro_batch_size": 12},
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
-        "schedule": {"warmup": 0.1},
+        "schedule": {"name": "linear", "warmup": 0.1},
     }
     for section, keys in sections.items():
         recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, Mapping) else keys
