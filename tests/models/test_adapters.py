@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,56 +10,83 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_training, weights_of
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapters import adapt
+from trainer.models.chunked_head import chunk_head
 from trainer.models.place import ModelCut, StageChoice, place
+from trainer.parallel.tensor.low_rank import is_start
+from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.schema import Model, Recipe
 
 BERT = {**TINY_BERT, "initializer_range": 0.2}
 GPT2 = {"model_type": "gpt2", **CONFIGS["gpt2"], "pad_token_id": 0, "vocab_size": TINY_BERT["vocab_size"]}
-# Their own names, and targets as PEFT must be given them.
-MODELS = {
-    "bert": (BERT, ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]),
-    "gpt2": (GPT2, ["c_attn", "c_proj", "c_fc"]),
+LINEAR = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
+PATTERNS = {"rank_pattern": {"intermediate.dense": 2}, "alpha_pattern": {"query": 8.0}}
+# The model, keys of the adapter, and the arguments of PEFT for the same training.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "bert": (BERT, {}, {"target_modules": LINEAR}),
+    "gpt2": (GPT2, {"targets": "all-linear"}, {"target_modules": "all-linear"}),
+    "patterns": (
+        BERT,
+        {**PATTERNS, "rank_stabilised": True},
+        {**PATTERNS, "use_rslora": True, "target_modules": LINEAR},
+    ),
+    "tokens": (
+        BERT,
+        {"trainable_tokens": [0, 7, 9, 30]},
+        {"trainable_token_indices": {"word_embeddings": [0, 7, 9, 30]}, "target_modules": LINEAR},
+    ),
+    "dora": (BERT, {"type": "dora"}, {"use_dora": True, "target_modules": LINEAR}),
+    "dora-gpt2": (GPT2, {"type": "dora"}, {"use_dora": True, "target_modules": ["c_attn", "c_proj", "c_fc"]}),
+    "pissa": (
+        BERT,
+        {"start": "pissa", **PATTERNS},
+        {"init_lora_weights": "pissa", **PATTERNS, "target_modules": LINEAR},
+    ),
+    "pissa-dora-gpt2": (
+        GPT2,
+        {"type": "dora", "start": "pissa"},
+        {"use_dora": True, "init_lora_weights": "pissa", "target_modules": ["c_attn", "c_proj", "c_fc"]},
+    ),
 }
 
 
-def recipe_of(config: dict[str, Any], **keys: Any) -> Recipe:
-    model = {"config": config, "dropout": 0.0, "adapter": {"type": "lora", "rank": 4, "alpha": 16.0}}
-    return tiny_recipe(model=model, training={"max_steps": 6}, **keys)
+def recipe_of(config: dict[str, Any], adapter: dict[str, Any]) -> Recipe:
+    model = {"config": config, "dropout": 0.0, "adapter": {"type": "lora", "rank": 4, "alpha": 16.0, **adapter}}
+    return tiny_recipe(model=model, training={"max_steps": 6})
 
 
-def peft_model(config: dict[str, Any], targets: list[str], start: dict[str, torch.Tensor]) -> Any:
-    """Return PEFT's model with the same weights."""
+def peft_model(config: dict[str, Any], arguments: dict[str, Any], start: dict[str, torch.Tensor]) -> Any:
+    """Return PEFT's model over the same weights; it begins with the same factors, if these are drawn."""
     described = {key: value for key, value in config.items() if key != "model_type"}
     described = AutoConfig.for_model(config["model_type"], **described, num_labels=NUM_CLASSES)
     model = AutoModelForSequenceClassification.from_config(described)
+    base = {name: tensor for name, tensor in start.items() if ".lora." not in name and ROWS not in name}
+    assert not model.load_state_dict(base, strict=False).unexpected_keys
     with warnings.catch_warnings(action="ignore"):  # PEFT sets `fan_in_fan_out` for GPT-2 itself
-        peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type=TaskType.SEQ_CLS))
-    peft.load_state_dict({_name_in_peft(peft, name): tensor for name, tensor in start.items()}, strict=False)
-    loaded = {_name_in_peft(peft, name) for name in start}
-    assert all(name in loaded for name, p in peft.named_parameters() if p.requires_grad)
+        peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, task_type=TaskType.SEQ_CLS, **arguments))
+    if "init_lora_weights" not in arguments:
+        drawn = {_name_in_peft(name): tensor for name, tensor in start.items() if name.endswith((".A", ".B"))}
+        assert not peft.load_state_dict(drawn, strict=False).unexpected_keys
     return peft.eval()  # all dropout is off
 
 
-def _name_in_peft(peft: Any, name: str) -> str:
-    layer, _, last = name.rpartition(".")
-    if layer.endswith(".lora"):
-        return f"base_model.model.{layer.removesuffix('.lora')}.lora_{last}.default.weight"
-    names = peft.state_dict()
-    candidates = (f"{layer}.{last}", f"{layer}.base_layer.{last}", f"{layer}.modules_to_save.default.{last}")
-    return next(full for one in candidates[::-1] if (full := f"base_model.model.{one}") in names)
+def _name_in_peft(name: str) -> str:
+    layer, _, factor = name.partition(".lora.")
+    if factor == "magnitude.weight":
+        factor = "magnitude_vector"
+    return f"base_model.model.{layer}.lora_{factor}.default.weight"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_loop_with_peft_has_the_same_losses(name: str, tmp_path: Path):
-    config, targets = MODELS[name]
-    with tiny_training(recipe_of(config)) as training:
+    config, keys, arguments = KINDS[name]
+    with tiny_training(recipe_of(config, keys)) as training:
         state = training.engine.state()
         start = {p.name.removeprefix(MODEL_PREFIX): p.boxes[0].view.clone() for p in (*state.parts, *state.frozen)}
         results, batches = [], []
@@ -68,7 +96,7 @@ def test_a_loop_with_peft_has_the_same_losses(name: str, tmp_path: Path):
         end = weights_of(training.engine, training.mesh)  # those of a checkpoint
         training.engine.export(tmp_path / "merged")
 
-    reference = peft_model(config, targets, start)
+    reference = peft_model(config, arguments, start)
     decayed = [p for n, p in reference.named_parameters() if p.requires_grad and not n.endswith("bias")]
     biases = [p for n, p in reference.named_parameters() if p.requires_grad and n.endswith("bias")]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": biases, "weight_decay": 0.0}], weight_decay=0.01)
@@ -77,19 +105,44 @@ def test_a_loop_with_peft_has_the_same_losses(name: str, tmp_path: Path):
         output = reference(**microbatch.inputs, labels=microbatch.labels)
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_([*decayed, *biases], 1.0)
-        assert result.loss == pytest.approx(output.loss.item(), rel=1e-5)
+        assert result.loss == pytest.approx(output.loss.item(), rel=1e-6)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
         for group in optimizer.param_groups:
             group["lr"] = result.learning_rate
         optimizer.step()
         optimizer.zero_grad()
 
-    assert all(".lora." in key or key.startswith(("classifier", "score")) for key in end)
-    assert not any(torch.equal(start[key], tensor) for key, tensor in end.items())
+    assert all(".lora." in key or ROWS in key or key.startswith(("classifier", "score")) for key in end)
+    assert all(torch.equal(start[key], tensor) == is_start(key) for key, tensor in end.items())
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     inputs = batches[0].microbatches[0].inputs
     with torch.no_grad():
         assert (merged(**inputs).logits - reference(**inputs).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_rows_have_the_gradients_of_whole_weights(tied: bool):
+    described = {**CONFIGS["llama"], "vocab_size": 40, "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **described))
+    model, ids = copy.deepcopy(whole), [3, 17, 18]
+    adapter = {"type": "lora", "trainable_tokens": ids[::-1]}
+    adapt(model, Model.model_validate({"config": {"model_type": "llama"}, "tokenizer": "none", "adapter": adapter}), 0)
+    chunk_head(model, 5, lambda logits, _: logits)
+    tokens = torch.tensor([[1, 3, 18, 5, 3, 0], [17, 2, 9, 18, 39, 4]])
+    losses = [one(input_ids=tokens, labels=tokens).loss for one in (whole, model)]
+    assert losses[1].item() == losses[0].item()
+    for loss in losses:
+        loss.backward()
+    expected = whole.get_input_embeddings().weight.grad, whole.lm_head.weight.grad
+    found = model.get_input_embeddings().trained_rows.rows.grad, model.lm_head.trained_rows.rows.grad
+    for rows, weight in zip(found, expected, strict=True):
+        assert (rows - weight[ids]).abs().max() < 1e-6 * weight.abs().max()
+    assert (found[0] is found[1]) == tied
+    with torch.no_grad():  # the layers use the rows, and not those of the frozen weights
+        for layer in (model.get_input_embeddings(), model.lm_head):
+            layer.weight[ids] = 7.0
+        assert torch.equal(model(input_ids=tokens).logits, whole(input_ids=tokens).logits)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +153,16 @@ def test_a_loop_with_peft_has_the_same_losses(name: str, tmp_path: Path):
         ({"adapter": {"type": "lora", "targets": ["q_proj"]}}, r"`model.adapter.targets` must match.*'q_proj'.*query"),
         ({"adapter": {"type": "lora", "targets": ["embeddings"]}}, r"must name linear layers.*BertEmbeddings"),
         ({"adapter": {"type": "lora", "modules_to_save": ["clasifier"]}}, r"modules_to_save` must match.*classifier"),
+        (
+            {"adapter": {"type": "lora", "targets": ["query"], "rank_pattern": {"layer.1.*.query": 2, "key": 4}}},
+            r"`model.adapter.rank_pattern` must match adapted layers, but 'key' matches none",
+        ),
+        ({"adapter": {"type": "dora", "rank": 40, "start": "pissa"}}, r"rank` must be at most 32 with `start` pissa"),
+        ({"adapter": {"type": "lora", "trainable_tokens": [3, 4000]}}, r"a row in the embedding, which has 211 rows"),
+        (
+            {"adapter": {"type": "lora", "trainable_tokens": [3], "modules_to_save": ["word_embeddings"]}},
+            r"`model.adapter.trainable_tokens` .* word_embeddings is trained whole",
+        ),
     ],
 )
 def test_a_pattern_that_fits_nothing_is_an_error(keys: dict[str, Any], words: str):

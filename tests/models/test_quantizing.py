@@ -24,6 +24,7 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.training.export import export
 
 LORA = {"type": "lora", "rank": 4, "alpha": 16.0}
+STARTED = {**LORA, "type": "dora", "start": "loftq"}
 HEAD = "AutoModelForCausalLM"
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -54,10 +55,10 @@ def in_int8(folder: Path) -> Any:
 REFERENCES: dict[str, Callable[[Path], Any]] = {"nf4": in_nf4, "int8": in_int8}
 
 
-@pytest.mark.parametrize("kind", REFERENCES)
-def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, tmp_path: Path):
+@pytest.mark.parametrize(("kind", "adapter"), [("nf4", LORA), ("int8", LORA), ("nf4", STARTED)])
+def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, adapter: dict[str, Any], tmp_path: Path):
     base = base_folder(tmp_path / "base", "llama", HEAD)
-    keys = {"config": None, "name_or_path": str(base), "dropout": 0.0, "adapter": LORA, "quantization": kind}
+    keys = {"config": None, "name_or_path": str(base), "dropout": 0.0, "adapter": adapter, "quantization": kind}
     recipe = tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=keys, training={"max_steps": 4})
     with tiny_training(recipe) as training:
         parts = training.engine.state().parts
@@ -68,12 +69,13 @@ def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, tmp_pa
             results.append(training.engine.train_step(batch))
         end = weights_of(training.engine, training.mesh)
 
-    targets = sorted({name.split(".")[-3] for name in start})
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type=TaskType.CAUSAL_LM)
+    targets = sorted({name.split(".lora.")[0].split(".")[-1] for name in start})
+    kinds = {"target_modules": targets, "use_dora": adapter["type"] == "dora"}
+    config = LoraConfig(r=4, lora_alpha=16, task_type=TaskType.CAUSAL_LM, **kinds)
     reference = get_peft_model(REFERENCES[kind](base), config)
     named = dict(reference.named_parameters())
     for name, tensor in start.items():
-        named[_name_in_peft(reference, name)].data.copy_(tensor)
+        named[_name_in_peft(name)].data.copy_(tensor)
     trained = [p for p in reference.parameters() if p.requires_grad]
     assert len(trained) == len(start)
     optimizer = torch.optim.AdamW(trained, weight_decay=0.01)
@@ -87,8 +89,21 @@ def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, tmp_pa
         optimizer.step()
         optimizer.zero_grad()
     for name, tensor in end.items():
-        assert (named[_name_in_peft(reference, name)] - tensor).abs().max() < 1e-4 * tensor.abs().max()
+        assert (named[_name_in_peft(name)] - tensor).abs().max() < 1e-4 * tensor.abs().max()
     assert not any(torch.equal(start[name], tensor) for name, tensor in end.items())
+
+
+def test_loftq_begins_with_the_closest_weights(tmp_path: Path):
+    base = base_folder(tmp_path / "base", "llama", HEAD)
+    keys = {"config": None, "name_or_path": str(base), "adapter": STARTED, "quantization": "nf4"}
+    with tiny_training(tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=keys)) as training:
+        layer = training.model.get_submodule("model.layers.1.mlp.up_proj")
+        product, quantized = layer.lora, layer.weight.dequantized(torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(base).model.layers[1].mlp.up_proj.weight.detach()
+    begun = quantized + 16.0 / 4 * product.B @ product.A
+    least = torch.linalg.svdvals(whole - quantized)[4:].square().sum().sqrt()  # Eckart and Young
+    assert (whole - begun).norm().item() == pytest.approx(least.item(), rel=1e-5)
+    assert torch.allclose(product.magnitude.weight, begun.norm(dim=1), rtol=1e-5)
 
 
 def mean_loss(model: Any, microbatch: Any) -> float:
@@ -102,7 +117,7 @@ def mean_loss(model: Any, microbatch: Any) -> float:
 def test_folders_hold_the_trained_model(tmp_path: Path):
     """The merged folder and PEFT's over the quantised base have the same logits; PEFT's opens over the plain base."""
     base = base_folder(tmp_path / "base", "llama", HEAD)
-    model = {"config": None, "name_or_path": str(base), "adapter": LORA, "quantization": "nf4"}
+    model = {"config": None, "name_or_path": str(base), "adapter": STARTED, "quantization": "nf4"}
     recipe = write_tiny_run(tmp_path / "tuned", model=model)
     sections = {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}}
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))

@@ -13,7 +13,16 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM
 
 from tests.helpers.ranks import RankError, RankPools
-from tests.helpers.training import TINY_BERT, Curve, TinyTraining, sgd_sections, tiny_recipe, tiny_training, train_tiny
+from tests.helpers.training import (
+    TINY_BERT,
+    TINY_TASKS,
+    Curve,
+    TinyTraining,
+    sgd_sections,
+    tiny_recipe,
+    tiny_training,
+    train_tiny,
+)
 from tests.parity.cases import TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
@@ -57,8 +66,24 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {
             "config": BERT,
             "dropout": 0.1,
-            "adapter": {**LORA, "modules_to_save": ["cls.predictions.transform"]},
+            # The rows of a head with a bias, which are tied to those of the embedding.
+            "adapter": {**LORA, "modules_to_save": ["cls.predictions.transform"], "trainable_tokens": [7, 30, 31]},
         },
+    },
+    "tokens": {
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {"config": LLAMA, "adapter": {**LORA, "trainable_tokens": [5, 7, 8, 30]}},
+    },
+    # Norms of rows that ranks share, and starts from weights of which a rank holds a part.
+    "dora": {
+        "model": {
+            "config": BERT,
+            "dropout": 0.1,
+            "adapter": {**LORA, "type": "dora", "rank_stabilised": True, "rank_pattern": {"intermediate.dense": 3}},
+        }
+    },
+    "started": {
+        "model": {"config": LLAMA, "adapter": {**LORA, "type": "dora", "start": "pissa", "targets": "all-linear"}},
     },
     "llama": {"model": {"config": LLAMA, "adapter": {**LORA, "targets": ["q_proj", "*.down_proj"]}}},
     # Projections of queries and keys that relative positions share, and own ones.
@@ -70,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4": {
         "model": {"config": {**BERT, "num_hidden_layers": 4}, "dropout": 0.1, "adapter": LORA, "quantization": "nf4"}
     },
-    "int8": {"model": {"config": LLAMA, "adapter": LORA, "quantization": "int8"}},
+    "int8": {"model": {"config": LLAMA, "adapter": {**LORA, "type": "dora", "start": "loftq"}, "quantization": "int8"}},
     "frozen": {
         "model": {"config": BERT, "dropout": 0.1, "freeze": ["embeddings", "layer.0.attention", "*.key.weight"]}
     },
@@ -116,9 +141,9 @@ QUANTIZED = {
     "int8": ("fsdp-accumulated", "zero2-accumulated", "zero-bubble", "context"),
 }
 QUICK = {("bert", cut) for cut in ("fsdp-accumulated", "zero3", "pipeline")}
-QUICK.add(("masked-lm", "tensor-sequence-accumulated"))
+QUICK |= {("masked-lm", "tensor-sequence-accumulated"), ("dora", "zero3"), ("started", "tensor-sequence-accumulated")}
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
-CUTS = ("zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
+CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 PAIRS = [
     pytest.param(case, layout, marks=() if (case, layout) in QUICK else pytest.mark.slow)
     for case in CASES
@@ -130,7 +155,8 @@ PAIRS = [
         if case == "deep"
         else layout in QUANTIZED[case]
         if case in QUANTIZED
-        else layout not in ("interleaved", "hsdp-pipeline") and (case == "bert" or layout in CUTS)
+        else layout not in ("interleaved", "hsdp-pipeline")
+        and (case == "bert" or layout in CUTS or (case, layout) == ("tokens", "context"))
     )
 ]
 
@@ -190,6 +216,7 @@ RESUMED = [
     ("bert", "zero2-accumulated", "tensor-sequence-accumulated"),
     ("bert", "pipeline", "ddp"),
     ("nf4", "fsdp-accumulated", "interleaved"),
+    ("started", "fsdp-accumulated", "tensor-sequence-accumulated"),
     ("frozen", "zero3", "tensor-sequence-accumulated"),
     ("frozen", "pipeline", "zero2-accumulated"),
 ]
@@ -230,7 +257,7 @@ def test_a_checkpoint_holds_the_trained_weights_and_resumes_anywhere(
     (checkpoint,) = tmp_path.rglob("step-*")
     weights = [name for name in SavedState(checkpoint).shapes if name.startswith(MODEL_PREFIX)]
     if case != "frozen":
-        assert all(".lora." in name or name.startswith("model.classifier") for name in weights)
+        assert all(".lora." in name or name.startswith(("model.classifier", "model.score")) for name in weights)
     else:
         assert not [name for name in weights if "embeddings" in name or "layer.0.attention" in name]
         assert not [name for name in weights if name.endswith("key.weight")]

@@ -24,6 +24,16 @@ from trainer.training.export import export
 from trainer.training.run import run
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}
+TOKENS = {**LORA, "trainable_tokens": [*range(20, 90)]}
+# Every kind of adapter at once, in a model whose layers differ.
+STARTED = {
+    **LORA,
+    "type": "dora",
+    "start": "pissa",
+    "rank_stabilised": True,
+    "rank_pattern": {"layer.1.*.query": 3},
+    "alpha_pattern": {"key": 8.0},
+}
 SUMMARY = {"type": "seq2seq_lm", "source": "text", "target": "label", "max_target_length": 4, "metrics": ["perplexity"]}
 CAUSAL = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"]}
 
@@ -70,19 +80,40 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
             "fan_in_fan_out": False,
         },
     ),
+    "started": (
+        "bert",
+        "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
+        {"optimizer": {"learning_rate": 0.01}},
+        {
+            "task_type": "SEQ_CLS",
+            "modules_to_save": ["bert.pooler", "classifier"],
+            "use_dora": True,
+            "use_rslora": True,
+        },
+    ),
     "gpt2": (
         "gpt2",
         "AutoModelForCausalLM",
         "AutoModelForCausalLM",
         {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}},
-        {"task_type": "CAUSAL_LM", "modules_to_save": None, "fan_in_fan_out": True},
+        {
+            "task_type": "CAUSAL_LM",
+            "modules_to_save": None,
+            "fan_in_fan_out": True,
+            "trainable_token_indices": {"transformer.wte": TOKENS["trainable_tokens"]},  # tied to the head
+        },
     ),
     "llama": (
         "llama",
         "AutoModelForCausalLM",
         "AutoModelForCausalLM",
         {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}},
-        {"task_type": "CAUSAL_LM", "modules_to_save": ["model.norm"]},
+        {
+            "task_type": "CAUSAL_LM",
+            "modules_to_save": ["model.norm"],
+            "trainable_token_indices": dict.fromkeys(("lm_head", "model.embed_tokens"), TOKENS["trainable_tokens"]),
+        },
     ),
     # has a buffer, which the base holds
     "bart": (
@@ -96,12 +127,15 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "bert" else pytest.mark.nightly) for name in CASES]
+    "name",
+    [pytest.param(name, marks=() if name in ("bert", "started", "llama") else pytest.mark.nightly) for name in CASES],
 )
 def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Path, name: str):
     family, base_head, head, sections, expected = CASES[name]
     base = base_folder(tmp_path / "base", family, base_head)
-    adapter = {**LORA, "modules_to_save": ["model.norm"]} if name == "llama" else LORA
+    adapter = {"started": STARTED, "gpt2": TOKENS, "llama": {**TOKENS, "modules_to_save": ["model.norm"]}}.get(
+        name, LORA
+    )
     model = {"config": None, "name_or_path": str(base), "adapter": adapter}
     recipe = write_tiny_run(tmp_path / "tuned", model=model)
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))
@@ -112,7 +146,9 @@ def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Pat
 
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert {key: written[key] for key in expected} == expected
-    assert (written["base_model_name_or_path"], written["r"], written["lora_alpha"]) == (str(base), 4, 64.0)
+    doubled = 2 if name == "started" else 1  # the rank, beside the start
+    assert (written["base_model_name_or_path"], written["r"]) == (str(base), 4 * doubled)
+    assert written["lora_alpha"] == pytest.approx(64 * doubled**0.5)
     merged = getattr(transformers, head).from_pretrained(tmp_path / "tuned" / "run" / "model")
     assert_same_logits(opened(tmp_path / "adapter", head, base), merged)
     auto = getattr(peft, head.replace("Auto", "AutoPeft")).from_pretrained(tmp_path / "adapter", num_labels=3)

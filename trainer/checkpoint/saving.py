@@ -18,6 +18,7 @@ from trainer.engine.engine import Engine
 from trainer.engine.state import MODEL_PREFIX, EngineState
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.digest import joined, own_digest
+from trainer.parallel.tensor.low_rank import is_start
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,8 @@ class Saver:
             if name.startswith(MODEL_PREFIX)
         }
         is_whole = not is_partly_frozen(self._saved.identity)
-        placements = self._engine.placements.values()
-        placed = gather_shapes(self._mesh, {one.name: one.shape for one in placements if one.trainable or is_whole})
+        kept = [p for p in self._engine.placements.values() if is_whole or p.trainable or is_start(p.name)]
+        placed = gather_shapes(self._mesh, {one.name: one.shape for one in kept})
 
         def compare() -> None:
             for name in sorted(saved.keys() | placed.keys()):

@@ -26,6 +26,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements
 from trainer.parallel.shards.boxes import TensorPart
+from trainer.parallel.tensor.low_rank import is_start
 from trainer.recipe.plan import RunPlan
 
 
@@ -171,7 +172,7 @@ class Engine(ABC):
         """Let the next pass use the weights that the optimizer or a checkpoint changed; perhaps a collective."""
 
     def _is_saved(self, label: str) -> bool:
-        return not self._recipe.model.is_partly_frozen or self.parameters[label].requires_grad
+        return not self._recipe.model.is_partly_frozen or self.parameters[label].requires_grad or is_start(label)
 
     def _parts_of(self, labels: Iterable[str], saved: bool) -> Iterator[TensorPart]:
         """Yield the parts of those parameters that a checkpoint has, or of those that it leaves out."""

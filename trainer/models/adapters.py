@@ -1,34 +1,50 @@
-"""Frozen parameters and LoRA adapters of a Hugging Face model, by names and patterns of its modules."""
+"""Frozen parameters and adapters of a Hugging Face model, by names and patterns of its modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
+from trainer.models.adapter_starts import Start, product_start, rows_start
+from trainer.models.draw import Gather, whole_already
 from trainer.models.families.table import layers_of
-from trainer.models.names import prefixes, tied_names
-from trainer.models.quantizing import quantize_layers, quantized_weights
-from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, attach, drawn_factor
+from trainer.models.forward_context import replace_forward
+from trainer.models.names import aliases, prefixes, tied_names
+from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
+from trainer.models.tokenizer import load_tokenizer
+from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, Magnitude, attach, drawn_factor, product_of
+from trainer.parallel.tensor.trained_rows import (
+    ROWS,
+    TrainedLogits,
+    TrainedRows,
+    TrainedVectors,
+    attach_rows,
+    rows_of,
+)
 from trainer.recipe.schema import Adapter, Model
+from trainer.recipe.schema.model import matches
 
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
-def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = ()) -> None:
+def adapt(
+    model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (), gather: Gather = whole_already
+) -> None:
     """Freeze parameters and add adapters, as the recipe's `model` asks; the same for a model on `meta`.
 
     Args:
         model: the whole model of transformers, before dropout is keyed and before it is cut.
         seed: the seed of the adapters' weights.
         drawn: the parameters with random weights in a pretrained model. An adapter trains them whole by default.
+        gather: the context that makes parameters whole.
 
     Raises:
         UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
@@ -44,45 +60,191 @@ def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (
                 " pattern"
             )
     if recipe.adapter is not None:
-        _add_products(model, recipe, recipe.adapter, seed, drawn)
+        _add_products(model, recipe.adapter, seed, drawn)
+        if recipe.adapter.trainable_tokens is not None:
+            _train_rows(model, recipe, recipe.adapter.trainable_tokens)
+        starts = starts_of(model, recipe.adapter, seed)
+        weights = {name: model.get_parameter(name) for name in starts}
+        if recipe.quantization is not None:
+            _quantize(model, recipe.quantization)
+        for name, start in starts.items():
+            if not weights[name].is_meta:
+                _begin(model, name, weights[name], start, gather)
 
 
-def _add_products(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
-    targets = _targets(model, adapter)
+def _quantize(model: nn.Module, kind: str) -> None:
+    """Quantise the frozen layers, which keep their products."""
+    products = {name: product for name, layer in model.named_modules() if (product := product_of(layer))}
+    quantize_layers(model, kind)
+    for name, product in products.items():
+        layer = model.get_submodule(name)
+        if product_of(layer) is None:
+            attach(layer, product)
+
+
+@torch.no_grad()
+def _begin(model: nn.Module, name: str, weight: nn.Parameter, start: Start, gather: Gather) -> None:
+    """Give the parameters of an adapter the values that they begin with, from the weight `name`."""
+    quantized = quantized_in(model).get(name)
+    with gather([weight]):
+        whole = weight.detach()
+        values = start(whole, quantized.rounded(whole) if quantized else whole)
+    own = [model.get_parameter(name) for name in values]
+    with gather(own):
+        for parameter, value in zip(own, values.values(), strict=True):
+            parameter.copy_(value)
+
+
+def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
     if adapter.modules_to_save is None:
         saved = head_parameters(model) | set(drawn)
     else:
         saved = _matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
+    targets = _targets(model, adapter, saved)
+    _check_patterns(adapter, targets)
     model.requires_grad_(False)
     for name in saved:
         model.get_parameter(name).requires_grad_(True)
-    products = {name: _product(name, layer, adapter, seed) for name, layer in targets.items()}
-    if recipe.quantization is not None:
-        quantize_layers(model, recipe.quantization)
-    for name, product in products.items():
-        attach(model.get_submodule(name), product)
+    for name, layer in targets.items():
+        attach(layer, _product(name, layer, adapter, seed), isinstance(layer, Conv1D))
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
     # Attributes, because DeepSpeed may have partitioned the weight.
     sizes = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
     in_features, out_features = (getattr(layer, size) for size in sizes)
+    rank, device = adapter.rank_of(name), "meta" if layer.weight.is_meta else "cpu"
+    if adapter.start is not None and rank > min(in_features, out_features):
+        raise UsageError(
+            f"`model.adapter.rank` must be at most {min(in_features, out_features)} with `start` {adapter.start},"
+            f" because {name} has {in_features} inputs and {out_features} outputs, but is {rank}; lower it, or give"
+            " this layer a rank in `model.adapter.rank_pattern`"
+        )
+    shapes = {"A": (rank, in_features), "B": (out_features, rank)}
 
-    def factor(which: str, shape: tuple[int, ...]) -> Tensor:
-        if layer.weight.is_meta:
-            return torch.empty(shape, device="meta")
-        return drawn_factor(f"{name}.{ATTRIBUTE}.{which}", shape, seed)
+    def factor(which: str) -> Tensor:
+        if device == "meta":
+            return torch.empty(shapes[which], device="meta")
+        return drawn_factor(f"{name}.{ATTRIBUTE}.{which}", shapes[which], seed)
 
     return LowRank(
-        factor("A", (adapter.rank, in_features)),
-        factor("B", (out_features, adapter.rank)),
-        adapter.alpha / adapter.rank,
+        factor("A"),
+        factor("B"),
+        adapter.scaling_of(name),
         nn.Dropout(adapter.dropout),
+        Magnitude(torch.empty(out_features, device=device)) if adapter.type == "dora" else None,
+        None if adapter.start in (None, "loftq") else (factor("A"), factor("B")),
     ).train(layer.training)
 
 
+def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]:
+    """Return the functions from a weight to parameters of an adapter, by all names of the weight."""
+    found: dict[str, Start] = {}
+    for name, layer in model.named_modules():
+        if product_of(layer) is not None:
+            start = product_start(name, adapter, seed, isinstance(layer, Conv1D))
+            found |= {} if start is None else {f"{name}.weight": start}
+    for names in aliases(model).values():
+        layers = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+        with_rows = [name for name in layers if rows_of(model.get_submodule(name)) is not None]
+        if with_rows:
+            ids = rows_of(model.get_submodule(with_rows[0])).ids.tolist()
+            found |= dict.fromkeys(names, rows_start(f"{with_rows[0]}.{ROWS}.rows", ids))
+    return found
+
+
+def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
+    """Attach trained rows to the input embedding, to the modules that share its weight, and to the output head."""
+    embedding = model.get_input_embeddings() if model.main_input_name == "input_ids" else None
+    if not isinstance(embedding, nn.Embedding):
+        raise UsageError(
+            "`model.adapter.trainable_tokens` needs a model with an embedding of tokens, but"
+            f" {type(model).__name__} has none; remove it"
+        )
+    ids = _token_ids(recipe, tokens, embedding.num_embeddings)
+    head = model.get_output_embeddings()
+    tied: dict[nn.Parameter, nn.Parameter] = {}
+    for name, layer in list(model.named_modules()):
+        weight: Any = getattr(layer, "weight", None)
+        if layer is not head and weight is not embedding.weight:
+            continue
+        if weight.requires_grad:
+            raise UsageError(
+                f"`model.adapter.trainable_tokens` trains rows of frozen weights, but {name} is trained whole by"
+                " `model.adapter.modules_to_save`; remove one of them"
+            )
+        rows = _attached_rows(name, layer, ids, torch.empty(len(ids), embedding.embedding_dim, device=weight.device))
+        rows.rows = tied.setdefault(weight, rows.rows)
+
+
+def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tensor) -> TrainedRows:
+    """Attach rows to an embedding or a head, and return them."""
+    is_scaled = type(layer).__name__.endswith("ScaledWordEmbedding")
+    if isinstance(layer, nn.Embedding) and (is_scaled or type(layer).forward is nn.Embedding.forward):
+        padding = ids.index(layer.padding_idx) if layer.padding_idx in ids else None
+        vectors = TrainedVectors(begin, ids, padding, float(getattr(layer, "embed_scale", 1.0)))
+        attach_rows(layer, vectors)
+        return vectors
+    if type(layer) is nn.Linear:
+        logits = TrainedLogits(begin, ids)
+        setattr(layer, ROWS, logits)
+        replace_forward(layer, _logits_with_rows)
+        return logits
+    raise UsageError(
+        f"`model.adapter.trainable_tokens` needs an embedding and a linear head, but {name} is a"
+        f" {type(layer).__name__}; train it whole by `model.adapter.modules_to_save`"
+    )
+
+
+def _logits_with_rows(head: Any, hidden: Tensor) -> Tensor:
+    logits: Tensor = rows_of(head)(hidden, F.linear(hidden, head.weight, head.bias), head.bias)
+    return logits
+
+
+def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) -> list[int]:
+    """Return the ids of tokens in ascending order.
+
+    Raises:
+        UsageError: a token is unknown, or has no row in the embedding.
+    """
+    texts = [token for token in tokens if isinstance(token, str)]
+    known = load_tokenizer(recipe).get_vocab() if texts else {}
+    problems = Problems()
+    ids = set()
+    for token in tokens:
+        with problems.collect():
+            if isinstance(token, str) and token not in known:
+                near = get_close_matches(token, known, n=3, cutoff=0.5)
+                use = f"use {listed([repr(one) for one in near], 3)}" if near else "add it to the tokenizer"
+                raise UsageError(
+                    "`model.adapter.trainable_tokens` must name tokens of the tokenizer, but it has no"
+                    f" {token!r}; {use}"
+                )
+            number = known[token] if isinstance(token, str) else token
+            if number >= num_embeddings:
+                raise UsageError(
+                    f"`model.adapter.trainable_tokens` must name tokens with a row in the embedding, which has"
+                    f" {num_embeddings:,} rows, but {token!r} has the id {number}; enlarge the model by"
+                    " `resize_token_embeddings` of transformers, and name the saved folder in `model.name_or_path`"
+                )
+            ids.add(number)
+    problems.raise_all()
+    return sorted(ids)
+
+
+def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:
+    """Refuse a pattern of ranks or alphas that matches no adapted layer."""
+    problems = Problems()
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(adapter, key):
+            with problems.collect():
+                if not any(matches(pattern, name) for name in targets):
+                    raise _nothing(f"model.adapter.{key}", pattern, list(targets), "adapted layers")
+    problems.raise_all()
+
+
 def factor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the factors of all products, by the names of the parameters."""
+    """Return the shapes of the tensors of all products, by the names of the parameters."""
     return {
         f"{name}.{factor}": tuple(parameter.shape)
         for name, module in model.named_modules()
@@ -99,20 +261,24 @@ def head_parameters(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) not in base}
 
 
-def _targets(model: Any, adapter: Adapter) -> dict[str, nn.Module]:
-    """Return the layers with a product, by name."""
+def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, nn.Module]:
+    """Return the layers with a product, by name; `saved` are the parameters that are trained whole."""
     modules = dict(model.named_modules())
     if adapter.targets is None:
         layers = set(layers_of(model).values())
         inside = {id(part) for layer in layers for part in layer.modules()}
         return {name: m for name, m in modules.items() if id(m) in inside and _is_linear(m)}
     linear = [name for name, module in modules.items() if _is_linear(module)]
+    if adapter.targets == "all-linear":
+        left_out = {f"{name}.weight" for name in linear if modules[name] is model.get_output_embeddings()}
+        left_out |= head_parameters(model) | set(saved)
+        return {name: modules[name] for name in linear if f"{name}.weight" not in left_out}
     found: dict[str, nn.Module] = {}
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     problems = Problems()
     for pattern in adapter.targets:
         with problems.collect():
-            names = [name for name in modules if name and _names(pattern, name)]
+            names = [name for name in modules if name and matches(pattern, name)]
             if not names:
                 raise _nothing("model.adapter.targets", pattern, linear)
             for name in names:
@@ -135,18 +301,13 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
-def _names(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name or its last parts, as `target_modules` of PEFT."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
 def _matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     """Return the parameters that a pattern matches, or in modules that it matches."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: set[str] = set()
     problems = Problems()
     for pattern in patterns:
-        names = {name for name in parameters if any(_names(pattern, part) for part in prefixes(name))}
+        names = {name for name in parameters if any(matches(pattern, part) for part in prefixes(name))}
         with problems.collect():
             if not names:
                 raise _nothing(key, pattern, [part for name in parameters for part in prefixes(name)])
@@ -159,13 +320,11 @@ def _last_parts(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()))
 
 
-def _nothing(key: str, pattern: str, names: Sequence[str]) -> UsageError:
+def _nothing(key: str, pattern: str, names: Sequence[str], of: str = "modules of the model") -> UsageError:
     known = _last_parts(names)
     last = pattern.rpartition(".")[2]
     near = get_close_matches(last, known, n=3, cutoff=0.5) or known
-    return UsageError(
-        f"`{key}` must match modules of the model, but {pattern!r} matches none; use names such as {listed(near, 6)}"
-    )
+    return UsageError(f"`{key}` must match {of}, but {pattern!r} matches none; use names such as {listed(near, 6)}")
 
 
 class MergedWeights:
@@ -173,28 +332,31 @@ class MergedWeights:
 
     Args:
         model: the model without products, on `meta`.
-        shapes: the shapes of all tensors, by name; those of the factors of products included.
-        scaling: alpha / rank.
+        shapes: the shapes of all tensors, by name; those of products included.
+        adapter: the recipe's adapter; None without one.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], scaling: float) -> None:
-        end = f".{ATTRIBUTE}.A"
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], adapter: Adapter | None) -> None:
         self._model = model
-        self._scaling = scaling
-        self._adapted = {f"{name.removesuffix(end)}.weight" for name in shapes if name.endswith(end)}
+        self._adapter = adapter
+        self._products: dict[str, dict[str, str]] = {}
+        self._rows: dict[str, dict[str, str]] = {}
         self._quantized = quantized_weights(shapes)
-        factors = {factor for name in self._adapted for factor in _factors(name)}
-        parts = {part for weight in self._quantized.values() for part in weight.parts.values()}
-        self.shapes: dict[str, Sequence[int]] = {
-            name: shape for name, shape in shapes.items() if name not in factors | parts
-        }
+        inside = {part for weight in self._quantized.values() for part in weight.parts.values()}
+        for name in shapes:
+            for attribute, tensors in ((ATTRIBUTE, self._products), (ROWS, self._rows)):
+                layer, found, own = f".{name}".partition(f".{attribute}.")
+                if found:
+                    tensors.setdefault(f"{layer[1:]}.weight", {})[own] = name
+                    inside.add(name)
+        self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in inside}
         for name in self._quantized:
             self.shapes[name] = tuple(model.get_parameter(name).shape)
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors from which a weight is made: its own, and its factors."""
+        """Return the names of the tensors from which a weight is made: its own, and those of its adapter."""
         own = tuple(self._quantized[name].parts.values()) if name in self._quantized else (name,)
-        return (*own, *_factors(name)) if name in self._adapted else own
+        return (*own, *self._products.get(name, {}).values(), *self._rows.get(name, {}).values())
 
     def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return a weight, from tensors that `read` returns by their names."""
@@ -202,15 +364,24 @@ class MergedWeights:
             weight = self._quantized[name].dequantized(self.shapes[name], read)
         else:
             weight = read(name)
-        if name not in self._adapted:
-            return weight
-        first, second = map(read, _factors(name))
-        product = second.float() @ first.float() * self._scaling
-        if isinstance(self._model.get_submodule(name.rpartition(".")[0]), Conv1D):
-            product = product.t()
-        return (weight.float() + product).to(weight.dtype)
+        if self._adapter is not None and name in self._products:
+            product = {own: read(source).float() for own, source in self._products[name].items()}
+            layer = name.rpartition(".")[0]
+            is_transposed = isinstance(self._model.get_submodule(layer), Conv1D)
+            merged = _merged(weight.t() if is_transposed else weight, product, self._adapter.scaling_of(layer))
+            weight = (merged.t() if is_transposed else merged).to(weight.dtype)
+        if "rows" in self._rows.get(name, {}):
+            ids, rows = (read(self._rows[name][own]) for own in ("ids", "rows"))
+            weight = weight.index_copy(0, ids.to(torch.int64), rows.to(weight.dtype))
+        return weight
 
 
-def _factors(weight: str) -> tuple[str, str]:
-    layer = weight.removesuffix(".weight")
-    return f"{layer}.{ATTRIBUTE}.A", f"{layer}.{ATTRIBUTE}.B"
+def _merged(weight: Tensor, product: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """Return a weight `[out, in]` with a product added."""
+    added = product["B"] @ product["A"]
+    if "start_A" in product:
+        added -= product["start_B"] @ product["start_A"]
+    merged = weight.float() + scaling * added
+    if "magnitude.weight" in product:
+        merged *= (product["magnitude.weight"] / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+    return merged

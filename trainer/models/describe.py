@@ -19,6 +19,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.models.adapters import adapt
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, not_found, one_line, require_head
+from trainer.models.draw import Gather, whole_already
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.invariance import check_invariance, sample_of
@@ -93,15 +94,18 @@ class ModelDescription:
         model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)
         return model
 
-    def prepare(self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None) -> list[str]:
+    def prepare(
+        self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None, gather: Gather = whole_already
+    ) -> list[str]:
         """Freeze, add adapters, key the dropout and fix statistics of a whole model, and return notes for the user.
 
         Args:
             model: the model, perhaps on `meta`, before it is cut; a cut changes the sites of its dropout.
             drawn: the parameters that a pretrained model does not have.
             keys: those of `new_keys`.
+            gather: the context that makes parameters whole.
         """
-        adapt(model, self.recipe, self.seed, drawn)
+        adapt(model, self.recipe, self.seed, drawn, gather)
         _freeze(model, self.use.unused)
         return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
 
@@ -120,7 +124,9 @@ class ModelDescription:
     def _sample(self, keys: DropoutKeys | None) -> nn.Module:
         sample = sample_of(self.model_class, self.config, self.attention)
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
-            adapted = self.recipe.model_copy(update={"freeze": None, "quantization": None})
+            # The vocabulary of the sample is small, and its weights have no meaning.
+            adapter = self.recipe.adapter.model_copy(update={"trainable_tokens": None, "start": None})
+            adapted = self.recipe.model_copy(update={"freeze": None, "quantization": None, "adapter": adapter})
             try:
                 adapt(sample, adapted, self.seed)
             except UsageError:  # a target is in a layer that the sample lacks

@@ -34,7 +34,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from trainer.base.errors import UsageError
-from trainer.models.adapters import factor_shapes
+from trainer.models.adapter_starts import Start
+from trainer.models.adapters import factor_shapes, starts_of
 from trainer.models.configuration import not_found, one_line
 from trainer.models.describe import CannotLoadPartsError, ModelDescription, ModelUse, sizes_differ
 from trainer.models.draw import Gather, draw_weights, whole_already
@@ -97,7 +98,7 @@ def _place_whole(
         is_partitioned = gather is not whole_already
         model, drawn, notes = load_whole(described, gather)
         lacking = () if described.recipe.is_random else drawn
-        prepared = described.prepare(model, lacking, keys)
+        prepared = described.prepare(model, lacking, keys, gather)
         notes = [*notes, *described.check_invariance(None if is_partitioned else model, keys), *prepared]
     if not is_partitioned and cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
@@ -179,7 +180,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
         parts.convert(stored, sources.converted, whole)
         draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
         for name, shape in parts.factors.items():
-            if parts.holds(name):  # other factors are not drawn
+            if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
     placed = replace(parts.placed, shards=parts.shards)
@@ -266,9 +267,13 @@ def _empty_parts(
     whole = copy.deepcopy(model)  # its modules are drawn and converted one at a time
     keys = described.new_keys()
     notes = described.prepare(model, lacking, keys)
-    factors = factor_shapes(model)
+    factors, adapter = factor_shapes(model), described.recipe.adapter
+    starts = {} if adapter is None else starts_of(model, adapter, described.seed)
+    names = list(aliases(whole).values())
+    known = {name for group in names for name in group}
+    names += [group for group in aliases(model).values() if known.isdisjoint(group)]
     placed = replace(place(model, cut), dropout_keys=keys, notes=notes, lacking=lacking)
-    return _Parts(placed, factors, [*aliases(whole).values(), *([name] for name in factors)]), whole, sources
+    return _Parts(placed, factors, names, starts), whole, sources
 
 
 @contextmanager
@@ -364,14 +369,20 @@ class _Parts:
 
     Args:
         placed: the model.
-        factors: the shapes of the factors of its adapters.
+        factors: the shapes of the tensors of its adapters.
         tied: the names of each parameter of the whole model.
+        starts: the starts of its adapters, by the names of the weights that they depend on.
     """
 
     def __init__(
-        self, placed: PlacedModel, factors: Mapping[str, tuple[int, ...]], tied: Sequence[Sequence[str]]
+        self,
+        placed: PlacedModel,
+        factors: Mapping[str, tuple[int, ...]],
+        tied: Sequence[Sequence[str]],
+        starts: Mapping[str, Start],
     ) -> None:
         self.placed, self.factors = placed, factors
+        self._starts = starts
         self.model = placed.model
         self.shards: dict[str, Tensor] | None = None if placed.cut.shard is None else {}
         self._placements = placed.placements
@@ -394,8 +405,8 @@ class _Parts:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
-            if name in self._quantized:  # a scale belongs to elements of several shards
-                self._fill(name, stored.read(key))
+            if name in self._quantized or (self.holds(name) and name in self._starts):
+                self.fill_whole(name, stored.read(key))  # a scale belongs to elements of several shards
             elif self.holds(name):
                 self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
             elif name in self._buffers:
@@ -435,6 +446,11 @@ class _Parts:
             for name in names[empty]:
                 replace_in(whole, name, empty)
 
+    def is_filled(self, name: str) -> bool:
+        """Return whether a parameter of the whole model that this model holds has its weights."""
+        own = self._own[name][0]
+        return not self.model.get_parameter(own).is_meta if self.shards is None else own in self.shards
+
     def check_filled(self) -> None:
         """Refuse a model that still has tensors on meta."""
         for name, parameter in self.model.named_parameters():
@@ -446,10 +462,19 @@ class _Parts:
                     raise CannotLoadPartsError(f"{path}.{attribute} is a tensor that is made with the model")
 
     def fill_whole(self, name: str, whole: Tensor) -> None:
-        """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it."""
-        if name in self._quantized:
+        """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it.
+
+        The parameters of an adapter that begin as a function of it are filled too.
+        """
+        if not self.holds(name):
+            return
+        quantized = self._quantized.get(name)
+        if name in self._starts:
+            for own, value in self._starts[name](whole, quantized.rounded(whole) if quantized else whole).items():
+                self.fill_whole(own, value)
+        if quantized is not None:
             self._fill(name, whole)
-        elif self.holds(name):
+        else:
             self._fill(name, self._shard(self.placed.cut.part(whole, self._placement(name))))
 
     def _shard(self, part: Tensor) -> Tensor:

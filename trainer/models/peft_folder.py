@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Set
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +19,13 @@ from trainer.base.errors import UsageError
 from trainer.models.names import aliases, owner_of, prefixes
 from trainer.models.weight_files import transformers_class
 from trainer.parallel.tensor.low_rank import ATTRIBUTE
+from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.schema import Adapter, Model
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's wrapper
+Number = TypeVar("Number", int, float)
 
 
 def write_adapter(
@@ -60,8 +65,20 @@ def write_adapter(
     saved = _whole_modules(model, {name for names in tied for name in names if not own.isdisjoint(names)}, layers)
     tensors: dict[str, Tensor] = {}
     for layer in sorted(layers):
-        for factor in "AB":
-            tensors[f"{_PREFIX}{layer}.lora_{factor}.weight"] = read(f"{layer}.{ATTRIBUTE}.{factor}")
+        product = {
+            name.removeprefix(f"{layer}.{ATTRIBUTE}."): read(name)
+            for name in available
+            if name.startswith(f"{layer}.{ATTRIBUTE}.")
+        }
+        tensors |= {f"{_PREFIX}{layer}.{name}": tensor for name, tensor in _in_peft(product).items()}
+    end = f".{ROWS}.rows"
+    tokens: dict[str, list[int]] = {}
+    for name in sorted(one for one in available if one.endswith(end)):
+        layer = name.removesuffix(end)
+        tokens[layer] = read(f"{layer}.{ROWS}.ids").tolist()
+        tensors[f"{_PREFIX}{layer}.token_adapter.trainable_tokens_delta"] = read(name)
+    if tokens:
+        _refuse_lost_bias(model)
     sources = {
         name: next(one for one in group if one in available) for group in aliases(model).values() for name in group
     }
@@ -73,14 +90,48 @@ def write_adapter(
         {name: one.to(dtype, copy=True) for name, one in tensors.items()}, folder / _WEIGHTS_NAME, {"format": "pt"}
     )
     config = _config(model, recipe, recipe.adapter, layers, saved, task_type)
+    config["trainable_token_indices"] = tokens or None
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return folder / _WEIGHTS_NAME
+
+
+def _refuse_lost_bias(model: Any) -> None:
+    """Refuse trained rows in a head with a bias, which PEFT leaves out."""
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UsageError(
+            "`--adapter` needs a head without a bias for `model.adapter.trainable_tokens`, because PEFT computes its"
+            f" logits without one, but the head of {type(model).__name__} has it; export the merged model, without"
+            " --adapter"
+        )
+
+
+def _in_peft(product: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a product by PEFT's names.
+
+    A product that began with a part of the weight is written as its difference to this part, of twice the rank. It so
+    applies to the unchanged weight, as in `LoraModel.subtract_mutated_init` of PEFT.
+    """
+    first, second = product["A"], product["B"]
+    if "start_A" in product:
+        first = torch.cat([first, product["start_A"]])
+        second = torch.cat([second, -product["start_B"]], dim=1)
+    found = {"lora_A.weight": first, "lora_B.weight": second}
+    return found | ({"lora_magnitude_vector": product["magnitude.weight"]} if "magnitude.weight" in product else {})
 
 
 def _config(
     model: nn.Module, recipe: Model, adapter: Adapter, layers: Collection[str], saved: list[str], task_type: str | None
 ) -> dict[str, Any]:
     class_ = transformers_class(model)
+    # A product that began with a part of the weight has twice the rank; `alpha` keeps its scaling.
+    doubled = 1 if adapter.start in (None, "loftq") else 2
+    ranks = {layer: doubled * adapter.rank_of(layer) for layer in sorted(layers)}
+    alphas = {
+        layer: adapter.scaling_of(layer) * (math.sqrt(rank) if adapter.rank_stabilised else rank)
+        for layer, rank in ranks.items()
+    }
+    rank, alpha = _most_frequent(ranks.values()), _most_frequent(alphas.values())
     auto = {"base_model_class": class_.__name__, "parent_library": class_.__module__}
     return {
         "auto_mapping": None if task_type else auto,
@@ -89,16 +140,23 @@ def _config(
         "fan_in_fan_out": any(isinstance(model.get_submodule(layer), Conv1D) for layer in layers),
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": adapter.alpha,
+        "alpha_pattern": {re.escape(layer): own for layer, own in alphas.items() if own != alpha},
+        "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
         "modules_to_save": saved or None,
         "peft_type": "LORA",
-        "r": adapter.rank,
+        "r": rank,
+        "rank_pattern": {re.escape(layer): own for layer, own in ranks.items() if own != rank},
         "revision": recipe.revision,
         "target_modules": _shortest(model, layers),
         "task_type": task_type,
-        "use_rslora": False,
+        "use_dora": adapter.type == "dora",
+        "use_rslora": adapter.rank_stabilised,
     }
+
+
+def _most_frequent(values: Iterable[Number]) -> Number:
+    return Counter(values).most_common(1)[0][0]
 
 
 def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[str]) -> list[str]:

@@ -109,7 +109,7 @@ def plan_weights(
 ) -> tuple[MergedWeights, WeightFiles]:
     """Return the weights of a `config.json` and their files, from the shapes of the tensors of a trained model."""
     model = described_model(described)
-    merged = MergedWeights(model, shapes, adapter.alpha / adapter.rank if adapter else 1.0)
+    merged = MergedWeights(model, shapes, adapter)
     return merged, plan_files(model, merged.shapes, getattr(torch, described["dtype"]))
 
 

@@ -36,6 +36,7 @@ from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
+from trainer.parallel.tensor.trained_rows import TrainedRows
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
 _Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
@@ -363,7 +364,7 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
     )  # fmt: skip
     for place in places:
         matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
-        if matrices and not _any(known, place) and not isinstance(place.module, LowRank):
+        if matrices and not _any(known, place) and not isinstance(place.module, LowRank | TrainedRows):
             raise UsageError(
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
                 f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"

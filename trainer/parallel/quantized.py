@@ -122,6 +122,15 @@ class QuantizedWeight(nn.Module):
         """Return the tensors of a weight, by the names of the parameters."""
         return FORMATS[self.kind].quantize(weight.detach())
 
+    @torch.no_grad()
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return a weight as the products use it after its quantisation, in fp32."""
+        return FORMATS[self.kind].dequantize(self.quantize(weight), self.shape, torch.float32)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in a type."""
+        return FORMATS[self.kind].dequantize(dict(self.named_parameters()), self.shape, dtype)
+
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.shape}"
 
@@ -138,12 +147,16 @@ class QuantizedLinear(nn.Module):
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product of the weight with `x`, and the sum with a bias."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         weight = self.weight
         parts = dict(weight.named_parameters())
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, self.bias, dtype, weight.kind, weight.shape, tuple(parts), *parts.values()
+            x, bias, dtype, weight.kind, weight.shape, tuple(parts), *parts.values()
         )
         return product
 

@@ -83,7 +83,9 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             notes += embedding_notes(recipe)
         with problems.collect():
-            stages = check_model(plan, data.task.model_options() if data else None, problems)
+            model = check_model(plan, data.task.model_options() if data else None, problems)
+            stages = model.stages
+            notes += model.notes
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if recipe.checkpoint.memory is not None:
         with problems.collect():

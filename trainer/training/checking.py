@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from trainer.base.errors import Problems
 from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
+from trainer.models.adapter_starts import require_package
 from trainer.models.adapters import adapt
 from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
@@ -60,18 +64,27 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
 
 
 def check_needs(recipe: Recipe, problems: Problems) -> None:
-    """Collect the problems of the optimizer's package and of the mirror's place."""
+    """Collect the problems of the packages of the optimizer and the adapter, and of the mirror's place."""
     with problems.collect():
         optimizer_class(recipe.optimizer).require_package()
+    if recipe.model.adapter is not None:
+        with problems.collect():
+            require_package(recipe.model.adapter)
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
             open_place(recipe.checkpoint.mirror)
 
 
-def check_model(
-    plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None
-) -> list[StageContents] | None:
-    """Return the contents of each pipeline stage of a plan; None without a pipeline.
+@dataclass(frozen=True)
+class CheckedModel:
+    """The contents of each pipeline stage, None without a pipeline; and notes for the user."""
+
+    stages: list[StageContents] | None
+    notes: tuple[str, ...]
+
+
+def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None) -> CheckedModel:
+    """Check the model of a plan, without its weights.
 
     Args:
         plan: the plan.
@@ -94,16 +107,19 @@ def check_model(
         with problems.collect():
             require_fit(recipe, load_config(recipe.model, {}))
     stages = described = model = None
+    lacking: list[str] = []
+    notes: list[str] = []
     with problems.collect():
         described = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options or {}))
     if described is not None:
         with problems.collect():
-            check_weights(described, has_options=known is not None)
+            lacking = check_weights(described, has_options=known is not None)
         with problems.collect():
             model = described.on_meta()
     if model is not None:
         with problems.collect():
-            adapt(model, recipe.model, recipe.training.seed)
+            adapt(model, recipe.model, recipe.training.seed, lacking)
+            notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
     if model is not None and recipe.data.packing:
         with problems.collect():
             check_packing(model)
@@ -118,4 +134,10 @@ def check_model(
             ]
     if found is None:
         problems.raise_all()
-    return stages
+    return CheckedModel(stages, tuple(notes))
+
+
+def _trained_notes(model: nn.Module) -> list[str]:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return [f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"]

@@ -34,7 +34,7 @@ from trainer.models.quantizing import quantized_base
 from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
-from trainer.recipe.schema import Model
+from trainer.recipe.schema import Adapter, Model
 from trainer.tasks.registry import PEFT_TASK_TYPES
 from trainer.training.model_card import complete_folder
 
@@ -102,7 +102,7 @@ def export(
         described = described_model(config)
         base, drawn = _base_weights(described, state, shapes)
         available = shapes | {name: tuple(tensor.shape) for name, tensor in base.items()}
-        merged = MergedWeights(described, available, _scaling(state))
+        merged = MergedWeights(described, available, _adapter(state))
 
         def read(name: str) -> Tensor:
             return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
@@ -184,13 +184,13 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     return base, found_drawn
 
 
-def _scaling(state: SavedState) -> float:
-    """Return the factor of the products of an adapter; 1 without one."""
+def _adapter(state: SavedState) -> Adapter | None:
+    """Return the adapter of the training; None without one."""
     adapter = _group(state.facts.identity, "model").get("adapter")
     if not adapter:
-        return 1.0
+        return None
     with _reading(state, "`model.adapter`"):
-        return float(adapter["alpha"]) / int(adapter["rank"])
+        return Adapter.model_validate(adapter)
 
 
 def _group(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.formats import FORMATS
 from trainer.recipe.foreign.megatron import MEGATRON
+from trainer.recipe.foreign.peft import LORA_CONFIG
 from trainer.recipe.foreign.spellings import counterpart
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.recipe.reading.keys import known_keys
@@ -15,6 +16,7 @@ TABLES = {
     "DeepSpeed": DEEPSPEED,
     "Megatron": MEGATRON,
     "accelerate": ACCELERATE,
+    "PEFT": LORA_CONFIG,
 }
 
 

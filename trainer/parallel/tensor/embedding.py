@@ -9,6 +9,7 @@ from trainer.base.errors import UsageError
 from trainer.parallel.communication import Group, group_size, index_in_group, reduce_from_group
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
+from trainer.parallel.tensor.trained_rows import attach_rows, rows_of
 
 
 class _ParallelEmbedding(nn.Module):
@@ -38,6 +39,8 @@ class _ParallelEmbedding(nn.Module):
         self._split = split
         part = part_of(whole.weight.detach(), split, index_in_group(group), group_size(group))
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
+        if (rows := rows_of(whole)) is not None:
+            attach_rows(self, rows.copy())
         self.train(whole.training)
 
     def placements(self, prefix: str = "") -> Placements:

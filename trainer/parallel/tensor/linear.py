@@ -28,7 +28,8 @@ from trainer.parallel.communication import (
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
-from trainer.parallel.tensor.low_rank import LowRank, product_of
+from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
+from trainer.parallel.tensor.trained_rows import rows_of
 
 
 class _ParallelLinear(nn.Module):
@@ -95,21 +96,26 @@ class _ParallelLinear(nn.Module):
     _has_partial_bias = False
 
     def _part_of_product(self, whole: LowRank) -> LowRank:
-        """Return this rank's part of a product: `B` is cut as the outputs of the layer, or `A` as its inputs."""
+        """Return this rank's part of a product: its tensors are cut as the outputs of the layer, or as its inputs."""
         dropout = copy.copy(whole.dropout)
         if self.cuts_inputs and isinstance(dropout, KeyedDropout):
             dropout.site = replace(dropout.site, cut_dim=-1, part=index_in_group(self.group))
-        self._factor_shapes = {"A": tuple(whole.A.shape), "B": tuple(whole.B.shape)}
-        first, second = (self._part_of(getattr(whole, name), self._factor_split(name)) for name in ("A", "B"))
-        part = LowRank(first, second, whole.scaling, dropout)
+        tensors = dict(whole.named_parameters())
+        self._factor_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        parts = {name: self._part_of(tensor, self._factor_split(name)) for name, tensor in tensors.items()}
+        magnitude = Magnitude(parts["magnitude.weight"]) if whole.magnitude else None
+        start = (parts["start_A"], parts["start_B"]) if whole.start else None
+        group = self.group if self.cuts_inputs else None
+        part = LowRank(parts["A"], parts["B"], whole.scaling, dropout, magnitude, start, group)
         for name, factor in part.named_parameters():
-            factor.requires_grad_(getattr(whole, name).requires_grad)
+            factor.requires_grad_(tensors[name].requires_grad)
         return part
 
     def _factor_split(self, name: str) -> Split | None:
-        if self.cuts_inputs:
-            return Split(1, TENSOR_AXIS) if name == "A" else None
-        return Split(0, TENSOR_AXIS, self.weight_split.blocks) if name == "B" else None
+        has_inputs = name.endswith("A")
+        if has_inputs != self.cuts_inputs:
+            return None
+        return Split(1, TENSOR_AXIS) if has_inputs else Split(0, TENSOR_AXIS, self.weight_split.blocks)
 
     def _part_of(self, whole: Tensor, split: Split | None) -> nn.Parameter:
         part = whole.detach()
@@ -120,8 +126,9 @@ class _ParallelLinear(nn.Module):
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        output = F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
-        return output if self.lora is None else output + self.lora(x)
+        weight = self.weight.t() if self.transposed else self.weight
+        output = F.linear(x, weight, bias)
+        return output if self.lora is None else self.lora(x, output, Base.of(weight, bias))
 
     def _placement(
         self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, is_partial: bool = False
@@ -164,10 +171,15 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(whole, group, transposed=transposed, blocks=blocks, pads=pads)
         self.copies_input = copies_input
+        rows = rows_of(whole)
+        self.trained_rows = None if rows is None else rows.copy(group, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs `[..., out / tp]` for `x` `[..., in]`, which is equal on all ranks."""
-        return self._linear(copy_to_group(in_product_type(x), self.group) if self.copies_input else x, self.bias)
+        if self.copies_input:
+            x = copy_to_group(in_product_type(x), self.group)
+        output = self._linear(x, self.bias)
+        return output if self.trained_rows is None else self.trained_rows(x, output, self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from trainer.recipe.foreign import remarks as say
 from trainer.recipe.foreign.counterpart import Counterpart, alike, mapped, none, renamed
+from trainer.recipe.foreign.peft import LORA_CONFIG
 
 _QUANTIZED = mapped("model.quantization", note='"nf4" for 4 bits, "int8" for 8 bits')
 _ONE_NF4 = none("4 bits are NormalFloat with quantised scales, in uint8; precision gives the type of products")
@@ -18,12 +19,9 @@ _TARGETS = mapped("model.adapter.targets", note="names or patterns of modules")
 _PACKING = mapped("task.packing", note='"documents" or "joined", with task.type "causal_lm"')
 _ROWS = mapped("data.train", note=say.FILES)
 _HELD_OUT = mapped("data.validation", note="a share, such as 0.05")
-_ONE_KIND = none("only plain LoRA is supported")
+_PISSA = mapped("model.adapter.start", note='"pissa" or "pissa_niter_16"')
 
-_LORA: dict[str, Counterpart] = {
-    "lora_alpha": renamed("model.adapter.alpha"),
-    "lora_dropout": renamed("model.adapter.dropout"),
-}
+_LORA = {name: LORA_CONFIG[name] for name in ("lora_alpha", "lora_dropout")}
 _QUANTIZED_BY_BITSANDBYTES: dict[str, Counterpart] = {
     **alike(_QUANTIZED, "load_in_4bit load_in_8bit"),
     **alike(
@@ -46,7 +44,9 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
     "lora_rank": renamed("model.adapter.rank"),
     "lora_target": _TARGETS,
     "additional_target": mapped("model.adapter.modules_to_save"),
-    **alike(_ONE_KIND, "use_dora use_rslora pissa_init loraplus_lr_ratio"),
+    **{name: LORA_CONFIG[name] for name in ("use_dora", "use_rslora")},
+    **alike(_PISSA, "pissa_init pissa_iter"),
+    "loraplus_lr_ratio": none("both factors of a product have one rate"),
     **alike(
         mapped("model.freeze", note="names or patterns of what is not trained"),
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
@@ -73,7 +73,11 @@ _AXOLOTL: dict[str, Counterpart] = {
     "special_tokens": none("the tokenizer's folder has its special tokens; name it by model.tokenizer"),
     "adapter": _ADAPTER,
     **_LORA_OF_PEFT,
-    "lora_target_linear": _TARGETS,
+    "lora_target_linear": mapped("model.adapter.targets", note='"all-linear"'),
+    "lora_modules_to_save": LORA_CONFIG["modules_to_save"],
+    "peft_use_dora": LORA_CONFIG["use_dora"],
+    "peft_use_rslora": LORA_CONFIG["use_rslora"],
+    "peft_init_lora_weights": LORA_CONFIG["init_lora_weights"],
     "unfrozen_parameters": mapped("model.freeze", note="names or patterns of what is not trained"),
     "datasets": _ROWS,
     "val_set_size": _HELD_OUT,
@@ -92,8 +96,8 @@ _AXOLOTL: dict[str, Counterpart] = {
 _TRL: dict[str, Counterpart] = {
     "use_peft": _ADAPTER,
     **_LORA_OF_PEFT,
-    "use_dora": _ONE_KIND,
-    "use_rslora": _ONE_KIND,
+    **{name: LORA_CONFIG[name] for name in ("use_dora", "use_rslora")},
+    "lora_modules_to_save": LORA_CONFIG["modules_to_save"],
     "packing": _PACKING,
     "max_length": renamed("data.max_length"),
     "dataset_text_field": mapped("task.text"),

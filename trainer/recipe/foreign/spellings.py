@@ -8,6 +8,7 @@ from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.counterpart import Counterpart
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.megatron import MEGATRON
+from trainer.recipe.foreign.peft import LORA_CONFIG
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 
 
@@ -17,7 +18,13 @@ def _normal(spelling: str) -> str:
 
 @cache
 def _table() -> dict[str, Counterpart]:
-    tables = (ACCELERATE, MEGATRON, DEEPSPEED, TRAINING_ARGUMENTS)  # the last table with a spelling takes precedence
+    tables = (
+        LORA_CONFIG,
+        ACCELERATE,
+        MEGATRON,
+        DEEPSPEED,
+        TRAINING_ARGUMENTS,
+    )  # the last table with a spelling takes precedence
     return {_normal(spelling): row for table in tables for spelling, row in table.items()}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,22 +12,56 @@ from pydantic import Field
 from trainer.recipe.schema.fields import HubOrPathField, Patterns, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
+Tokens = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
+
 
 class Adapter(Section):
-    """LoRA (Hu et al. 2021): trainable low-rank products beside frozen linear layers."""
+    """LoRA (Hu et al. 2021) or DoRA (Liu et al. 2024): trainable low-rank products beside frozen linear layers."""
 
-    type: Literal["lora"]
+    type: Literal["lora", "dora"]
+    """`dora` also trains the norm of each row of the adapted weights."""
     rank: int = Field(8, ge=1)
     """The rank of each product."""
     alpha: float = Field(16.0, gt=0)
     """Each product is multiplied by `alpha / rank`."""
+    rank_stabilised: bool = False
+    """Multiply by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
+    rank_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[int, Field(ge=1)]] = Field({})
+    """Other ranks for layers with these names or patterns; the first that matches a layer applies."""
+    alpha_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
+    """Other values of `alpha`, as in `rank_pattern`."""
+    start: Literal["pissa", "pissa_niter_16", "loftq"] | None = None
+    """`pissa`: begin with the largest singular values of each weight (Meng et al. 2024); `pissa_niter_16`: with a fast
+    approximation of them; `loftq`: with those of the errors of `model.quantization` (Li et al. 2023); null: begin with
+    a product of zero."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The dropout of the input of each product."""
-    targets: Patterns | None = None
-    """Names of linear layers, or patterns such as `*.query`; null: all linear layers of the repeated layers."""
+    targets: Patterns | Literal["all-linear"] | None = None
+    """Names of linear layers, or patterns such as `*.query`; `all-linear`: all but heads and layers that are trained
+    whole; null: all linear layers of the repeated layers."""
     modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
     """Names or patterns of modules that are trained whole; null: the head of the task and all modules that the
     pretrained model lacks, but not the pretrained head of a language model."""
+    trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None
+    """Tokens, or their ids, with rows of the embedding and of the head to train, such as new ones; null: none."""
+
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of the product of a layer, by its name in the model."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if matches(pattern, layer)), self.rank)
+
+    def alpha_of(self, layer: str) -> float:
+        """Return the `alpha` of the product of a layer."""
+        return next((alpha for pattern, alpha in self.alpha_pattern.items() if matches(pattern, layer)), self.alpha)
+
+    def scaling_of(self, layer: str) -> float:
+        """Return the factor of the product of a layer."""
+        rank = self.rank_of(layer)
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches the name of a module or its last parts, as `target_modules` of PEFT."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 class Model(Section):
@@ -78,6 +114,13 @@ class Model(Section):
         if self.adapter is not None and self.freeze is not None:
             text = "has no use with `model.adapter`, which freezes all other weights; remove it"
             yield clash(text, "model.freeze", "model.adapter")
+        start, keys = self.adapter and self.adapter.start, ("model.adapter.start", "model.quantization")
+        if start == "loftq" and self.quantization is None:
+            yield clash(
+                'is "loftq", which begins with the errors of `model.quantization`; set that too, or null', *keys
+            )
+        if start in ("pissa", "pissa_niter_16") and self.quantization is not None:
+            yield clash(f'is "{start}", which quantises other weights than those of the model; use "loftq"', *keys)
         if self.quantization is not None and self.adapter is None:
             text = f"is {self.quantization}, but quantised weights cannot be trained; set `model.adapter` too"
             yield clash(text, "model.quantization", "model.adapter")

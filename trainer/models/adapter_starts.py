@@ -1,0 +1,95 @@
+"""The tensors of an adapter that begin as a function of the weight below it; PEFT computes the factors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.parallel.random import stream_key
+from trainer.parallel.tensor.low_rank import ATTRIBUTE
+from trainer.recipe.schema import Adapter
+
+Start = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+"""Returns parameters of an adapter by name, from the whole weight of its layer, and from the one that it computes with.
+
+They differ in a quantised layer. Both are as the layer stores them.
+"""
+
+
+def require_package(adapter: Adapter) -> None:
+    """Refuse a start that needs a package which is not installed.
+
+    Raises:
+        UsageError: it is PEFT.
+    """
+    if adapter.start is not None and find_spec("peft") is None:
+        raise UsageError(
+            f"`model.adapter.start` is {adapter.start}, which needs the package `peft`; install it with `pip install"
+            " 'trainer[lora]'`"
+        )
+
+
+def rows_start(name: str, ids: Sequence[int]) -> Start:
+    """Return the start of trained rows `name`: those of the weight."""
+    return lambda weight, _: {name: weight[list(ids)]}
+
+
+def product_start(layer: str, adapter: Adapter, seed: int, transposed: bool) -> Start | None:
+    """Return the start of the product of a layer; None if it does not depend on the weight.
+
+    Args:
+        layer: the name of the layer in the model.
+        adapter: the recipe's adapter.
+        seed: the seed of approximations.
+        transposed: whether the weight is `[in, out]`.
+    """
+    if adapter.start is None and adapter.type == "lora":
+        return None
+
+    def start(stored: Tensor, used: Tensor) -> Mapping[str, Tensor]:
+        weight, base = (stored.t(), used.t()) if transposed else (stored, used)
+        found: dict[str, Tensor] = {}
+        if adapter.start == "loftq" and used is not stored:
+            first, second = _principal(weight - base, layer, adapter, stream_key(seed, "start", layer))
+            found |= {"A": first, "B": second}
+            base = base + adapter.scaling_of(layer) * second @ first
+        elif adapter.start in ("pissa", "pissa_niter_16"):
+            first, second = _principal(weight, layer, adapter, stream_key(seed, "start", layer))
+            found |= {"A": first, "B": second, "start_A": first.clone(), "start_B": second.clone()}
+        if adapter.type == "dora":
+            found["magnitude.weight"] = torch.linalg.vector_norm(base, dim=1)
+        return {f"{layer}.{ATTRIBUTE}.{name}": tensor for name, tensor in found.items()}
+
+    return start
+
+
+def _principal(weight: Tensor, layer: str, adapter: Adapter, key: int) -> tuple[Tensor, Tensor]:
+    """Return the factors of the part of a matrix `[out, in]` with the largest singular values; the scaling is in them.
+
+    Singular vectors have no sign of their own, so another machine may find the opposite ones. The largest element of
+    each row of `A` is made positive.
+    """
+    if weight.is_meta:
+        rank = adapter.rank_of(layer)
+        return weight.new_empty(rank, weight.shape[1]), weight.new_empty(weight.shape[0], rank)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # PEFT imports it; it warns of a kernel
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    kind = "pissa" if adapter.start == "loftq" else adapter.start
+    rank, alpha = adapter.rank_of(layer), adapter.alpha_of(layer)
+    base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    base.weight = nn.Parameter(weight, requires_grad=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key)
+        config = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=adapter.rank_stabilised, init_lora_weights=kind)
+        found = Linear(base, "default", config=config, r=rank, lora_alpha=alpha)
+    first, second = (part["default"].weight.detach() for part in (found.lora_A, found.lora_B))
+    largest = first.gather(1, first.abs().argmax(dim=1, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0)
+    return first * signs, second * signs.t()
