@@ -17,12 +17,8 @@ LORA_CONFIG: dict[str, Counterpart] = {
     "use_rslora": renamed("model.adapter.rank_stabilised"),
     "use_dora": mapped("model.adapter.type", note='"dora"'),
     "peft_type": mapped("model.adapter.type", note='"lora" or "dora"'),
-    "init_lora_weights": mapped(
-        "model.adapter.start", note='"pissa", "pissa_niter_16" or "loftq"; null is true in PEFT'
-    ),
-    "loftq_config": mapped(
-        "model.adapter.start", note='"loftq", of one iteration; the bits are those of model.quantization'
-    ),
+    "init_lora_weights": mapped("model.adapter.start", note='"pissa", "pissa_niter_16" or "loftq"'),
+    "loftq_config": mapped("model.adapter.start", note='"loftq", of one iteration'),
     **alike(none("adapters train no bias"), "lora_bias"),
     "exclude_modules": none("name the other layers in `model.adapter.targets`"),
     "layer_replication": none("layers are not repeated"),
