@@ -161,7 +161,7 @@ def test_trained_rows_have_the_gradients_of_whole_weights(tied: bool):
         ({"adapter": {"type": "lora", "trainable_tokens": [3, 4000]}}, r"a row in the embedding, which has 211 rows"),
         (
             {"adapter": {"type": "lora", "trainable_tokens": [3], "modules_to_save": ["word_embeddings"]}},
-            r"`model.adapter.trainable_tokens` .* word_embeddings is trained whole",
+            r"`model.adapter.trainable_tokens` .*word_embeddings is trained whole",
         ),
     ],
 )
