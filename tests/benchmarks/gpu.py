@@ -118,7 +118,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """Iterate over all measured trainings, the most important first."""
     eager, graphs, *others = VARIANTS
-    language = {"type": "causal_lm", "text": "text", "loss_chunk_tokens": 2048}
+    language = {"type": "causal_lm", "text": "text"}
     for model, config, length, rows in (
         ("BERT-base", BASE, 128, 32),
         ("BERT-large", LARGE, 384, 32),

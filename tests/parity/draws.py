@@ -320,7 +320,7 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
         pairs = random.random() < 0.3
         task |= {"prompt": "text", "completion": "other"} if pairs else {"text": "text"}
         task["packing"] = random.choice(("none", "documents") if pairs else ("none", "documents", "joined"))
-        task["loss_chunk_tokens"] = random.choice((None, 7))
+        task["vocabulary_chunk"] = random.choice((None, 7))
         task["metrics"] = ["perplexity", "accuracy"]
     elif kind == "seq2seq_lm":
         task["max_target_length"] = random.choice((4, 12))

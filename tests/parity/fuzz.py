@@ -329,7 +329,7 @@ class Fuzz:
         recipes = [drawn.recipe_of(part) for part in drawn.parts]
         files = [folder / f"part-{index}.json" for index in range(len(recipes))]
         one = {**drawn.recipe, "checkpoint": {"folder": str(folder / "one")}}
-        one["task"] = {key: value for key, value in one["task"].items() if key != "loss_chunk_tokens"}
+        one["task"] = {key: value for key, value in one["task"].items() if key != "vocabulary_chunk"}
         reference_file = folder / "one.json"
         reference_file.write_text(json.dumps(one))
         for file, recipe in zip(files, recipes, strict=True):

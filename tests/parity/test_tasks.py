@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 VARIANTS = ("embedding_duplicates", "seq2seq_lm_bart", "weighted_classification", "multi_label", "sequence_regression")
 """Tasks that differ from another one by a key or a family."""
+CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
+"""Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""
 FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
 """Tasks that `make test-all` trains on four ranks and more: one of each kind of label."""
 
@@ -81,7 +83,12 @@ def _quick(task: str) -> tuple[str, ...]:
 def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
     """Return a recipe with dropout 0.1, of `STEPS` steps of AdamW or of one step of gradient descent."""
     tiny = TINY_TASKS[task]
-    sections = {"task": {**tiny.keys, **keys.pop("task_keys", {})}, "model": {**tiny.model, "dropout": 0.1}, **keys}
+    chunk = {"vocabulary_chunk": 7} if task in CHUNKED else {}
+    sections = {
+        "task": {**tiny.keys, **chunk, **keys.pop("task_keys", {})},
+        "model": {**tiny.model, "dropout": 0.1},
+        **keys,
+    }
     steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": STEPS}
     return tiny_recipe(**sections, **(sgd_sections() if sgd else {}), training={**steps, **(training or {})})
 
@@ -93,8 +100,7 @@ def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
 
 @cache
 def reference(task: str) -> tuple[Curve, Curve]:
-    whole_logits = {"task_keys": {"loss_chunk_tokens": None}} if task == "causal_lm_packed" else {}
-    return train(task, whole_logits)
+    return train(task, {"task_keys": {"vocabulary_chunk": None}} if task in CHUNKED else {})
 
 
 def assert_same_training(found: tuple[Curve, Curve], expected: tuple[Curve, Curve]) -> None:

@@ -5,7 +5,6 @@ import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from types import SimpleNamespace
 
 import datasets
 import pyarrow
@@ -31,7 +30,6 @@ from trainer.data.formats.base import Files, TextOptions
 from trainer.data.readers import read_files
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
-from trainer.models.chunked_head import chunk_head
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation
@@ -493,30 +491,3 @@ def test_the_training_is_that_of_a_plain_loop_of_transformers():
         expected.append(loss.item())
     assert losses == pytest.approx(expected, abs=1e-5)
     assert losses[0] - losses[-1] > 0.1
-
-
-def test_a_head_in_chunks_sees_few_tokens_and_has_the_same_predictions():
-    whole = build_tiny(tiny_recipe(task={"type": "causal_lm", "packing": "none"}))
-    chunked = build_tiny(tiny_recipe(task={"type": "causal_lm", "packing": "none", "loss_chunk_tokens": 7}))
-    sizes, head = [], chunked.model.get_output_embeddings()
-    matrix = nn.functional.linear
-
-    def spied(inputs, weight, *others):
-        if weight is head.weight:
-            sizes.append(inputs.shape[:-1])
-        return matrix(inputs, weight, *others)
-
-    microbatch = next(iter(whole.loader)).microbatches[0]
-    expected = whole.engine.eval_step(microbatch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "linear", spied)
-        result = chunked.engine.eval_step(microbatch)
-    assert max(size.numel() for size in sizes) == 7
-    assert result.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
-    assert result.predictions["num_right"].equal(expected.predictions["num_right"])
-    torch.testing.assert_close(result.predictions["losses"], expected.predictions["losses"], rtol=1e-6, atol=1e-6)
-
-
-def test_heads_of_unknown_models_are_not_chunked():
-    with pytest.raises(UsageError, match=r"`task.loss_chunk_tokens` .* of type gemma2; set it to null"):
-        chunk_head(SimpleNamespace(config=SimpleNamespace(model_type="gemma2")), 7, lambda *_: None)

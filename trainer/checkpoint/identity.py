@@ -15,7 +15,7 @@ _HOW = (
 )  # fmt: skip
 _HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
-_MEASURED = ("metrics",)
+_OF_TASK = ("metrics", "vocabulary_chunk")
 _MOST, _LONGEST = 20, 200  # differences in a message, and characters of one of their values
 _ROWS = "data.train"  # the key of the hash of rows in an identity
 FROZEN_WEIGHTS = "frozen_weights"
@@ -34,9 +34,9 @@ def identity(
         teacher: the digest of the weights of `distillation.teacher`, which stands for its place.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
-    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _MEASURED)):
+    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _OF_TASK)):
         for key in keys:
-            del sections[section][key]
+            sections[section].pop(key, None)
     if teacher is not None:
         sections["distillation"] |= {"teacher": teacher, "revision": None}
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}

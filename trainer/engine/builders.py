@@ -12,7 +12,7 @@ from trainer.engine.pipelined import build_pipelined
 from trainer.engine.replicated import build_replicated
 from trainer.engine.sharded import build_sharded
 from trainer.engine.zero import build_zero, partitioned_loading
-from trainer.models.chunked_head import chunk_head
+from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
 from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
@@ -55,13 +55,34 @@ def build_engine(
     """
     refuse_generation_in_parts(task, plan)
     built = [replace(part, teacher=teacher) for part in built]
-    task = task.for_vocabulary(next((part.vocabulary for part in built if part.vocabulary), None))
-    if task.chunk_tokens is not None:
-        built = [replace(part, head=chunk_head(part.model, task.chunk_tokens, task.token_scores)) for part in built]
+    cut = next((part.vocabulary for part in built if part.vocabulary), None)
+    task = task.for_vocabulary(cut)
+    columns = _vocabulary_chunk(built, task, plan)
+    if columns is not None:
+        heads = [chunk_head(part.model, columns, cut, task.token_scores) for part in built]
+        built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
+        task = task.for_token_scores()
     if plan.pipeline is not None:
         return build_pipelined(built, task, mesh, plan, total_steps)
     (whole,) = built
     return BUILDERS[plan.recipe.parallel.strategy](whole, task, mesh, plan, total_steps)
+
+
+def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
+    """Return `task.vocabulary_chunk`; None if it is "auto", but a part of the training needs all logits.
+
+    Raises:
+        UsageError: it is a number, but the model needs all logits.
+    """
+    columns = task.vocabulary_chunk
+    if columns is None:
+        return None
+    if columns == "auto" and (plan.recipe.distillation or plan.recipe.parallel.strategy == "dp"):
+        return None
+    why = next((why for part in built if (why := why_whole(part.model))), None)
+    if why is not None and columns != "auto":
+        raise refuse_blocks(why)
+    return columns if why is None else None
 
 
 def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:

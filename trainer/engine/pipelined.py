@@ -213,7 +213,7 @@ class PipelinedForward(ModelForward):
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
         tensors = {**rows.inputs, _ROWS: rows.rows}
-        if self._task.chunk_tokens is not None:
+        if self._task.takes_token_scores:
             tensors[_LABELS] = rows.labels
         inputs = {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
         hidden = hidden_positions(rows.inputs)

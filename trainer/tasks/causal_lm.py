@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
 from trainer.tasks.text.generated import GENERATED, generated_texts
@@ -91,7 +90,8 @@ class CausalLMTask(TokenLabels):
     packing: Packing
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None = None
-    chunk_tokens: int | None = None
+    vocabulary_chunk: int | Literal["auto"] | None = None
+    takes_token_scores: bool = False
     train_on: Turns = "all"
     settings: Generation = field(default_factory=Generation)
     continues: bool = False
@@ -108,7 +108,8 @@ class CausalLMTask(TokenLabels):
         return (
             "metric_names",
             "vocabulary",
-            "chunk_tokens",
+            "vocabulary_chunk",
+            "takes_token_scores",
             *(() if self.continues else ("settings", "num_positions")),
         )
 
@@ -280,36 +281,18 @@ class CausalLMTask(TokenLabels):
             return inputs
         return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
 
-    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token, and 1 if its prediction is right, else 0; `[tokens, 2]`."""
-        cut = self._cut(logits)
-        right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels
-        losses = self._cross_entropy(logits, labels, "none")
-        return torch.stack([losses, right.to(losses.dtype)], -1)
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, summed over the labelled tokens; 0 if there are none.
-
-        Args:
-            logits: the logits `[batch, sequence, vocabulary]`, or this rank's shard of the vocabulary. With
-                `chunk_tokens`, the token scores `[batch, sequence, 2]`.
-            labels: the labels `[batch, sequence]`.
-        """
-        return super().loss_sum(logits, labels) if self.chunk_tokens is None else logits[..., 0].sum()
-
-    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        if self.chunk_tokens is None:
-            return super().predictions(logits, labels)
-        losses, right = logits.double().sum(1).unbind(-1)
-        num_labels = (labels != IGNORED_LABEL).sum(-1)
-        return {"losses": losses, "num_right": right.long(), "num_labels": num_labels}
-
     def without_labels(self) -> CausalLMTask:
         examples = self.examples
         if isinstance(examples, CompletionColumns):
             examples = TextColumn(examples.prompt, "prompt")
         return replace(
-            self, examples=examples, packing="none", metric_names=(), chunk_tokens=None, train_on="all", continues=True
+            self,
+            examples=examples,
+            packing="none",
+            metric_names=(),
+            vocabulary_chunk=None,
+            train_on="all",
+            continues=True,
         )
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:

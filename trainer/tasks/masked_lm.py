@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -27,9 +27,11 @@ class MaskedLMTask(TokenLabels):
     mask_probability: float
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None = None
+    vocabulary_chunk: int | Literal["auto"] | None = None
+    takes_token_scores: bool = False
 
     auto_class_name = "AutoModelForMaskedLM"
-    beside_rows = ("mask_probability", "metric_names", "vocabulary")
+    beside_rows = ("mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -47,7 +49,7 @@ class MaskedLMTask(TokenLabels):
         return Masking.of(tokenizer, self.mask_probability, seed)
 
     def without_labels(self) -> MaskedLMTask:
-        return replace(self, metric_names=())
+        return replace(self, metric_names=(), vocabulary_chunk=None)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         cut = self._cut(logits)

@@ -108,7 +108,9 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
         case SequenceRegression():
             return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
         case MaskedLM():
-            return MaskedLMTask(_columns(recipe.text), recipe.mask_probability, metrics)
+            return MaskedLMTask(
+                _columns(recipe.text), recipe.mask_probability, metrics, vocabulary_chunk=recipe.vocabulary_chunk
+            )
         case Embedding():
             return EmbeddingTask(
                 tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
@@ -119,7 +121,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 _examples(recipe),
                 recipe.packing,
                 metrics,
-                chunk_tokens=recipe.loss_chunk_tokens,
+                vocabulary_chunk=recipe.vocabulary_chunk,
                 train_on=recipe.train_on,
                 settings=recipe.generation,
             )
@@ -132,6 +134,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 metrics,
                 recipe.generation,
                 (recipe.source_language, recipe.target_language),
+                vocabulary_chunk=recipe.vocabulary_chunk,
             )
         case TokenClassification():
             label = recipe.spans if recipe.words is None else recipe.tags

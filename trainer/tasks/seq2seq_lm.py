@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -40,9 +40,11 @@ class Seq2SeqLMTask(TokenLabels):
     start_token: int | None = None
     forced_token: int | None = None
     vocabulary: VocabularyCut | None = None
+    vocabulary_chunk: int | Literal["auto"] | None = None
+    takes_token_scores: bool = False
 
     auto_class_name = "AutoModelForSeq2SeqLM"
-    beside_rows = ("metric_names", "settings", "vocabulary")
+    beside_rows = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
     own_lengths = ("decoder_input_ids", "labels")
 
     @property
@@ -136,7 +138,7 @@ class Seq2SeqLMTask(TokenLabels):
         return {"texts": [{**row, GENERATED: text} for row, text in zip(few, texts, strict=True)]}
 
     def without_labels(self) -> Seq2SeqLMTask:
-        return replace(self, target=None, metric_names=())
+        return replace(self, target=None, metric_names=(), vocabulary_chunk=None)
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{GENERATED: text} for text in _texts(answers[GENERATED], split.tokenizer)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -105,20 +105,26 @@ class Loss(ABC):
 class VocabularyLoss(Loss):
     """The part of a loss over a vocabulary; tensor ranks may share its tokens."""
 
-    chunk_tokens: int | None = None
-    """The number of tokens for which the head computes logits at a time; None: logits are computed at once."""
+    vocabulary_chunk: int | Literal["auto"] | None = None
+    """The tokens of the vocabulary for which the head computes logits at a time; None: it computes all logits."""
+    takes_token_scores = False
+    """Whether `loss_sum` and `predictions` take token scores instead of logits."""
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         """Return the task for logits that are sharded over the vocabulary; None if they are not sharded."""
         assert cut is None, "its logits are not of a vocabulary"
         return self
 
+    def for_token_scores(self) -> Self:
+        """Return the task for a head that computes the scores of tokens instead of their logits."""
+        raise NotImplementedError
+
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores `[tokens, n]` that replace the logits if the head works in chunks.
+        """Return the scores `[..., 2]` of tokens: the loss; without gradients, 1 if the prediction is right, else 0.
 
         Args:
-            logits: the logits of a chunk `[tokens, vocabulary]`, or this rank's shard of the vocabulary.
-            labels: the labels `[tokens]`.
+            logits: the logits `[..., vocabulary]`, or this rank's shard of the vocabulary.
+            labels: the labels `[...]`.
         """
         raise NotImplementedError
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -32,10 +33,14 @@ class TokenLabels(TextTask):
     Attributes:
         metric_names: the metrics to compute, the deciding one first.
         vocabulary: how the logits are sharded over tensor ranks; None if they are not sharded.
+        vocabulary_chunk: see `VocabularyLoss`.
+        takes_token_scores: see `VocabularyLoss`; `logits` are then the scores `[batch, sequence, 2]`.
     """
 
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None
+    vocabulary_chunk: int | Literal["auto"] | None
+    takes_token_scores: bool
 
     rows_are_labels = False
     labels_are_tokens = True
@@ -44,6 +49,11 @@ class TokenLabels(TextTask):
         task: Any = self
         of_shard: Self = replace(task, vocabulary=cut)
         return of_shard
+
+    def for_token_scores(self) -> Self:
+        task: Any = self
+        of_scores: Self = replace(task, takes_token_scores=True)
+        return of_scores
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return (labels != IGNORED_LABEL).sum()
@@ -55,13 +65,20 @@ class TokenLabels(TextTask):
             logits: the logits, of shape `[batch, sequence, vocabulary]`, or this rank's shard of the vocabulary.
             labels: the labels, of shape `[batch, sequence]`.
         """
-        return self._cross_entropy(logits, labels, "sum")
+        return logits[..., 0].sum() if self.takes_token_scores else self._cross_entropy(logits, labels, "sum")
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        losses = self._cross_entropy(logits, labels, "none")
+        right = torch.zeros_like(losses) if torch.is_grad_enabled() else self._right(logits, labels).to(losses.dtype)
+        return torch.stack([losses, right], -1)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return sums over the labelled tokens of each row: rows differ in length, and a split may have many tokens."""
-        cut = self._cut(logits)
-        right = vocab_parallel_argmax(logits, cut.group, cut.size) == labels  # no token id equals the ignored label
-        found = {"num_right": right.sum(-1), "num_labels": (labels != IGNORED_LABEL).sum(-1)}
+        num_labels = (labels != IGNORED_LABEL).sum(-1)
+        if self.takes_token_scores:
+            losses, num_right = logits.double().sum(1).unbind(-1)
+            return {"num_right": num_right.long(), "num_labels": num_labels, "losses": losses}
+        found = {"num_right": self._right(logits, labels).sum(-1), "num_labels": num_labels}
         if "perplexity" in self.metric_names:
             found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1)
         return found
@@ -73,6 +90,10 @@ class TokenLabels(TextTask):
         """Return a metric of `TOKEN_METRICS`."""
         metric, of_rows = TOKEN_METRICS[name]
         return METRICS[metric].compute(predictions[of_rows].numpy(), predictions["num_labels"].numpy())
+
+    def _right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        cut = self._cut(logits)
+        return vocab_parallel_argmax(logits, cut.group, cut.size) == labels  # no token id equals the ignored label
 
     def _cut(self, logits: Tensor) -> VocabularyCut:
         return self.vocabulary or VocabularyCut(None, logits.shape[-1])

@@ -313,5 +313,5 @@ def test_llama_7b_in_4_bits_fits_24_gb():
     assert found[OPTIMIZER] == pytest.approx(8 * adapters, rel=1e-3)
     assert found[CASTS] >= 2 * 4096 * 11_008  # a dequantised weight
     assert found[ACTIVATIONS] >= 32 * 2048 * 4096 * 2  # the inputs of the layers
-    assert found[LOSS] >= 2048 * 32_000 * 2
+    assert found[LOSS] < 2048 * 32_000 * 2 / 8  # blocks of the vocabulary
     assert peak.num_bytes + RESERVED < 24e9

@@ -46,7 +46,7 @@ ALONE: dict[str, dict[str, Any]] = {
         "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
     },
     "packed documents": {
-        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents"},
+        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents", "vocabulary_chunk": 50},
         "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
     },
     "seq2seq_lm": {"task": TINY_TASKS["seq2seq_lm"].keys, "model": TINY_TASKS["seq2seq_lm"].model},

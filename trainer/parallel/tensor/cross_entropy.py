@@ -133,7 +133,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shifted = known - maximum.unsqueeze(-1)  # in the type of the maximum
 
         ignored = labels == ignore_index
-        target, elsewhere = _target_columns(labels, ignored, start, num_columns, vocab_size)
+        target, elsewhere = target_columns(labels, ignored, start, num_columns, vocab_size)
         at_label = at_least_fp32(logits.gather(-1, target.unsqueeze(-1))).squeeze(-1) - maximum
         sums = [at_label.masked_fill_(elsewhere, 0.0)]
         if label_smoothing:
@@ -166,7 +166,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             slopes.sub_(ctx.smoothing / ctx.vocab_size)
         ignored = labels == ctx.ignore_index
-        target, elsewhere = _target_columns(labels, ignored, start, num_columns, ctx.vocab_size)
+        target, elsewhere = target_columns(labels, ignored, start, num_columns, ctx.vocab_size)
         shares = maximum.new_full(labels.shape, ctx.smoothing - 1.0).masked_fill_(elsewhere, 0.0)
         slopes.scatter_add_(-1, target.unsqueeze(-1), shares.unsqueeze(-1))
         slopes.mul_(grad.masked_fill(ignored, 0.0).unsqueeze(-1))
@@ -174,7 +174,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return slopes.to(logits.dtype), None, None, None, None, None
 
 
-def _target_columns(
+def target_columns(
     labels: Tensor, ignored: Tensor, start: int, num_columns: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Return the column of each row's label on this rank, and a mask of the rows without one, which get column 0.

@@ -176,10 +176,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs `[..., out / tp]` for `x` `[..., in]`, which is equal on all ranks."""
-        if self.copies_input:
-            x = copy_to_group(in_product_type(x), self.group)
+        x = self.received(x)
         output = self._linear(x, self.bias)
         return output if self.trained_rows is None else self.trained_rows(x, output, self.bias)
+
+    def received(self, x: Tensor) -> Tensor:
+        """Return `x` with `f` applied to it, if this layer applies it."""
+        return copy_to_group(in_product_type(x), self.group) if self.copies_input else x
 
 
 class RowParallelLinear(_ParallelLinear):

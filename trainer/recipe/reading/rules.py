@@ -140,9 +140,9 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
             " without stages"
         )
         yield clash(text, "task.metrics", stages)
-    if parallel.strategy == "dp" and getattr(task, "loss_chunk_tokens", None) is not None:
-        text = "is set, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
-        yield clash(text, "task.loss_chunk_tokens", strategy)
+    if parallel.strategy == "dp" and isinstance(getattr(task, "vocabulary_chunk", None), int):
+        text = "is a number, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
+        yield clash(text, "task.vocabulary_chunk", strategy)
     if parallel.strategy == "dp" and isinstance(task, Embedding) and task.loss != "cosine":
         problem = f"the loss {task.loss} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"
@@ -156,9 +156,9 @@ def _of_distillation(distillation: Distillation, task: TaskSection, parallel: Pa
     if getattr(task, "multi_label", False):
         text = "compares the probabilities of one class for each row, but `task.multi_label` is true; remove it"
         yield clash(text, "distillation", "task.multi_label")
-    if getattr(task, "loss_chunk_tokens", None) is not None:
-        text = "needs the logits of all tokens, but `task.loss_chunk_tokens` is set; set that to null"
-        yield clash(text, "distillation", "task.loss_chunk_tokens")
+    if isinstance(getattr(task, "vocabulary_chunk", None), int):
+        text = "needs the logits of the whole vocabulary, but `task.vocabulary_chunk` is a number; set that to null"
+        yield clash(text, "distillation", "task.vocabulary_chunk")
     if parallel.strategy == "dp":
         yield clash(_NO_DP, "distillation", "parallel.strategy")
 

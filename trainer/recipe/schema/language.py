@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.section import Contradiction, Section, clash
-from trainer.recipe.schema.task_keys import TaskKeys, TextKeys
+from trainer.recipe.schema.task_keys import TextKeys, VocabularyKeys
 
 
-class MaskedLM(TextKeys):
+class MaskedLM(TextKeys, VocabularyKeys):
     """Predict masked tokens of each text, or pair of texts, as in the pretraining of BERT.
 
     Of the selected tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. Each epoch selects other
@@ -66,7 +66,7 @@ class Generation(Section):
             yield clash(text, "task.generation.min_new_tokens", most)
 
 
-class CausalLM(TaskKeys):
+class CausalLM(VocabularyKeys):
     """Predict each next token: of texts, of the completions of prompts, or of the assistant's turns in chats."""
 
     type: Literal["causal_lm"]
@@ -87,9 +87,6 @@ class CausalLM(TaskKeys):
     packing: Literal["none", "documents", "joined"] = "none"
     """Fill rows of `data.max_length` tokens with several documents. `documents` keeps attention and positions inside
     each document; `joined` lets them see each other (texts only). Steps and batch sizes count rows."""
-    loss_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens for which logits are in memory at a time; the loss recomputes them in the backward pass, and stays the
-    same. null: the logits of a whole microbatch."""
     metrics: list[Literal["perplexity", "accuracy"]] = Field(default=["perplexity"], min_length=1)
     """Exponential of the mean loss of trained tokens; share of them that are predicted correctly."""
 
@@ -115,7 +112,7 @@ class CausalLM(TaskKeys):
             yield clash('is "joined", which applies to texts only; use "documents"', "task.packing", *keys)
 
 
-class Seq2SeqLM(TaskKeys):
+class Seq2SeqLM(VocabularyKeys):
     """Generate a target text from a source text by an encoder-decoder, as in summarisation and translation.
 
     The loss is the mean over the tokens of all targets, each of which ends with the end token.

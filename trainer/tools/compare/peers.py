@@ -376,7 +376,7 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
     task, parallel = recipe.task, recipe.parallel
     wrong = {
         "task.loss": isinstance(task, Embedding) and task.loss != "cosine",
-        "task.loss_chunk_tokens": getattr(task, "loss_chunk_tokens", None) is not None,
+        "task.vocabulary_chunk": isinstance(getattr(task, "vocabulary_chunk", None), int),
         "parallel.strategy": parallel.strategy != "ddp",
         "parallel.tensor": parallel.tensor > 1,
         "parallel.context": parallel.context > 1,
@@ -398,7 +398,7 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         raise UsageError(
             f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
             " without tensor ranks, context ranks and stages, fp32 or bf16 with fp32 weights, and equal microbatches."
-            " It takes no recomputation, adapters, distillation, `task.loss_chunk_tokens` or loss over the whole batch."
+            " It takes no recomputation, adapters, distillation, `task.vocabulary_chunk` or loss over the whole batch."
             + (" It needs several processes, and AdamW or SGD." if shards else "")
             + f" Change these keys, or leave out `--with {peer}`"
         )
