@@ -38,9 +38,9 @@ SUMMARY = {"type": "seq2seq_lm", "source": "text", "target": "label", "max_targe
 CAUSAL = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"]}
 
 
-def base_folder(folder: Path, model_type: str, head: str) -> Path:
+def base_folder(folder: Path, model_type: str, head: str, seed: int = 1) -> Path:
     """Write a model with random weights, as the base of an adapter."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     sizes = TINY_BERT if model_type == "bert" else {**CONFIGS[model_type], "vocab_size": TINY_BERT["vocab_size"]}
     sizes = {key: value for key, value in sizes.items() if key != "model_type"}
     config = AutoConfig.for_model(model_type, **{**sizes, "initializer_range": 0.2, "pad_token_id": 0})

@@ -13,19 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.forward import ModelForward
+from trainer.engine.forward import ModelForward, origin_changed
 from trainer.engine.learning_rate import learning_rate
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.precision import written_dtype
+from trainer.engine.precision import is_stored_rounded, written_dtype
 from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
-from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
+from trainer.engine.state import EngineState, LazyParts, StateSource, buffer_parts, whole_tensors
 from trainer.models.compiled import compile_cache
 from trainer.models.save import save_model
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements
 from trainer.parallel.shards.boxes import TensorPart
+from trainer.parallel.shards.gathering import laid_out_as, local_part
 from trainer.parallel.tensor.low_rank import is_start
 from trainer.recipe.plan import RunPlan
 
@@ -134,7 +135,7 @@ class Engine(ABC):
         return EngineState(
             (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
             {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
-            tuple(self._parts_of(own, saved=False)),
+            LazyParts(partial(self._parts_of, own, saved=False)),
         )
 
     @torch.no_grad()
@@ -166,6 +167,20 @@ class Engine(ABC):
     @abstractmethod
     def _whole_weights(self, label: str) -> Tensor:
         """Return a parameter in fp32 without the split over the data ranks; perhaps a collective."""
+
+    def _loaded(self, label: str) -> Tensor:
+        """Return a parameter, laid out as it is; a frozen one that is stored rounded has the values of its origin."""
+        parameter = self.parameters[label].detach()
+        if not is_stored_rounded(self.parameters[label]):
+            return parameter
+        rounded = local_part(parameter)
+        part = self._forward.read_again(label, parameter.dtype)
+        if part is None:
+            return parameter
+        part = part.to(rounded.device)
+        if not torch.equal(part.to(rounded.dtype), rounded):
+            raise origin_changed(f"{label} is another one there")
+        return laid_out_as(part, parameter)
 
     @abstractmethod
     def _use_changed_weights(self) -> None:

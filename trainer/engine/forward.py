@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trainer.base.errors import UsageError
 from trainer.engine.joint import JointLosses, joint_losses
-from trainer.engine.precision import cast_forward, store_in_bf16
+from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import PACKED, padding_known
@@ -52,7 +54,18 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> None
         built.compiled.append(CompiledLayers(layers, built.dropout_keys, mesh.device))
     if plan.recipe.weights != "fp32":
         store_in_bf16(built)
+    # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
+    if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:
+        store_frozen(built, plan.recipe.precision)
     cast_forward(built.model, plan.recipe.precision, mesh.device)
+
+
+def origin_changed(problem: str) -> UsageError:
+    """Return the error of an origin that changed while the training ran."""
+    return UsageError(
+        "`model.name_or_path` must keep its files until the training ends, because frozen weights are held in 16 bits"
+        f" and read again to be written, but {problem}; restore the files and resume"
+    )
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
@@ -112,6 +125,7 @@ class ModelForward:
         rounded: RoundedWeights | None = None,
     ) -> None:
         self._model = built.model
+        self._origins = [built.origin] if built.origin else []
         self._keys = built.dropout_keys
         self._compiled = built.compiled
         self._head = built.head
@@ -132,6 +146,20 @@ class ModelForward:
         self._joint: JointLosses | None = None  # of the current step
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
+
+    def read_again(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """Return this rank's part of a parameter from its origin; None if the origin has it in the type `dtype`.
+
+        Raises:
+            UsageError: its file can no longer be read.
+        """
+        origin = next(origin for origin in self._origins if name in origin.names)
+        if origin.types.get(name) == dtype:
+            return None
+        try:
+            return origin.read(name)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise origin_changed(f"{name} cannot be read again: {error}") from error
 
     @contextmanager
     def step(self, step: int, batch: RankBatch) -> Iterator[None]:

@@ -145,11 +145,11 @@ class NativeEngine(Engine):
 
     def _parts(self, label: str) -> Iterator[TensorPart]:
         parameter, placement = self.parameters[label], self.placements[label]
-        yield tensor_part(f"{MODEL_PREFIX}{placement.name}", parameter.detach(), placement, self._mesh)
+        yield tensor_part(f"{MODEL_PREFIX}{placement.name}", self._loaded(label), placement, self._mesh)
         yield from self.optimizer.parts(parameter, placement, self._mesh)
 
     def _whole_weights(self, label: str) -> Tensor:
-        return at_least_fp32(self.parameters[label].detach())
+        return at_least_fp32(self._loaded(label))
 
 
 def placements_of(built: PlacedModel, mesh: ParallelMesh) -> Placements:

@@ -113,10 +113,11 @@ class PipelinedForward(ModelForward):
         super().__init__(first, task, mesh, plan, rounded=rounded)
         assert plan.pipeline is not None
         self._built = built
+        self._origins = [stage.origin for stage in built if stage.origin]
         self._compiled = [layers for stage in built for layers in stage.compiled]
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
-        types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - {torch.bfloat16}
+        types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - set(COMPUTE_DTYPES.values())
         self._own_type = types.pop() if types else torch.get_default_dtype()
         self._sent_in = COMPUTE_DTYPES.get(plan.recipe.precision)  # hidden states travel in the type of the products
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))

@@ -96,6 +96,28 @@ def store_in_bf16(built: PlacedModel) -> None:
             parameter.grad_dtype = torch.float32
 
 
+def store_frozen(built: PlacedModel, precision: PrecisionName) -> None:
+    """Round the frozen weights of matrix products to the type of the products, in place.
+
+    Autocast rounds them before each product anyway, so this changes no result. They can be read again, for the export
+    and the digest of a checkpoint. Tied weights, embeddings, norms and biases stay in fp32.
+    """
+    if precision == "fp32" or built.origin is None:
+        return
+    rounded = rounded_by_autocast(built.model).intersection(built.origin.names)
+    shared = {name for name, placement in built.placements.items() if placement.stages}
+    for name, parameter in built.model.named_parameters():
+        if name in rounded - shared and not parameter.requires_grad and parameter.dim() > 1:
+            parameter.data = parameter.data.to(COMPUTE_DTYPES[precision])
+            if built.shards is not None:
+                built.shards[name] = built.shards[name].to(COMPUTE_DTYPES[precision])
+
+
+def is_stored_rounded(parameter: Tensor) -> bool:
+    """Return whether `store_frozen` rounded a parameter."""
+    return not parameter.requires_grad and parameter.dtype in COMPUTE_DTYPES.values()
+
+
 def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that `store_in_bf16` rounded, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,16 @@ MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer.
 
 
 @dataclass(frozen=True)
+class LazyParts:
+    """Parts that are made when they are iterated over."""
+
+    make: Callable[[], Iterator[TensorPart]]
+
+    def __iter__(self) -> Iterator[TensorPart]:
+        return self.make()
+
+
+@dataclass(frozen=True)
 class EngineState:
     """This rank's part of the training state, without copies, by the names of the unsharded model.
 
@@ -31,7 +41,7 @@ class EngineState:
 
     parts: tuple[TensorPart, ...]
     scalars: Mapping[str, float]
-    frozen: tuple[TensorPart, ...] = ()
+    frozen: Iterable[TensorPart] = ()
 
 
 class StateSource(Protocol):

@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from trainer.models.describe import CannotLoadPartsError, ModelDescription, Mode
 from trainer.models.draw import Gather, draw_weights, whole_already
 from trainer.models.hub_files import pretrained_files, require_safe_shards
 from trainer.models.names import aliases, replace_in
-from trainer.models.place import ModelCut, PlacedModel, place
+from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.quantizing import quantized_in
 from trainer.models.stored_weights import CountedWeights, SharedWeights, StoredWeights
 from trainer.parallel.node import NodeRanks
@@ -183,10 +184,31 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
             if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
-    placed = replace(parts.placed, shards=parts.shards)
+    shards, parts.shards = parts.shards, {}
+    origin = _origin(parts, whole, sources, stored, seed)
+    placed = replace(parts.placed, shards=shards, origin=origin)
     keys = placed.dropout_keys
     checked = described.check_invariance(placed.model if cut == ModelCut() else None, keys)
     return replace(placed, notes=[*sources.notes, *checked, *placed.notes])
+
+
+def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWeights, seed: int) -> Origin:
+    """Return the source of filled parts, which are read into `parts.shards`; those that need a conversion are not."""
+    drawn = set(sources.missing)
+    again = cache(stored.again)
+
+    def read(name: str) -> Tensor:
+        if name in drawn:
+            draw_weights(whole, drawn, seed, lambda parameters: parts.drawing(whole, parameters), name.__eq__)
+        else:
+            parts.read(again(), {name: sources.renamed[name]})
+        assert parts.shards is not None
+        found = parts.shards[name]
+        parts.shards.clear()
+        return found
+
+    names = [name for name in (*sources.renamed, *drawn) if parts.holds(name)]
+    return Origin(names, {name: stored.dtypes[key] for name, key in sources.renamed.items()}, read)
 
 
 def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]:

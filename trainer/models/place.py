@@ -5,10 +5,11 @@ The model may be on `meta`. `PlacedModel` describes the result, which `models/fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
@@ -85,6 +86,21 @@ class ModelCut:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The source of the weights of a placed model.
+
+    Args:
+        names: the parameters that can be read again, in time and memory of their size.
+        types: the types of those that are stored in files.
+        read: returns this rank's part of one of them, in fp32, as the model was filled with it.
+    """
+
+    names: Collection[str]
+    types: Mapping[str, torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
 class PlacedModel:
     """A Hugging Face model, or this rank's part of it.
 
@@ -93,6 +109,7 @@ class PlacedModel:
     the build. `lacking` are the parameters that the pretrained model does not have.
 
     If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
+    `origin` is None if the weights were loaded whole, or may have changed.
     The engine adds the chunked output head, the teacher and the compiled layers, if there are any.
     """
 
@@ -104,6 +121,7 @@ class PlacedModel:
     notes: Sequence[str] = ()
     lacking: Sequence[str] = ()
     shards: dict[str, Tensor] | None = None
+    origin: Origin | None = None
     head: ChunkedHead | None = None
     teacher: Teacher | None = None
     compiled: list[CompiledLayers] = field(default_factory=list)
@@ -140,7 +158,13 @@ def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> Plac
     """Return the placed model on `meta`; this needs its configuration, and no weights."""
     model, keys = described.on_meta(), described.new_keys()
     described.prepare(model, (), keys)
-    return replace(place(model, cut), dropout_keys=keys)
+    placed = place(model, cut)
+    origin = Origin([name for name, _ in placed.model.named_parameters()], {}, _no_values)
+    return replace(placed, dropout_keys=keys, origin=origin)
+
+
+def _no_values(name: str) -> Tensor:
+    raise AssertionError(f"{name} has no values")
 
 
 def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:

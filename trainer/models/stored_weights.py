@@ -47,6 +47,10 @@ class StoredWeights:
                     self.shapes[key] = tuple(stored.get_shape())
                     self.dtypes[key] = (stored[:0] if self.shapes[key] else opened.get_tensor(key)).dtype
 
+    def again(self) -> StoredWeights:
+        """Return the same tensors for reads of this rank alone."""
+        return self
+
     def read(self, key: str, placement: ParameterPlacement | None = None, cut: ModelCut | None = None) -> Tensor:
         """Return a copy of a tensor, in fp32 if its type is floating.
 
@@ -110,6 +114,7 @@ class SharedWeights(StoredWeights):
 
     def __init__(self, files: Sequence[str | Path], node: NodeRanks) -> None:
         self._node = node
+        self._paths = files
         self._own: StoredWeights | None = None  # of the reader
 
         def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
@@ -119,6 +124,9 @@ class SharedWeights(StoredWeights):
         described = node.read(open_files)
         self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
         self.dtypes = {key: getattr(torch, name) for key, (_, name) in described.items()}
+
+    def again(self) -> StoredWeights:
+        return StoredWeights(self._paths)
 
     def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
         return self._node.any_of(needed)

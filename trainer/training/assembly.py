@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -312,6 +312,8 @@ def assemble(
         described, loading = describe_model(recipe, data), partial(partitioned_loading, plan, mesh.device)
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, loading, node) for cut in cuts]
+    if adapt is not None:
+        built = [replace(part, origin=None) for part in built]
     placed = load_teacher(plan, mesh, task, data.preparation.padding_token)
     models = [part.model for part in built]
     for model in models:

@@ -5,7 +5,7 @@ A checkpoint names elements by their position in the unsharded tensor, so it can
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -194,7 +194,7 @@ def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
             yield (last, *corner), (1, *extent)
 
 
-def own_share(parts: Sequence[TensorPart], small_bytes: int = 1 << 16) -> Iterator[tuple[TensorPart, Box]]:
+def own_share(parts: Iterable[TensorPart], small_bytes: int = 1 << 16) -> Iterator[tuple[TensorPart, Box]]:
     """Yield the boxes that this rank writes, so that all ranks together write each element once.
 
     Replicas divide a large box along its first dimension, and take turns with small ones.

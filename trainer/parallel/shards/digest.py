@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 1 << 22
 _MODULUS = 1 << 64
 
 
-def own_digest(parts: Sequence[TensorPart]) -> int:
+def own_digest(parts: Iterable[TensorPart]) -> int:
     """Return this rank's summand of the digest of fp32 tensors; `joined` adds those of all ranks.
 
     The bits of each element are multiplied by a pseudorandom word of its name and position. The sum modulo 2**64

@@ -41,10 +41,15 @@ def gather_on_all(part: Tensor, parameter: Tensor, placement: ParameterPlacement
         part: a plain tensor, laid out as this rank's part of `parameter`.
         parameter: the parameter, perhaps a DTensor.
     """
-    if isinstance(parameter, DTensor):
-        kind, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-        part = DTensor.from_local(part, kind, parameter.placements, run_check=False, shape=shape, stride=stride)
-    return join_whole(part, placement, mesh)
+    return join_whole(laid_out_as(part, parameter), placement, mesh)
+
+
+def laid_out_as(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a shard like that of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    kind, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(part, kind, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 def part_like(whole: Tensor, parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
