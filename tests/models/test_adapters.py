@@ -17,7 +17,7 @@ from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_tra
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapters import adapt
-from trainer.models.chunked_head import chunk_head
+from trainer.models.chunked_head import why_whole
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.parallel.tensor.low_rank import is_start
 from trainer.parallel.tensor.trained_rows import ROWS
@@ -128,7 +128,7 @@ def test_trained_rows_have_the_gradients_of_whole_weights(tied: bool):
     model, ids = copy.deepcopy(whole), [3, 17, 18]
     adapter = {"type": "lora", "trainable_tokens": ids[::-1]}
     adapt(model, Model.model_validate({"config": {"model_type": "llama"}, "tokenizer": "none", "adapter": adapter}), 0)
-    chunk_head(model, 5, lambda logits, _: logits)
+    assert why_whole(model) == "an adapter changes the logits of its head"
     tokens = torch.tensor([[1, 3, 18, 5, 3, 0], [17, 2, 9, 18, 39, 4]])
     losses = [one(input_ids=tokens, labels=tokens).loss for one in (whole, model)]
     assert losses[1].item() == losses[0].item()

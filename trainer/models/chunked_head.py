@@ -108,10 +108,10 @@ def why_whole(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if isinstance(head, Absent):
         return None
-    if type(head) not in (nn.Linear, ColumnParallelLinear):
-        return f"its head is no linear layer, but a {type(head).__name__}"
     if product_of(head) is not None or rows_of(head) is not None or head._forward_hooks:
         return "an adapter changes the logits of its head"
+    if type(head) not in (nn.Linear, ColumnParallelLinear):
+        return f"its head is no linear layer, but a {type(head).__name__}"
     return None
 
 
