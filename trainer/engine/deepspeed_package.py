@@ -107,8 +107,9 @@ def build_root() -> Path:
 
 
 def missing_tools(path: str | None = None) -> list[str]:
-    """Return the build tools that are not on `path` (None: the PATH of this process)."""
-    return [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
+    """Return the build tools that are neither on `path` (None: the PATH of this process) nor beside this Python."""
+    beside = str(Path(sys.executable).parent)  # the build finds them there: `own_programs_first`
+    return [tool for tool in _TOOLS if not (shutil.which(tool, path=path) or shutil.which(tool, path=beside))]
 
 
 def build_lock(root: Path) -> OwnedLock:

@@ -66,7 +66,9 @@ def test_operations_that_are_there():
     assert (status, value) == ("ok", "none needed on GPUs; none built at installation")
 
 
-def test_what_is_compiled_on_first_use_needs_tools(tmp_path: Path):
+def test_what_is_compiled_on_first_use_needs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "venv").mkdir()
+    monkeypatch.setattr("sys.executable", str(tmp_path / "venv" / "python"))
     both = tools(tmp_path, "g++", "ninja")
     assert answers(deepspeed_checks.operations, machine(Path(), CPU, PATH=both))[0] == "ok"
     (tmp_path / "ninja").unlink()
@@ -74,6 +76,8 @@ def test_what_is_compiled_on_first_use_needs_tools(tmp_path: Path):
     assert status == "warning"
     assert value.endswith("is compiled on first use, but ninja not on the PATH")
     assert answers(deepspeed_checks.operations, with_zero(PATH=both))[0] == "problem"
+    tools(tmp_path / "venv", "ninja")
+    assert answers(deepspeed_checks.operations, with_zero(PATH=both))[0] == "ok", "the one beside Python is used"
 
 
 def test_the_folder_to_compile_in(tmp_path: Path):
