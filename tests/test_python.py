@@ -266,3 +266,63 @@ class TestEntryPoints:
         ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, cwd=ROOT)
         assert ended.returncode == ExitCode.USER
         assert "the extension `broken` of broken 1.2 could not be loaded: ValueError: no licence" in ended.stderr
+
+
+class Watcher(trainer.Callback):
+    """Writes down its moments, evaluates at step 1, stops at step 3, and fails at step `fails_at`."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.moments: list[str] = []
+        self.fails_at = fails_at
+
+    def start(self, run):
+        self.moments.append(f"start {run.resumed_from}")
+
+    def step(self, record):
+        self.moments.append(f"step {record.step}")
+        return trainer.Request(
+            evaluate=record.step == 1, stop=record.step == 3, log={"inverse": 1 / (self.fails_at - record.step)}
+        )
+
+    def evaluation(self, record):
+        self.moments.append(f"evaluation {record.step}")
+
+    def checkpoint(self, record):
+        assert record.folder.is_dir()
+        self.moments.append(f"checkpoint {record.step}")
+
+    def end(self, record):
+        self.moments.append(f"end {record.outcome}")
+
+
+class TestCallbacks:
+    def test_a_run_that_one_stops_resumes(self, tmp_path):
+        logging = {"to": ["csv", "tensorboard"]}
+        file = write_tiny_run(tmp_path, training={"max_steps": 5}, evaluation={"every": None}, logging=logging)
+        watcher = Watcher()
+        result = trainer.run(file, callbacks=[watcher])
+        assert (result.outcome, result.model_folder) == ("stopped", None)
+        resumed = trainer.run(file, callbacks=[watcher])
+        assert (resumed.outcome, resumed.best.step) == ("finished", 1)
+        assert watcher.moments == [
+            "start None", "step 1", "evaluation 1", "step 2", "step 3", "checkpoint 3", "end stopped",
+            "start 3", "step 4", "step 5", "checkpoint 5", "end finished",
+        ]  # fmt: skip
+        assert [record.numbers["inverse"] for record in resumed.logged] == [-1 / step for step in range(1, 6)]
+        rows = (tmp_path / "run" / "metrics_logged.csv").read_text().splitlines()
+        assert (rows[0], rows[-1], len(rows)) == ("step,inverse", "5,-0.2", 6)
+
+    def test_an_error_of_one_has_its_name_and_nothing_is_lost(self, tmp_path):
+        file = write_tiny_run(tmp_path, training={"max_steps": 5}, evaluation={"every": None})
+        watcher = Watcher(fails_at=2)
+        with pytest.raises(
+            trainer.TrainerError, match=r"`Watcher` failed in `step`: ZeroDivisionError.*test_python.py"
+        ):
+            trainer.run(file, callbacks=[watcher])
+        assert watcher.moments[-1] == "end failed"
+
+    def test_one_that_other_processes_cannot_make_is_refused_before_the_start(self, tmp_path):
+        with pytest.raises(
+            trainer.UsageError, match=r"`Watcher`.*has values \(moments, fails_at\) and is no dataclass"
+        ):
+            trainer.run(write_tiny_run(tmp_path), processes=2, callbacks=[Watcher()])

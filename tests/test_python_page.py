@@ -49,7 +49,8 @@ def start(folder: Path, *command: str) -> str:
 
 
 def test_every_block_is_run_here():
-    names = ["train.py", "fits.py", "errors.py", "two_ranks.py", "own_loop.py", "smooth.py", "train_smooth.py"]
+    names = ["train.py", "fits.py", "errors.py", "two_ranks.py", "watch.py", "train_watched.py", "own_loop.py"]
+    names += ["smooth.py", "train_smooth.py"]
     assert list(SCRIPTS) == names
     assert PAGE.count("```python") == len(SCRIPTS)
 
@@ -81,6 +82,14 @@ def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == "finished 1", shown
     assert "2 ranks on cpu" in shown, "the output of the ranks is shown, too"
+
+
+@pytest.mark.slow
+def test_a_callback_stops_two_ranks_and_starts_again(scripts: Path):
+    first, second = (start(scripts, "train_watched.py").splitlines() for _ in range(2))
+    assert ("from step 0" in first, first[-1]) == (True, "stopped 1 []")
+    assert ("from step 1" in second, second[-1]) == (True, "stopped 2 [2]")
+    assert "the callback `Target` asks to stop" in second
 
 
 @pytest.mark.slow

@@ -32,10 +32,13 @@ if TYPE_CHECKING:
         TrainerError,
         UsageError,
     )
+    from trainer.observe.callbacks import Callback
+    from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.recipe.schema import ClassificationKeys, ImageKeys, TextKeys
 
 __all__ = [
+    "Callback",
     "ClassificationKeys",
     "DataError",
     "ImageKeys",
@@ -44,6 +47,7 @@ __all__ = [
     "NonFiniteError",
     "OutOfMemoryError",
     "RecipeError",
+    "Request",
     "ResolvedRecipe",
     "RunResult",
     "TextKeys",
@@ -60,9 +64,11 @@ __all__ = [
     "run",
 ]
 
-_HOMES = {"ResolvedRecipe": "recipe.reading.loading"} | dict.fromkeys(
-    ("ClassificationKeys", "ImageKeys", "TextKeys"), "recipe.schema"
-)
+_HOMES = {
+    "Callback": "observe.callbacks",
+    "Request": "observe.observer",
+    "ResolvedRecipe": "recipe.reading.loading",
+} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "TextKeys"), "recipe.schema")
 
 
 def __getattr__(name: str) -> object:

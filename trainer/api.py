@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.models.families.family import ModelFamily
-    from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+    from trainer.observe.callbacks import Callback
+    from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
     from trainer.recipe.schema import ImageKeys, TextKeys
     from trainer.tasks.task import ImageTask, TextTask
     from trainer.tools.plan.recipe_plan import RecipePlan
@@ -66,9 +67,16 @@ class RunResult:
     metrics: Mapping[str, float]
     steps: Sequence[StepRecord]
     evaluations: Sequence[EvaluationRecord]
+    logged: Sequence[LoggedRecord]
 
 
-def run(recipe: ResolvedRecipe | str | Path, *, processes: int | None = None, max_restarts: int = 0) -> RunResult:
+def run(
+    recipe: ResolvedRecipe | str | Path,
+    *,
+    processes: int | None = None,
+    max_restarts: int = 0,
+    callbacks: Sequence[Callback] = (),
+) -> RunResult:
     """Train a recipe, as `trainer run` does.
 
     Under torchrun and other launchers every rank calls it, and it joins the ranks. Alone it trains in this process, or
@@ -78,14 +86,19 @@ def run(recipe: ResolvedRecipe | str | Path, *, processes: int | None = None, ma
         recipe: The result of `load_recipe`, a recipe file, or a name.
         processes: Ranks to start on this machine; None: one for each GPU, or one.
         max_restarts: How often to start failed ranks again from the last checkpoint.
+        callbacks: Objects that follow the run and make requests; the same list on every rank. Ranks in new processes
+            make them anew, from their classes and the fields of dataclasses.
 
     Raises:
+        UsageError: A callback is none, or cannot be made in another process.
         TrainerError: The run failed; the class tells how.
     """
     from trainer.launch.apart import run_apart
-    from trainer.launch.local import join, plan_start
+    from trainer.launch.local import Training, join, plan_start
+    from trainer.observe.callbacks import check_callbacks
 
     forbid_telemetry()
+    check_callbacks(callbacks)
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
     environment, number = plan_start(resolved, processes, max_restarts)
     in_thread = threading.current_thread() is not threading.main_thread()
@@ -93,7 +106,10 @@ def run(recipe: ResolvedRecipe | str | Path, *, processes: int | None = None, ma
         raise LaunchError("a rank must call `run` in its main thread, which gets the signals; call it there")
     if number is None and in_thread:
         number = 1
-    code = join(resolved, environment) if number is None else run_apart(resolved, number, max_restarts)
+    if number is None:
+        code = join(resolved, environment, Training(callbacks))
+    else:
+        code = run_apart(resolved, number, max_restarts, callbacks)
     return _result(Path(resolved.recipe.checkpoint.folder), code)
 
 
@@ -150,6 +166,7 @@ def _result(folder: Path, code: int) -> RunResult:
         metrics=metrics.evaluations[-1].metrics if metrics.evaluations else {},
         steps=metrics.steps,
         evaluations=metrics.evaluations,
+        logged=metrics.logged,
     )
 
 

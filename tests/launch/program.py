@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def ignore_signals(folder: Path, rank: int) -> int:
     return 0
 
 
-def run(resolved: SimpleNamespace, environment: LaunchEnvironment) -> int:
+def run(resolved: SimpleNamespace, environment: LaunchEnvironment, callbacks: Sequence[object] = ()) -> int:
     rank, behaviour, folder = environment.rank, resolved.behaviour, Path(os.environ.get("PROGRAM_FOLDER", "."))
     if behaviour == "report":
         print(f"{environment} on a terminal: {sys.stdout.isatty()} threads: {torch.get_num_threads()}")

@@ -480,9 +480,17 @@ _PARALLEL = [
         "request_of_one_rank_lost",
         "Ranks agree on the smallest value, so the request of one rank is lost.",
         "parallel/mesh.py",
-        "dist.ReduceOp.MAX, self._control",
-        "dist.ReduceOp.MIN, self._control",
+        "torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX",
+        "torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MIN",
         ("parallel/test_mesh.py::TestCollectives::test_deciding_together",),
+    ),
+    Defect(
+        "error_of_another_rank_ignored",
+        "A rank goes on after an error of another one.",
+        "parallel/mesh.py",
+        "if failed := next((values for values in errors if values is not None), None):",
+        "if failed := errors[self.rank]:",
+        ("training/test_loop.py::TestRequests::test_an_error_of_one_rank_ends_all",),
     ),
     Defect(
         "damaged_replica_not_found",
@@ -1200,6 +1208,14 @@ _OBSERVE = [
 ]
 
 _TRAINING = [
+    Defect(
+        "request_of_a_callback_on_one_rank",
+        "Only the rank whose callback asks for an evaluation makes it.",
+        "training/requests.py",
+        "evaluate, save, stop = self._mesh.agree_any(own.evaluate, own.save, own.stop)",
+        "evaluate, save, stop = own.evaluate, own.save, own.stop",
+        ("training/test_loop.py::TestRequests::test_of_one_rank_are_obeyed_by_all",),
+    ),
     Defect(
         "later_evaluation_of_equal_value_is_best",
         "An evaluation that only equals the best one replaces it.",

@@ -17,12 +17,19 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
-from trainer.base.errors import NonFiniteError
+from trainer.base.errors import NonFiniteError, TrainerError, UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.engine.results import StepResult
 from trainer.observe.meter import Meter
-from trainer.observe.observer import Observer
-from trainer.observe.records import BadStepRecord, BestMetric, EvaluationRecord, StepRecord
+from trainer.observe.observer import Observer, Request
+from trainer.observe.records import (
+    BadStepRecord,
+    BestMetric,
+    CheckpointRecord,
+    EvaluationRecord,
+    LoggedRecord,
+    StepRecord,
+)
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
@@ -57,6 +64,12 @@ class World(Observer):
     step_done: int = 0
     progress: Progress = field(default_factory=Progress)
     picture: None = None
+    requests: dict[int, Request] = field(default_factory=dict)  # the answer to the record of a step
+    after_evaluation: Request | None = None
+    fails_at_step: int | None = None
+    saved: list[CheckpointRecord] = field(default_factory=list)
+    logged_records: list[LoggedRecord] = field(default_factory=list)
+    last: int | None = None
     is_saved: bool = False  # whether the end waited for what was being written
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object]) -> Callable[[], StepResult]:
@@ -76,12 +89,22 @@ class World(Observer):
         done = len(self.evaluations)
         return {"accuracy": self.metrics[done], "loss": self.losses[done] if self.losses else 0.5}
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord) -> Request | None:
         self.events.append("log")
         self.records.append(record)
+        if record.step == self.fails_at_step:
+            raise TrainerError("the callback `Picky` failed")
+        return self.requests.get(record.step)
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: EvaluationRecord) -> Request | None:
         self.evaluations.append(record)
+        return self.after_evaluation
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        self.saved.append(record)
+
+    def logged(self, record: LoggedRecord) -> None:
+        self.logged_records.append(record)
 
     def bad_step(self, record: BadStepRecord) -> None:
         self.events.append("bad")
@@ -97,6 +120,7 @@ class World(Observer):
 
     def finish(self) -> None:
         self.is_saved = True
+        self.last = after(self, "save")[-1] if after(self, "save") else None
 
     def keep_best(self) -> None:
         self.events.append("best")
@@ -109,6 +133,7 @@ def loop(
     progress: Progress | None = None,
     evaluated: bool = True,
     world_size: int = 1,
+    has_callbacks: bool = False,
     **recipe: Any,
 ) -> Loop:
     sections = {"evaluation": {"every": None}, "logging": {"every": "100 steps"}} | recipe
@@ -126,6 +151,7 @@ def loop(
         saver=world,
         keep_best=world.keep_best,
         stop=world.stop,
+        has_callbacks=has_callbacks,
     )
 
 
@@ -376,6 +402,52 @@ class TestStop:
 
     def test_ranks_show_the_memory_of_the_one_that_used_most(self, ranks: RankPools):
         assert ranks(2).run(peak_memory_of_two) == [(5001, (5000, 5001))] * 2
+
+
+class TestRequests:
+    def test_an_evaluation_and_a_checkpoint_of_the_same_step(self):
+        world = World([0.5, 0.5], requests={2: Request(evaluate=True, save=True)})
+        run = loop(world, has_callbacks=True, logging={"every": "1 step"})
+        assert run.run() == "finished"
+        assert [record.step for record in world.evaluations] == after(world, "save")[:1] == [2]
+
+    def test_an_evaluation_that_was_due_anyway_is_made_once_and_its_answer_can_stop(self):
+        world = World([0.5], requests={2: Request(evaluate=True)}, after_evaluation=Request(stop=True))
+        every = {"every": "2 steps"}
+        assert loop(world, has_callbacks=True, logging=every, evaluation=every).run() == "callback"
+        assert after(world, "evaluate") == after(world, "save") == [2]
+
+    def test_numbers_are_passed_on_and_checkpoints_reported_when_complete(self):
+        world = World(requests={2: Request(log={"gap": 0.5})})
+        loop(world, has_callbacks=True, logging={"every": "2 steps"}, checkpoint={"every": "4 steps"}).run()
+        assert world.logged_records == [LoggedRecord(2, {"gap": 0.5})]
+        assert [(record.step, record.folder.name) for record in world.saved] == [(6, "step-00000006")]
+
+    def test_an_evaluation_without_rows_is_refused(self):
+        world = World(requests={1: Request(evaluate=True)})
+        with pytest.raises(UsageError, match=r"`data.validation` is null"):
+            loop(world, evaluated=False, has_callbacks=True, logging={"every": "1 step"}).run()
+
+    def test_of_one_rank_are_obeyed_by_all(self, ranks: RankPools):
+        expected = ("callback", [1], ["step 1", "log", "evaluate", "best", "step 2", "log", "step 3", "log", "save"])
+        assert ranks(2).run(run_with_requests) == [expected] * 2
+
+    def test_an_error_of_one_rank_ends_all(self, ranks: RankPools):
+        assert ranks(2).run(run_with_an_error) == ["the callback `Picky` failed"] * 2
+
+
+def run_with_requests() -> tuple[str, list[int], list[str]]:
+    rank = dist.get_rank()
+    world = World([0.5] * 6, requests={1: Request(evaluate=True)} if rank == 0 else {3: Request(stop=True)})
+    ending = loop(world, world_size=2, has_callbacks=True, logging={"every": "1 step"}).run()
+    return ending, after(world, "evaluate"), world.events
+
+
+def run_with_an_error() -> str:
+    world = World(fails_at_step=2 if dist.get_rank() == 1 else None)
+    with pytest.raises(TrainerError) as error:
+        loop(world, world_size=2, has_callbacks=True, logging={"every": "1 step"}).run()
+    return str(error.value)
 
 
 def run_with_a_signal_on_the_last_rank() -> tuple[str, int, list[str]]:

@@ -60,6 +60,11 @@ class Saver:
         """Whether this run has loaded or completed a checkpoint."""
         return any(tier.last is not None for tier in self.tiers)
 
+    @property
+    def last(self) -> int | None:
+        """The step of the newest checkpoint that this run has loaded or completed where it lasts."""
+        return next((tier.last for tier in self.tiers if tier.is_lasting and tier.last is not None), None)
+
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
 
@@ -146,7 +151,7 @@ class Saver:
     def close(self) -> None:
         """Free the places that do not last at the end of a run, with its state where it lasts; on all ranks."""
         self.finish()
-        if self.has_checkpoint and all(tier.last is None for tier in self.tiers if tier.is_lasting):
+        if self.has_checkpoint and self.last is None:
             self.save()
             self.finish()
         for tier in self.tiers:

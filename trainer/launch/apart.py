@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +20,22 @@ from trainer.base import extensions
 from trainer.base.errors import ExitCode, TrainerError, error_of_values, error_to_values
 from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
+from trainer.observe.callbacks import described, made
 
 if TYPE_CHECKING:
+    from trainer.observe.callbacks import Callback
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> int:
+def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callbacks: Sequence[Callback] = ()) -> int:
     """Run a recipe on local ranks below a new process, and return the exit code.
 
     An interrupt asks the run to save and stop, and this waits for that.
 
     Raises:
+        UsageError: A callback cannot be made in another process.
         TrainerError: The error that ended the run.
     """
     with scratch_folder() as folder:
@@ -41,6 +45,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int) -> in
             "processes": processes,
             "max_restarts": max_restarts,
             "registered": extensions.needed_elsewhere(),
+            "callbacks": [described(callback) for callback in callbacks],
             "path": sys.path,
             "argv": sys.orig_argv,
             "caller": os.getpid(),
@@ -90,7 +95,7 @@ def _outcome(folder: Path, code: int) -> int:
 
 def main(folder: Path) -> int:
     """Run the recipe in `folder`, and return the exit code."""
-    from trainer.launch.local import run_or_join
+    from trainer.launch.local import Training, run_or_join
     from trainer.recipe.reading.loading import load_recipe
 
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
@@ -100,7 +105,8 @@ def main(folder: Path) -> int:
     try:
         extensions.load()
         extensions.repeat(job["registered"])
-        return run_or_join(load_recipe(str(folder / "recipe.json")), job["processes"], job["max_restarts"])
+        training, recipe = Training(made(job["callbacks"])), load_recipe(str(folder / "recipe.json"))
+        return run_or_join(recipe, job["processes"], job["max_restarts"], training)
     except TrainerError as error:
         (folder / "error.json").write_text(json.dumps(error_to_values(error)), encoding="utf-8")
         return error.exit_code

@@ -26,6 +26,7 @@ from trainer.base.collector import importing
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, OutOfMemoryError, TrainerError
 from trainer.base.scratch import scratch_folder
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
+from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Kind, Report, read_reports
@@ -40,6 +41,27 @@ if TYPE_CHECKING:
 Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
 """The work of a rank, which returns its exit code; picklable."""
 
+
+@dataclass(frozen=True)
+class Training:
+    """The job that trains, with the callbacks of all ranks."""
+
+    callbacks: Sequence[Callback] = ()
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        """Train as this rank, and return the exit code."""
+        if environment.elastic_nodes is not None:
+            with importing():
+                from trainer.training.elastic import run_elastic
+
+            return run_elastic(resolved, environment, self.callbacks)
+        with importing():
+            from trainer.training.run import run
+
+        return run(resolved, environment, self.callbacks)
+
+
+_TRAINING = Training()
 _RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
@@ -55,14 +77,14 @@ class RankError(TrainerError):
         self.plan_command = plan_command
 
 
-def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job | None = None) -> int:
+def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job = _TRAINING) -> int:
     """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
     Args:
         resolved: the resolved recipe.
         processes: the number of ranks; None: one for each GPU, or one process without GPUs.
         max_restarts: the maximum number of restarts from the last checkpoint after failures.
-        job: the work of each rank; None: the training.
+        job: the work of each rank.
 
     Returns:
         The exit code.
@@ -202,30 +224,22 @@ def _arguments_of_accelerate() -> list[str] | None:
     return None
 
 
-def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job | None = None) -> int:
+def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job = _TRAINING) -> int:
     """Run the rank of this process; return its exit code."""
-    with importing():
-        if job is None and environment.elastic_nodes is not None:
-            from trainer.training.elastic import run_elastic
-
-            job = run_elastic
-        elif job is None:
-            from trainer.training.run import run
-
-            job = run
     set_threads(environment)
     return job(resolved, environment)
 
 
 def set_threads(environment: LaunchEnvironment) -> None:
     """Share the cores of this machine among its ranks."""
-    import torch
+    with importing():
+        import torch
 
     if environment.world_size > 1 and (threads := threads_per_rank(environment.local_world_size)) is not None:
         torch.set_num_threads(threads)
 
 
-def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job | None) -> int:
+def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -> int:
     """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
     method = _start_method()
     with stop_signals() as stop:
@@ -273,7 +287,7 @@ def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
     return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
 
 
-def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job | None) -> int:
+def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job) -> int:
     """Run `number` local ranks once; return their exit code."""
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
@@ -306,7 +320,7 @@ class _Work:
     """The work of the local ranks; `registered` is that of `extensions.needed_elsewhere`."""
 
     resolved: ResolvedRecipe
-    job: Job | None
+    job: Job
     registered: Sequence[tuple[str, str, str]]
 
 

@@ -1,7 +1,7 @@
 """`metrics_training.csv` and `metrics_evaluation.csv`: the numbers of `metrics.jsonl` for spreadsheets and data frames.
 
-Training and evaluation rows have different columns and therefore different files. Numbers are written as in
-`metrics.jsonl`; unknown values are empty.
+Training and evaluation rows have different columns and therefore different files. The numbers that callbacks log are in
+`metrics_logged.csv`. Numbers are written as in `metrics.jsonl`; unknown values are empty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 
 from trainer.base.disk import read_plain
 from trainer.base.errors import UsageError
-from trainer.observe.metrics_file import GrowingFile, encode_number, step_line
+from trainer.observe.metrics_file import GrowingFile, encode_numbers, step_line
 from trainer.observe.observer import Observer
-from trainer.observe.records import EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 TRAINING_FILE_NAME = "metrics_training.csv"
 EVALUATION_FILE_NAME = "metrics_evaluation.csv"
+LOGGED_FILE_NAME = "metrics_logged.csv"
 
 _TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
 
@@ -87,7 +88,7 @@ class _Table:
 
 
 class CsvFiles(Observer):
-    """Observer that appends to both files in the run's folder; resumed runs continue both, like `metrics.jsonl`.
+    """Observer that appends to the files in the run's folder; resumed runs continue them, like `metrics.jsonl`.
 
     Every write raises `TrainerError` if the disk is full or the folder was deleted.
     """
@@ -95,6 +96,8 @@ class CsvFiles(Observer):
     def __init__(self) -> None:
         self._training: _Table | None = None
         self._evaluation: _Table | None = None
+        self._logged: _Table | None = None  # most runs have none
+        self._run: RunInfo | None = None
 
     def start(self, run: RunInfo) -> None:
         """Open the files.
@@ -102,8 +105,11 @@ class CsvFiles(Observer):
         Raises:
             UsageError: the folder cannot be written, or a file to resume is not one that this class writes.
         """
+        self._run = run
         self._training = _Table(run.folder / TRAINING_FILE_NAME, _TRAINING_COLUMNS, run.resumed_from)
         self._evaluation = _Table(run.folder / EVALUATION_FILE_NAME, ("step",), run.resumed_from)
+        logged = run.folder / LOGGED_FILE_NAME
+        self._logged = _Table(logged, ("step",), run.resumed_from) if os.path.lexists(logged) else None
 
     def step(self, record: StepRecord) -> None:
         assert self._training is not None, "a run starts before it is observed"
@@ -111,10 +117,15 @@ class CsvFiles(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         assert self._evaluation is not None, "a run starts before it is observed"
-        values = {name: encode_number(value) for name, value in record.metrics.items()}
-        self._evaluation.add({"step": record.step, **values})
+        self._evaluation.add({"step": record.step, **encode_numbers(record.metrics)})
+
+    def logged(self, record: LoggedRecord) -> None:
+        assert self._run is not None, "a run starts before it is observed"
+        if self._logged is None:
+            self._logged = _Table(self._run.folder / LOGGED_FILE_NAME, ("step",), self._run.resumed_from)
+        self._logged.add({"step": record.step, **encode_numbers(record.numbers)})
 
     def close(self) -> None:
-        for table in (self._training, self._evaluation):
+        for table in (self._training, self._evaluation, self._logged):
             if table is not None:
                 table.close()

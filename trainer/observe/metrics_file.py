@@ -5,6 +5,7 @@ Each line is one JSON object of one of these kinds:
 - `{"run": ...}` at each start and resumption;
 - a training line at each logging interval: the fields of `StepRecord` that are not None;
 - `{"step": ..., "eval": ...}` after each evaluation, with the `picture` of tasks that have one;
+- `{"step": ..., "logged": ...}` for the numbers that callbacks log, by their names;
 - `{"step": ..., "bad_step": ...}` for each step that was not taken because it was not finite;
 - `{"step": ..., "end": ...}` at the end of each start: the outcome, its message, and the idle shares of pipeline ranks.
 
@@ -28,7 +29,7 @@ from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import masked
 from trainer.observe.observer import Observer
-from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
@@ -45,6 +46,15 @@ def encode_number(value: float) -> float | str:
 def decode_number(value: Any) -> Any:
     """Return the argument of the `encode_number` call that returned `value`."""
     return float(value) if value in _NON_FINITE else value
+
+
+def encode_numbers(numbers: Mapping[str, float]) -> dict[str, float | str]:
+    """Return the numbers as `encode_number` does."""
+    return {name: encode_number(value) for name, value in numbers.items()}
+
+
+def _decoded(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: decode_number(value) for name, value in values.items()}
 
 
 class GrowingFile:
@@ -100,7 +110,7 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
     """Return a training line, without MFU: it is `tokens_per_second` times constants, and often unknown."""
     values = record.numbers()
     del values["mfu"]
-    return {name: encode_number(value) for name, value in values.items() if value is not None}
+    return encode_numbers({name: value for name, value in values.items() if value is not None})
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -132,6 +142,7 @@ class Metrics:
     steps: list[StepRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     bad_steps: list[BadStepRecord] = field(default_factory=list)
+    logged: list[LoggedRecord] = field(default_factory=list)
     end: Mapping[str, Any] | None = None  # of the last start; None: it runs, was killed, or has an earlier version
 
 
@@ -161,15 +172,17 @@ def _append(metrics: Metrics, line: dict[str, Any]) -> None:
     elif "end" in line:
         metrics.end = masked(dict(line["end"]))
     elif "eval" in line:
-        values = {name: decode_number(value) for name, value in line["eval"].items()}
-        metrics.evaluations.append(EvaluationRecord(line["step"], values, line.get("picture")))
+        metrics.evaluations.append(EvaluationRecord(line["step"], _decoded(line["eval"]), line.get("picture")))
+    elif "logged" in line:
+        metrics.logged.append(LoggedRecord(line["step"], _decoded(line["logged"])))
     elif "bad_step" in line:
-        values = {name: tuple(v) if isinstance(v, list) else decode_number(v) for name, v in line["bad_step"].items()}
+        values: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else decode_number(v) for name, v in line["bad_step"].items()
+        }
         metrics.bad_steps.append(BadStepRecord(line["step"], **values))
     else:
         ranks = tuple(line.pop("rank_memory_bytes", ()))
-        values = {name: decode_number(value) for name, value in line.items()}
-        metrics.steps.append(StepRecord(**values, rank_memory_bytes=ranks))
+        metrics.steps.append(StepRecord(**_decoded(line), rank_memory_bytes=ranks))  # type: ignore[arg-type]
 
 
 class MetricsFile(Observer):
@@ -201,8 +214,10 @@ class MetricsFile(Observer):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         picture = {} if record.picture is None else {"picture": record.picture}
-        values = {name: encode_number(value) for name, value in record.metrics.items()}
-        self._write({"step": record.step, "eval": values, **picture})
+        self._write({"step": record.step, "eval": encode_numbers(record.metrics), **picture})
+
+    def logged(self, record: LoggedRecord) -> None:
+        self._write({"step": record.step, "logged": encode_numbers(record.numbers)})
 
     def bad_step(self, record: BadStepRecord) -> None:
         numbers = {"loss": encode_number(record.loss), "grad_norm": encode_number(record.grad_norm)}

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
-from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import (
+    BadStepRecord,
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    LoggedRecord,
+    RunInfo,
+    StepRecord,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a callback to its run, which all ranks obey after the same step.
+
+    Args:
+        evaluate: Evaluate; `evaluation.best` and `evaluation.patience` count it as any other evaluation.
+        save: Save a checkpoint.
+        stop: Save a checkpoint and stop; the same command resumes the run.
+        log: Numbers by name for all outputs of the run; those of rank 0 count.
+    """
+
+    evaluate: bool = False
+    save: bool = False
+    stop: bool = False
+    log: Mapping[str, float] = field(default_factory=dict)
+
+
+def joined(requests: Iterable[Request | None]) -> Request | None:
+    """Return one request for all of them; None if there is none.
+
+    Raises:
+        UsageError: two of them log the same name.
+    """
+    made = [request for request in requests if request is not None]
+    if not made:
+        return None
+    numbers = {name: number for request in made for name, number in request.log.items()}
+    if len(numbers) < sum(len(request.log) for request in made):
+        raise UsageError(
+            f"callbacks must log different names, but two log the same of {', '.join(numbers)}; rename one"
+        )
+    return Request(
+        any(one.evaluate for one in made), any(one.save for one in made), any(one.stop for one in made), numbers
+    )
 
 
 class Observer:
     """An output of a run. A subclass overrides the events that it needs.
 
     The order is `start`, steps and evaluations, `end`, `close`; a `note` may come at any time. If the run fails before
-    its first step, `end` comes without `start`. Only rank 0 reports events, except `doing`, `evaluation_progress`,
-    `end` and `close`, so no method may communicate. A method that cannot write raises `TrainerError`.
+    its first step, `end` comes without `start`. Every rank reports events at the same moments to the observers that it
+    has, and most are on rank 0 alone, so no method may communicate. A method that cannot write raises `TrainerError`.
     """
 
     def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
@@ -27,8 +72,9 @@ class Observer:
     def doing(self, step: int, what: str) -> None:
         """Report that this rank begins an activity after `step` steps; several times in each step, on every rank."""
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord) -> Request | None:
         """Report the end of a logging interval."""
+        return None
 
     def bad_step(self, record: BadStepRecord) -> None:
         """Report a step that was not taken, beside a note."""
@@ -36,8 +82,16 @@ class Observer:
     def evaluation_progress(self, done: int, total: int) -> None:
         """Report that `done` of `total` batches of an evaluation are complete."""
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: EvaluationRecord) -> Request | None:
         """Report a complete evaluation."""
+        return None
+
+    def checkpoint(self, record: CheckpointRecord) -> Request | None:
+        """Report a complete checkpoint, perhaps of an earlier step."""
+        return None
+
+    def logged(self, record: LoggedRecord) -> None:
+        """Report numbers that callbacks have logged."""
 
     def note(self, text: str) -> None:
         """Report a message to the user: one sentence without a line break."""
@@ -53,7 +107,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """All observers of this rank, called in turn; ranks other than 0 have none."""
+    """All observers of this rank, called in turn."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
@@ -70,9 +124,8 @@ class Observers(Observer):
         for observer in self._observers:
             observer.doing(step, what)
 
-    def step(self, record: StepRecord) -> None:
-        for observer in self._observers:
-            observer.step(record)
+    def step(self, record: StepRecord) -> Request | None:
+        return joined([observer.step(record) for observer in self._observers])
 
     def bad_step(self, record: BadStepRecord) -> None:
         for observer in self._observers:
@@ -82,9 +135,15 @@ class Observers(Observer):
         for observer in self._observers:
             observer.evaluation_progress(done, total)
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, record: EvaluationRecord) -> Request | None:
+        return joined([observer.evaluation(record) for observer in self._observers])
+
+    def checkpoint(self, record: CheckpointRecord) -> Request | None:
+        return joined([observer.checkpoint(record) for observer in self._observers])
+
+    def logged(self, record: LoggedRecord) -> None:
         for observer in self._observers:
-            observer.evaluation(record)
+            observer.logged(record)
 
     def note(self, text: str) -> None:
         for observer in self._observers:

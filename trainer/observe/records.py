@@ -109,6 +109,22 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class CheckpointRecord:
+    """A complete checkpoint in the run's folder."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class LoggedRecord:
+    """The numbers that callbacks have logged after `step` steps, by their names."""
+
+    step: int
+    numbers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class BadStepRecord:
     """A step that was not taken because of a non-finite loss or gradient."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.base.errors import TrainerError
 from trainer.observe.observer import Observer, packages_of
-from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -46,10 +46,13 @@ class TensorBoard(Observer):
     def step(self, record: StepRecord) -> None:
         values = record.numbers()
         step = values.pop("step")
-        self._add("train", values, step)
+        self._add("train/", values, step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._add("eval", dict(record.metrics), record.step)
+        self._add("eval/", record.metrics, record.step)
+
+    def logged(self, record: LoggedRecord) -> None:
+        self._add("", record.numbers, record.step)
 
     def bad_step(self, record: BadStepRecord) -> None:
         assert self._writer is not None, "a run starts before it is observed"
@@ -88,9 +91,9 @@ class TensorBoard(Observer):
                 " start the run again"
             ) from error
 
-    def _add(self, group: str, values: dict[str, float | None], step: int) -> None:
+    def _add(self, prefix: str, values: Mapping[str, float | None], step: int) -> None:
         assert self._writer is not None, "a run starts before it is observed"
         with self._writing():
             for name, value in values.items():
                 if value is not None:
-                    self._writer.add_scalar(f"{group}/{name}", value, step)
+                    self._writer.add_scalar(f"{prefix}{name}", value, step)

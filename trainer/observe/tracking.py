@@ -22,7 +22,7 @@ from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import without_secrets
 from trainer.observe.observer import Observer
-from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
+from trainer.observe.records import EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 IDS_FILE_NAME = "tracking.json"
 
@@ -37,7 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one step, with names as in `metrics.jsonl` and the prefix `train/` or `eval/`."""
+    """Values of one step, with names as in `metrics.jsonl`; ours begin with `train/` or `eval/`."""
 
     step: int
     values: Mapping[str, float]
@@ -129,10 +129,13 @@ class Tracker(Observer):
 
     def step(self, record: StepRecord) -> None:
         values = record.numbers()
-        self._put("train", values.pop("step"), values)
+        self._put("train/", values.pop("step"), values)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._put("eval", record.step, record.metrics)
+        self._put("eval/", record.step, record.metrics)
+
+    def logged(self, record: LoggedRecord) -> None:
+        self._put("", record.step, record.numbers)
 
     def end(self, record: EndRecord) -> None:
         """Wait a limited time for remaining points, and report missing ones."""
@@ -148,8 +151,8 @@ class Tracker(Observer):
             with suppress(Exception):  # missing points are already reported
                 self._service.close()
 
-    def _put(self, group: str, step: int, values: Mapping[str, float | None]) -> None:
-        named = {f"{group}/{name}": value for name, value in values.items() if value is not None}
+    def _put(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
+        named = {f"{prefix}{name}": value for name, value in values.items() if value is not None}
         self._inbox.put(Point(step, named, time.time()))
 
     def _pass_notes(self) -> None:

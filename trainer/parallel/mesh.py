@@ -155,6 +155,13 @@ class ParallelMesh:
         agreed = _begin_all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX, self._control)
         return lambda: int(agreed())
 
+    def agree_any(self, *values: bool) -> tuple[bool, ...]:
+        """Return whether each value is true on any rank, on all ranks."""
+        agreed = torch.tensor(values, dtype=torch.int64)
+        if self.world_size > 1:
+            _begin_all_reduce(agreed, dist.ReduceOp.MAX, self._control)()
+        return tuple(bool(value) for value in agreed)
+
     def agree_each(self, value: int) -> tuple[int, ...]:
         """Return the `value` of every rank, in order of rank, on all ranks."""
         values = torch.zeros(self.world_size, dtype=torch.int64)
@@ -237,6 +244,21 @@ class ParallelMesh:
         if values is not None:
             raise error or error_of_values(values)
         return cast(Result, result)
+
+    def on_every_rank(self, action: Callable[[], object]) -> None:
+        """Run `action` on every rank. If it fails on one, all ranks leave together.
+
+        Raises:
+            TrainerError: the error of the first rank that failed, on every rank.
+        """
+        error: TrainerError | None = None
+        try:
+            action()
+        except TrainerError as raised:
+            error = raised
+        errors = self.all_gather(error_to_values(error) if error else None)
+        if failed := next((values for values in errors if values is not None), None):
+            raise error or error_of_values(failed)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import ExitCode, LostPeerError, RecipeError
 from trainer.checkpoint.handover import free, hand_over
+from trainer.observe.callbacks import Callback
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
@@ -29,12 +31,13 @@ if TYPE_CHECKING:
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
 
 
-def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment) -> int:
+def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks: Sequence[Callback] = ()) -> int:
     """Train on the most ranks that the recipe fits, while the others wait; return the exit code of the training.
 
     Args:
         resolved: the recipe.
         everyone: this rank among all.
+        callbacks: the callbacks of all ranks.
 
     Raises:
         TrainerError: a user error, ranks are missing, or they have exited.
@@ -42,16 +45,16 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment) -> int:
     plan = plan_on_ranks(resolved.recipe, everyone)
     size = plan.layout.world_size
     if everyone.rank >= size:
-        meeting = _meet(resolved, plan, everyone)
+        meeting = _meet(resolved, plan, everyone, callbacks)
         assert meeting is not None, "others train"
         return wait_as_spare(resolved.recipe, plan, everyone, meeting)
     environment = replace(everyone, world_size=size, local_world_size=min(size, everyone.local_world_size))
     spares = everyone.world_size - size
     with StopRequest() as stop:
         try:
-            meeting = _meet(resolved, plan, everyone)
+            meeting = _meet(resolved, plan, everyone, callbacks)
             own = meeting.of_first(environment) if meeting is not None and spares else meeting
-            code = train(resolved, environment, stop, own).exit_code
+            code = train(resolved, environment, stop, own, callbacks=callbacks).exit_code
             if meeting is not None and spares and everyone.rank == 0:
                 meeting.dismiss(spares, code)
         except LostPeerError:
@@ -64,10 +67,12 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment) -> int:
     return code
 
 
-def _meet(resolved: ResolvedRecipe, plan: RunPlan, everyone: LaunchEnvironment) -> Rendezvous | None:
+def _meet(
+    resolved: ResolvedRecipe, plan: RunPlan, everyone: LaunchEnvironment, callbacks: Sequence[Callback]
+) -> Rendezvous | None:
     """Meet all ranks, and move the checkpoints in the memory of spare ranks to those that train."""
     recipe, size = resolved.recipe, plan.layout.world_size
-    meeting = meet_ranks(resolved, plan, everyone)
+    meeting = meet_ranks(resolved, plan, everyone, callbacks=callbacks)
     if meeting is None or everyone.world_size == size:
         return meeting
     notes = [_spare_note(recipe, everyone, size)]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
-from trainer.base.errors import NonFiniteError, TrainerError
+from trainer.base.errors import NonFiniteError, TrainerError, UsageError
 from trainer.checkpoint.saving import Saver
+from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.observe.meter import Meter, peak_memory_bytes
-from trainer.observe.observer import Observer
-from trainer.observe.records import BestMetric, EvaluationRecord, StepRecord
+from trainer.observe.observer import Observer, Request
+from trainer.observe.records import BestMetric, CheckpointRecord, EvaluationRecord, LoggedRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.shards.replicas import check_replicas
@@ -24,11 +26,19 @@ from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.metrics.table import merit
 from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.evaluation import Evaluator
+from trainer.training.requests import Requests
 
 _MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
-_FAILING = STOP + 1  # an observer of rank 0 can no longer write
+_FAILING = STOP + 1  # an observer can no longer write
 Ending = Literal[
-    "finished", "already_finished", "patience", "already_out_of_patience", "stop_at_step", "signal", "stop_file"
+    "finished",
+    "already_finished",
+    "patience",
+    "already_out_of_patience",
+    "stop_at_step",
+    "signal",
+    "stop_file",
+    "callback",
 ]
 
 
@@ -59,13 +69,13 @@ class _BegunStep:
 
 @dataclass
 class Loop:
-    """Train until the last step, or until a signal, a file or the patience stops the run.
+    """Train until the last step, or until a signal, a file, a callback or the patience stops the run.
 
     Args:
         recipe: The recipe.
         engine: The engine that takes the steps.
         loader: The batches that are left; they begin at `saver.progress`.
-        evaluator: The evaluator; None: nothing is evaluated.
+        evaluator: The evaluator; None: there is nothing to evaluate on.
         mesh: The mesh of all ranks.
         observers: The observers of the run.
         meter: The meter of rows and tokens per second.
@@ -74,6 +84,7 @@ class Loop:
         steps_per_epoch: Optimizer steps of one pass over the training split.
         stop: The requests to save or to stop.
         validation: The hash of the validation rows; None without an evaluation.
+        has_callbacks: Whether `observers` holds callbacks on any rank.
     """
 
     recipe: Recipe
@@ -88,6 +99,7 @@ class Loop:
     steps_per_epoch: int
     stop: StopRequest
     validation: str | None = None
+    has_callbacks: bool = False
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)
@@ -95,6 +107,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.progress = self.saver.progress
         self.total_steps = self.progress.step + len(self.loader)
+        self.requests = Requests(self.mesh, self.has_callbacks)
+        self._reported = self.saver.last  # the step of the checkpoint that observers know
         self.best_metric = self.recipe.evaluation.best or self.recipe.task.metrics[0]
 
     def notes(self) -> list[str]:
@@ -135,22 +149,27 @@ class Loop:
             # The numbers of a step are read before the next update, while the device works, or below if needed.
             read = self.engine.begin_step(batch, self._read_begun)
             settle_saving()
+            self._report_checkpoint()
             self._count(batch)
             self._begun = _BegunStep(self.progress.step, batch, read)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
                 self._log()
-            out_of_patience = self._due(self.recipe.evaluation.every) and self._evaluate()
+            wanted = self.requests.agreed()
+            is_due = self._due(self.recipe.evaluation.every) or wanted.evaluate
+            out_of_patience = is_due and self._evaluate(wanted.evaluate)
+            after = self.requests.agreed()  # of the evaluation
             request = asked()
             if request == _FAILING:
-                self.mesh.on_rank_zero(self._flush)
-            ending = self._ending(out_of_patience, request)
-            if ending or request == SAVE or self._due(self.recipe.checkpoint.every):
+                self.mesh.on_every_rank(self._flush)
+            ending = self._ending(out_of_patience, request, wanted.stop or after.stop)
+            if ending or request == SAVE or wanted.save or after.save or self._due(self.recipe.checkpoint.every):
                 self._read_begun()  # a checkpoint holds the number of bad steps
                 self._doing("saving a checkpoint")
                 with self.meter.paused():
                     self.saver.save()
+                self._report_checkpoint()
             elif self.recipe.checkpoint.memory and self._due(self.recipe.checkpoint.memory.every):
                 self._read_begun()
                 self._doing("saving a checkpoint in memory")
@@ -158,7 +177,8 @@ class Loop:
                     self.saver.save_in_memory()
             if ending:
                 self.saver.finish()
-                self.mesh.on_rank_zero(self._flush)
+                self._report_checkpoint()
+                self.mesh.on_every_rank(self._flush)
                 self.stop.obeyed(SAVE, STOP)
                 return ending
             if request == SAVE:
@@ -195,12 +215,28 @@ class Loop:
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
-    def _report(self, event: Callable[[], None]) -> None:
-        """Report an event to the observers; keep an error until the ranks next agree, so that all exit together."""
+    def _report(self, event: Callable[[], Request | None]) -> None:
+        """Report an event to the observers, and log the numbers of their answers.
+
+        Requests and errors are kept until the ranks next agree, so that all obey or exit together.
+        """
+        answer = None
         try:
-            event()
+            answer = event()
+            if answer is not None and answer.log:
+                self.observers.logged(LoggedRecord(self.progress.step, answer.log))
         except TrainerError as error:
             self._failure = self._failure or error
+        self.requests.add(answer)
+
+    def _report_checkpoint(self) -> None:
+        """Report the newest checkpoint if it has become complete since the last call."""
+        step = self.saver.last
+        if step is not None and step != self._reported:
+            self._reported = step
+            store = CheckpointStore(Path(self.recipe.checkpoint.folder), self.recipe.checkpoint.keep)
+            record = CheckpointRecord(step, store.path(step))
+            self._report(lambda: self.observers.checkpoint(record))
 
     def _flush(self) -> None:
         """Flush the observers, or raise the error of one that could not write."""
@@ -254,8 +290,14 @@ class Loop:
             return tuple(peak_memory_bytes(torch.device("cuda", gpu)) for gpu in range(torch.cuda.device_count()))
         return self.mesh.agree_each(peak_memory_bytes(self.mesh.device))
 
-    def _evaluate(self) -> bool:
-        """Evaluate, and return whether patience has run out."""
+    def _evaluate(self, is_asked: bool) -> bool:
+        """Evaluate, and return whether patience has run out.
+
+        Raises:
+            UsageError: A callback asks for it, and there is nothing to evaluate on.
+        """
+        if self.evaluator is None and is_asked:
+            raise UsageError("a callback asks for an evaluation, but `data.validation` is null; name a split")
         if self.evaluator is None:
             return False
         self._read_begun()
@@ -289,11 +331,13 @@ class Loop:
             return None
         return merit(best.name, {"loss": best.loss, best.name: best.value})
 
-    def _ending(self, out_of_patience: bool, request: int) -> Ending | None:
+    def _ending(self, out_of_patience: bool, request: int, is_asked: bool) -> Ending | None:
         if self.progress.step >= self.total_steps:
             return "finished"
         if request > SAVE:
             return "stop_file" if request == STOP else "signal"
         if out_of_patience:
             return "patience"
+        if is_asked:
+            return "callback"
         return "stop_at_step" if self.progress.step == self.recipe.training.stop_at_step else None

@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainer.base.errors import LaunchError, LostPeerError
 from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
+from trainer.observe.callbacks import Callback, names_of
 from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, init_process_group
@@ -40,11 +41,22 @@ _ABORT_SECONDS = 10.0
 
 
 def meet_ranks(
-    resolved: ResolvedRecipe, plan: RunPlan, environment: LaunchEnvironment, observer: Observer | None = None
+    resolved: ResolvedRecipe,
+    plan: RunPlan,
+    environment: LaunchEnvironment,
+    observer: Observer | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Rendezvous | None:
     """Meet the other ranks, and check that all run the same and reach each other; None without others.
 
     This stands before everything slow, so that a mistake in the cluster shows at once.
+
+    Args:
+        resolved: the recipe.
+        plan: its plan.
+        environment: this rank.
+        observer: shows that this rank waits.
+        callbacks: the callbacks of all ranks.
 
     Raises:
         UsageError: recipes, versions or sources differ between ranks.
@@ -56,7 +68,8 @@ def meet_ranks(
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
     rendezvous = join_ranks(environment, timeout)
-    check_agreement(run_facts(resolved.values, plan, device_type()), rendezvous, timeout)
+    facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": names_of(callbacks) or "empty"}
+    check_agreement(facts, rendezvous, timeout)
     rendezvous.check_network(timeout)
     return rendezvous
 

@@ -15,6 +15,7 @@ from trainer.base.errors import StoppedError
 from trainer.base.text import without_secrets
 from trainer.checkpoint.saving import Saver
 from trainer.models.compiled import compilations
+from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 
-def run(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+def run(resolved: ResolvedRecipe, environment: LaunchEnvironment, callbacks: Sequence[Callback] = ()) -> int:
     """Train the recipe as the rank of `environment`, and return the exit code; the errors are those of `train`."""
     with StopRequest() as stop:
-        return train(resolved, environment, stop).exit_code
+        return train(resolved, environment, stop, callbacks=callbacks).exit_code
 
 
 def train(
@@ -45,6 +46,7 @@ def train(
     meeting: Rendezvous | None = None,
     saves: bool = True,
     observer: Observer | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> EndRecord:
     """Train the recipe as the rank of `environment`, and return how it ended.
 
@@ -55,6 +57,7 @@ def train(
         meeting: the rendezvous of the ranks; None: they meet here.
         saves: whether to write checkpoints and the model; a measurement does not need them.
         observer: an observer of this rank, beside the recipe's.
+        callbacks: the callbacks of all ranks.
 
     Raises:
         TrainerError: a user error; the observers have shown the end.
@@ -62,11 +65,11 @@ def train(
     plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
     recipe = plan.recipe
     with (
-        open_session(recipe, environment, observer) as session,
+        open_session(recipe, environment, observer, callbacks) as session,
         extensions.around("run", resolved, environment) as tools,
     ):
         show = session.observers.preparing
-        meeting = meeting or meet_ranks(resolved, plan, environment, session.observers)
+        meeting = meeting or meet_ranks(resolved, plan, environment, session.observers, callbacks)
         show("checking the model")
         data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment, recipe.tf32)
@@ -103,7 +106,7 @@ def _train(
         recipe=recipe,
         engine=parts.engine,
         loader=parts.train_loader,
-        evaluator=parts.evaluator(observers) if recipe.evaluation.every else None,
+        evaluator=parts.evaluator(observers),
         mesh=mesh,
         observers=observers,
         meter=meter,
@@ -112,6 +115,7 @@ def _train(
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,
         validation=data.validation.content_hash if data.validation is not None else None,
+        has_callbacks=session.has_callbacks,
     )
     of_tools = [note for tool in tools for note in tool.notes()]
     notes = [*parts.notes(), *resumed, *loop.notes(), *of_tools]

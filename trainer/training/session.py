@@ -16,6 +16,7 @@ from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.builders import build_observers
+from trainer.observe.callbacks import Callback, CallbackObserver
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.profiling import Profiler
@@ -42,6 +43,7 @@ _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     ),
     "stop_at_step": (ExitCode.STOPPED, "`training.stop_at_step` is reached"),
     "signal": (ExitCode.STOPPED, "stopped by a signal"),
+    "callback": (ExitCode.STOPPED, "stopped by a callback"),
     "stop_file": (ExitCode.STOPPED, "stopped by the file `stop` in the folder, which is removed"),
 }
 _OUTCOMES: dict[ExitCode, Literal["finished", "stopped"]] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
@@ -63,17 +65,23 @@ class Results:
 
 
 class Session:
-    """The observers of this rank: those of the user on rank 0; `observer`, heartbeat and watchdog on every rank.
+    """The observers of this rank: the recipe's on rank 0; callbacks; `observer`, heartbeat and watchdog on every rank.
 
     Args:
         recipe: the recipe.
         environment: this rank.
         owner: the ownership of the run's folder.
         observer: an observer of this rank, beside the recipe's.
+        callbacks: the callbacks of all ranks.
     """
 
     def __init__(
-        self, recipe: Recipe, environment: LaunchEnvironment, owner: FolderOwner, observer: Observer | None
+        self,
+        recipe: Recipe,
+        environment: LaunchEnvironment,
+        owner: FolderOwner,
+        observer: Observer | None,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.folder = Path(recipe.checkpoint.folder)
         self.environment = environment
@@ -82,11 +90,14 @@ class Session:
         self._started = time.monotonic()
         self._saver: Saver | None = None
         shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
+        self.has_callbacks = bool(callbacks)
+        note = Observers(shown).note
+        own = [callback for callback in callbacks if callback.every_rank or environment.rank == 0]
+        shown += [CallbackObserver(callback, note) for callback in own]
         shown += [] if observer is None else [observer]
         self._profiler: Profiler | None = None
         if recipe.logging.profile is not None:
             first, last = recipe.logging.profile.steps
-            note = Observers(shown).note
             self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
             shown.insert(0, self._profiler)
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
@@ -109,10 +120,11 @@ class Session:
 
         def start() -> None:
             self.observers.start(info)
-            forget_statuses(self.folder)
+            if mesh.rank == 0:
+                forget_statuses(self.folder)
 
         self._saver = saver
-        mesh.on_rank_zero(start)
+        mesh.on_every_rank(start)
         self._heartbeat.begin(saver.progress.step)
         self._watchdog.begin()
         for note in notes:
@@ -177,9 +189,11 @@ class Session:
 
 
 @contextmanager
-def open_session(recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None) -> Iterator[Session]:
+def open_session(
+    recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None, callbacks: Sequence[Callback]
+) -> Iterator[Session]:
     """Open the session of a rank; its observers show an error that leaves the block, and are closed at its end."""
     with FolderOwner(Path(recipe.checkpoint.folder)) as owner:
-        session = Session(recipe, environment, owner, observer)
+        session = Session(recipe, environment, owner, observer, callbacks)
         with closing(session.observers), session.reports_failures():
             yield session

@@ -116,7 +116,7 @@ FIELDS: dict[str, Counterpart] = {
     "metric_for_best_model": mapped("evaluation.best", None),
     "greater_is_better": none("each metric defines its better direction", None),
     "ignore_data_skip": none("a resumed run continues with the next row", False),
-    "restore_callback_states_from_checkpoint": none("callbacks are not supported; all state is restored", False),
+    "restore_callback_states_from_checkpoint": none("callbacks have no state; all other state is restored", False),
     "resume_from_checkpoint": mapped("checkpoint.resume", None, note='"auto": the newest in checkpoint.folder'),
     # the hub
     **alike(none(say.OWN_FOLDER, False), "push_to_hub hub_always_push"),

@@ -1,0 +1,151 @@
+"""The observer of a callback names it in errors, checks its requests, and makes it anew for other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.observe.samples import end_record, run_info, step_record
+from trainer.base.errors import TrainerError, UsageError
+from trainer.observe.callbacks import Callback, CallbackObserver, check_callbacks, described, made
+from trainer.observe.observer import Observer, Observers, Request
+
+
+@dataclass
+class Answer(Callback):
+    """Answers a step with a value, and fails where it has none."""
+
+    answers: list[Any] = field(default_factory=list)
+
+    def step(self, record):
+        return self.answers[record.step - 1]
+
+    def end(self, record):
+        raise OSError("no such channel")
+
+
+class Plain(Callback):
+    def __init__(self, limit: float | None = None) -> None:
+        if limit is not None:
+            self.limit = limit
+
+
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def ask(answer: Any, notes: Notes | None = None) -> Request | None:
+    return CallbackObserver(Answer([answer]), (notes or Notes()).note).step(step_record(1))
+
+
+def test_an_error_names_the_callback_its_moment_and_line():
+    with pytest.raises(
+        TrainerError, match=r"`Answer` failed in `step`: IndexError: .*test_callbacks.py, line [0-9]+\)"
+    ):
+        CallbackObserver(Answer(), print).step(step_record(1))
+
+
+def test_an_error_at_the_end_of_a_failed_run_does_not_hide_the_first(tmp_path):
+    notes = Notes()
+    observer = CallbackObserver(Answer(), notes.note)
+    with pytest.raises(TrainerError, match=r"`Answer` failed in `end`: OSError: no such channel"):
+        observer.end(end_record(tmp_path))
+    observer.end(end_record(tmp_path, outcome="failed"))
+    assert len(notes.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (True, "must return a Request or None, but returns True"),
+        (Request(log={"loss": 1.0}), "may not be that of a number of the run.*'loss'"),
+        (Request(log={"eval/mine": 1.0}), "or begin with `train/`, `eval/`, `best/`"),
+        (Request(log={"a b": 1.0}), "must consist of"),
+        (Request(log={"../a": 1.0}), "must consist of"),
+        (Request(log={"a" * 201: 1.0}), "must consist of"),
+        (Request(log={"gap": "3"}), "`gap` must be a number, but is '3'"),
+        (Request(log={"gap": None}), "`gap` must be a number"),
+    ],
+)
+def test_answers_that_are_refused(answer, problem):
+    with pytest.raises(TrainerError, match=problem):
+        ask(answer)
+
+
+def test_numbers_become_floats_and_a_stop_is_noted():
+    notes = Notes()
+    request = ask(Request(stop=True, log={"mine/gap.1": np.float32(0.5)}), notes)
+    assert request == Request(stop=True, log={"mine/gap.1": 0.5})
+    assert type(request.log["mine/gap.1"]) is float
+    assert notes.notes == ["the callback `Answer` asks to stop"]
+
+
+def test_requests_of_several_callbacks_are_joined():
+    one, two = Answer([Request(evaluate=True, log={"a": 1.0})]), Answer([Request(save=True, log={"b": 2.0})])
+    observers = Observers([CallbackObserver(one, print), Observer(), CallbackObserver(two, print)])
+    assert observers.step(step_record(1)) == Request(evaluate=True, save=True, log={"a": 1.0, "b": 2.0})
+    with pytest.raises(UsageError, match="two log the same of a"):
+        Observers([CallbackObserver(one, print)] * 2).step(step_record(1))
+
+
+def test_a_moment_that_cannot_ask_must_return_none(tmp_path):
+    class Early(Callback):
+        def start(self, run):
+            return Request(evaluate=True)
+
+    with pytest.raises(TrainerError, match=r"`Early` failed in `start`.*must return None"):
+        CallbackObserver(Early(), print).start(run_info(tmp_path))
+
+
+class TestOtherProcesses:
+    def test_make_it_anew_from_its_fields(self):
+        callback = Answer([1, "two", {"three": [3.0]}])
+        (copy,) = made([described(callback)])
+        assert copy == callback
+        assert copy is not callback
+        assert type(made([described(Plain())])[0]) is Plain
+
+    def test_cannot_make_a_class_of_a_script(self, monkeypatch):
+        monkeypatch.setattr(Plain, "__module__", "__main__")
+        with pytest.raises(
+            UsageError, match=r"`Plain`.*its class is in this script or notebook.*move it into a module"
+        ):
+            described(Plain())
+
+    def test_cannot_make_a_class_inside_of_a_function(self):
+        class Inner(Callback):
+            pass
+
+        with pytest.raises(UsageError, match=r"`Inner`.*inside of another.*move it to the top"):
+            described(Inner())
+
+    @pytest.mark.parametrize(
+        ("callback", "problem"),
+        [
+            (Plain(0.5), r"`Plain`.*has values \(limit\) and is no dataclass; make it a dataclass"),
+            (Answer([print]), r"`Answer`.*its field `answers` is \[<built-in function print>\]"),
+            (Answer([(1, 2)]), r"its field `answers` is \[\(1, 2\)\]"),
+        ],
+    )
+    def test_cannot_make_values_that_json_lacks(self, callback, problem):
+        with pytest.raises(UsageError, match=problem):
+            described(callback)
+
+    def test_name_a_class_that_they_cannot_import(self):
+        with pytest.raises(UsageError, match=r"`nowhere:Target` could not be made: ModuleNotFoundError"):
+            made([{"class": "nowhere:Target", "fields": {}}])
+
+
+def test_values_that_are_no_callbacks_are_refused():
+    check_callbacks([Answer()])
+    with pytest.raises(UsageError, match=r"instances of `trainer.Callback`, but holds 3"):
+        check_callbacks([3])
+    with pytest.raises(UsageError, match="an instance and not the class"):
+        check_callbacks([Answer])

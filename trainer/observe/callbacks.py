@@ -1,0 +1,218 @@
+"""Callbacks: classes of users that follow a run, and ask it to evaluate, save, stop or log numbers.
+
+To its run, a callback is one more observer. Ranks in other processes make it anew from its class and its fields: a run
+unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, ClassVar
+
+from trainer.base.errors import TrainerError, UsageError
+from trainer.base.extensions import resolved
+from trainer.observe.observer import Observer, Request
+from trainer.observe.records import CheckpointRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)  # what every tracking service accepts
+_LONGEST_NAME = 200
+_OUR_GROUPS = ("train", "eval", "best")  # of names at TensorBoard and at tracking services
+_OUR_NAMES = tuple(one.name for one in fields(StepRecord))
+
+
+class Callback:
+    """A base class of callbacks for `trainer.run`. A subclass overrides the moments that it needs.
+
+    An error in a moment ends the run with the name of the class. No moment may communicate with other ranks.
+    """
+
+    every_rank: ClassVar[bool] = False
+    """Whether every rank calls it; otherwise rank 0 does."""
+
+    def start(self, run: RunInfo) -> None:
+        """Follow a run before its first step; `run.resumed_from` is the step of its checkpoint, or None.
+
+        A run that is resumed or restarted calls it again.
+        """
+
+    def step(self, record: StepRecord) -> Request | None:
+        """Follow a step that is logged (`logging.every`)."""
+        return None
+
+    def evaluation(self, record: EvaluationRecord) -> Request | None:
+        """Follow an evaluation."""
+        return None
+
+    def checkpoint(self, record: CheckpointRecord) -> Request | None:
+        """Follow a complete checkpoint, perhaps of an earlier step: the training continues while it is written."""
+        return None
+
+    def end(self, record: EndRecord) -> None:
+        """Follow the end of the run, also after an error."""
+
+
+class CallbackObserver(Observer):
+    """The observer that calls a callback.
+
+    Args:
+        callback: the callback.
+        note: shows a note to the user.
+    """
+
+    def __init__(self, callback: Callback, note: Callable[[str], None]) -> None:
+        self._callback = callback
+        self._name = f"the callback `{type(callback).__name__}`"
+        self._note = note
+
+    def start(self, run: RunInfo) -> None:
+        with self._named("start"):
+            _nothing(self._callback.start(run))  # type: ignore[func-returns-value]
+
+    def step(self, record: StepRecord) -> Request | None:
+        with self._named("step"):
+            return self._checked(self._callback.step(record))
+
+    def evaluation(self, record: EvaluationRecord) -> Request | None:
+        with self._named("evaluation"):
+            return self._checked(self._callback.evaluation(record))
+
+    def checkpoint(self, record: CheckpointRecord) -> Request | None:
+        with self._named("checkpoint"):
+            return self._checked(self._callback.checkpoint(record))
+
+    def end(self, record: EndRecord) -> None:
+        """Call the callback. A failed run has an error of its own, so an error here is only a note then."""
+        try:
+            with self._named("end"):
+                _nothing(self._callback.end(record))  # type: ignore[func-returns-value]
+        except TrainerError as error:
+            if record.outcome != "failed":
+                raise
+            self._note(str(error))
+
+    @contextmanager
+    def _named(self, moment: str) -> Iterator[None]:
+        """Convert an error in the block to one that names the callback and its line."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+            place = f" ({own[0].filename}, line {own[0].lineno})" if own else ""
+            raise TrainerError(
+                f"{self._name} failed in `{moment}`: {type(error).__name__}: {error}{place}; mend it, then start the"
+                " run again"
+            ) from error
+
+    def _checked(self, request: Any) -> Request | None:
+        if request is None:
+            return None
+        if not isinstance(request, Request):
+            raise TypeError(f"it must return a Request or None, but returns {request!r}")
+        if request.stop:
+            self._note(f"{self._name} asks to stop")
+        return replace(request, log={_name(name): _number(name, value) for name, value in request.log.items()})
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise TypeError(f"it must return None, but returns {value!r}; `step`, `evaluation` and `checkpoint` may ask")
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"the name of a number must consist of at most {_LONGEST_NAME} letters, digits, `_`, `-`, `.` and `/`, but"
+            f" is {name!r}"
+        )
+    if name in _OUR_NAMES or name.split("/")[0] in _OUR_GROUPS:
+        raise ValueError(
+            f"the name of a number may not be that of a number of the run, or begin with"
+            f" {', '.join(f'`{group}/`' for group in _OUR_GROUPS)}, but is {name!r}"
+        )
+    return name
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("it is a text")
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be a number, but is {value!r}") from error
+
+
+def names_of(callbacks: Sequence[Callback]) -> str:
+    """Return the names of the classes, for a comparison of the ranks."""
+    return ", ".join(type(callback).__name__ for callback in callbacks)
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse values that are no callbacks.
+
+    Raises:
+        UsageError: one is none.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            hint = ", an instance and not the class" if isinstance(callback, type) else ""
+            raise UsageError(f"`callbacks` must hold instances of `trainer.Callback`, but holds {callback!r}{hint}")
+
+
+def described(callback: Callback) -> dict[str, Any]:
+    """Return the class and the fields of a callback as JSON values, for ranks in other processes.
+
+    Raises:
+        UsageError: another process cannot make this callback.
+    """
+    kind = type(callback)
+    rule = f"the callback `{kind.__name__}` must be made anew in the processes of `processes`, but"
+    if kind.__module__ == "__main__":
+        raise UsageError(
+            f"{rule} its class is in this script or notebook, which they cannot import; move it into a module and"
+            " import that, or start the script itself with torchrun"
+        )
+    if "." in kind.__qualname__:
+        raise UsageError(
+            f"{rule} its class is inside of another ({kind.__qualname__}); move it to the top of its module"
+        )
+    names: list[str] = [one.name for one in fields(callback) if one.init] if is_dataclass(callback) else []
+    if not is_dataclass(callback) and vars(callback):
+        raise UsageError(f"{rule} it has values ({', '.join(vars(callback))}) and is no dataclass; make it a dataclass")
+    values = {name: getattr(callback, name) for name in names}
+    for name, value in values.items():
+        if not _is_json(value):
+            raise UsageError(
+                f"{rule} its field `{name}` is {value!r}; use numbers, texts, lists and objects, as JSON has them, or"
+                " start the script itself with torchrun"
+            )
+    return {"class": f"{kind.__module__}:{kind.__name__}", "fields": values}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def made(rows: Sequence[Mapping[str, Any]]) -> list[Callback]:
+    """Return the callbacks of the results of `described`.
+
+    Raises:
+        UsageError: a module cannot be imported.
+    """
+    callbacks = []
+    for row in rows:
+        try:
+            callbacks.append(resolved(row["class"])(**row["fields"]))
+        except Exception as error:
+            raise UsageError(
+                f"the callback `{row['class']}` could not be made: {type(error).__name__}: {error}; its module must be"
+                " importable in every process"
+            ) from error
+    return callbacks
