@@ -31,6 +31,7 @@ from trainer.ranks.stopping import StopRequest
 from trainer.tools.compare.peers import PEERS, PeerTraining
 from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
+from trainer.training.validation import Validation
 
 
 def peer(name: str, setting: Setting, batches: Iterable[RankBatch]) -> None:
@@ -120,17 +121,17 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
     with open(os.devnull, "w", encoding="utf-8") as console:
         observers = build_observers(recipe.logging, console) if mesh.rank == 0 else Observers()
         observers.start(info)
+        saver = Saver((), engine, mesh, Saved({}))  # the other contestants do not save
         Loop(
             recipe=recipe,
             engine=engine,
             loader=_Counted(batches, setting.total_steps),
-            evaluator=None,
+            validation=Validation(recipe, saver.progress, None, lambda: None),
             mesh=mesh,
             observers=observers,
             meter=Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh)),
             steps_per_epoch=info.steps_per_epoch,
-            saver=Saver((), engine, mesh, Saved({})),  # the other contestants do not save
-            keep_best=lambda: None,
+            saver=saver,
             stop=StopRequest(),
         ).run()
         observers.close()

@@ -134,12 +134,11 @@ def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
             recipe=recipe,
             engine=parts.engine,
             loader=parts.train_loader,
-            evaluator=parts.evaluator(observers),
+            validation=parts.validation(observers, lambda: None),
             mesh=mesh,
             observers=observers,
             meter=Meter(),
             saver=saver,
-            keep_best=lambda: None,
             steps_per_epoch=parts.steps_per_epoch,
             stop=StopRequest(),
         )

@@ -1219,9 +1219,9 @@ _TRAINING = [
     Defect(
         "later_evaluation_of_equal_value_is_best",
         "An evaluation that only equals the best one replaces it.",
-        "training/loop.py",
-        "if best is None or new > best:",
-        "if best is None or new >= best:",
+        "training/validation.py",
+        "is_best = best is None or new > best",
+        "is_best = best is None or new >= best",
         ("training/test_loop.py::TestBest",),
     ),
     Defect(
@@ -1235,7 +1235,7 @@ _TRAINING = [
     Defect(
         "patience_never_starts_again",
         "A better evaluation does not start the patience again.",
-        "training/loop.py",
+        "training/validation.py",
         "self.progress.evaluations_since_best = 0",
         "self.progress.evaluations_since_best += 0",
         ("training/test_loop.py::TestPatience",),

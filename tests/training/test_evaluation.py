@@ -68,7 +68,7 @@ def evaluate(num_rows: int, batch_size: int, task: Any = None, engine: Any = Non
     loader = EvalLoader(split, batch_size, mesh.index("dp"), world_size, Padding(0))
     progress = Progress()
     evaluator = Evaluator(engine or FakeEngine(), loader, num_rows, task or FakeTask(), mesh, progress)
-    return evaluator.evaluate(), progress.seen
+    return evaluator.evaluate().metrics, progress.seen
 
 
 @pytest.mark.parametrize("world_size", [0, 2, 3], ids=["no group", "2", "3"])
@@ -172,9 +172,9 @@ def evaluate_masked_lm(**parallel: Any) -> list[dict[str, float]]:
         mesh, split = training.mesh, tiny_split(300, has_classes=False)
         loader = EvalLoader(split, 32, mesh.index("dp"), mesh.size("dp"), Padding(0), masking=tiny_masking(recipe))
         evaluator = Evaluator(training.engine, loader, len(split), tiny_task(recipe), mesh, Observer())
-        before = evaluator.evaluate()
+        before = evaluator.evaluate().metrics
         training.steps(3)
-        return [before, evaluator.evaluate()]
+        return [before, evaluator.evaluate().metrics]
 
 
 def test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one(ranks: RankPools):

@@ -34,7 +34,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
 from trainer.tasks.metrics.table import METRICS
+from trainer.training.evaluation import Evaluated
 from trainer.training.loop import Loop
+from trainer.training.validation import Validation
 
 
 class Batches(list[RankBatch]):
@@ -63,7 +65,6 @@ class World(Observer):
     notes: list[str] = field(default_factory=list)
     step_done: int = 0
     progress: Progress = field(default_factory=Progress)
-    picture: None = None
     requests: dict[int, Request] = field(default_factory=dict)  # the answer to the record of a step
     after_evaluation: Request | None = None
     fails_at_step: int | None = None
@@ -84,10 +85,11 @@ class World(Observer):
         result = StepResult(math.nan if is_bad else 1 / self.step_done, math.nan if is_bad else 2.0, learning_rate=0.1)
         return lambda: result
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Evaluated:
         self.events.append("evaluate")
         done = len(self.evaluations)
-        return {"accuracy": self.metrics[done], "loss": self.losses[done] if self.losses else 0.5}
+        loss = self.losses[done] if self.losses else 0.5
+        return Evaluated({"accuracy": self.metrics[done], "loss": loss}, None)
 
     def step(self, record: StepRecord) -> Request | None:
         self.events.append("log")
@@ -139,17 +141,17 @@ def loop(
     sections = {"evaluation": {"every": None}, "logging": {"every": "100 steps"}} | recipe
     progress = progress or Progress()
     world.step_done, world.progress = progress.step, progress
+    whole = tiny_recipe(**sections)
     return Loop(
-        recipe=tiny_recipe(**sections),
+        recipe=whole,
         engine=world,
         loader=Batches(total_steps - progress.step),
-        evaluator=world if evaluated else None,
+        validation=Validation(whole, progress, world if evaluated else None, world.keep_best),
         mesh=ParallelMesh(torch.device("cpu"), dp_replicate=world_size),
         observers=world,
         meter=Meter(),
         steps_per_epoch=steps_per_epoch,
         saver=world,
-        keep_best=world.keep_best,
         stop=world.stop,
         has_callbacks=has_callbacks,
     )

@@ -125,7 +125,7 @@ def evaluate_all(folder: Path) -> dict[str, float]:
         mesh = training.mesh
         loader = EvalLoader(encoded, 4, mesh.index("dp"), mesh.size("dp"), Padding(0))
         split = EvaluatedSplit(rows, encoded, tokenizer, "rows")
-        return Evaluator(training.engine, loader, len(encoded), task, mesh, Observer(), split).evaluate()
+        return Evaluator(training.engine, loader, len(encoded), task, mesh, Observer(), split).evaluate().metrics
 
 
 def test_metrics_over_ranks_are_those_of_one_process(ranks: RankPools, tmp_path):

@@ -56,6 +56,7 @@ from trainer.training.model_card import complete_folder
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
+from trainer.training.validation import Validation
 
 
 @dataclass
@@ -144,7 +145,12 @@ class Assembly:
         evaluator = self.evaluator(Observer())
         if evaluator is None:
             raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
-        return evaluator.evaluate()
+        return evaluator.evaluate().metrics
+
+    def validation(self, observers: Observer, keep_best: Callable[[], None]) -> Validation:
+        """Return the evaluations of the training; `keep_best` exports the model after the best one."""
+        rows = None if self.data.validation is None else self.data.validation.content_hash
+        return Validation(self.recipe, self.progress, self.evaluator(observers), keep_best, rows)
 
     def meter(self) -> Meter:
         """Return the meter of the training. All ranks must call it."""

@@ -90,7 +90,7 @@ def _evaluate(plan: RunPlan, data: PreparedData, device: torch.device, shows: bo
     with progress_bar(shows) as bar:
         evaluator = parts.evaluator(_Shown(bar))
         assert evaluator is not None, "there is a validation split"
-        metrics = evaluator.evaluate()
+        metrics = evaluator.evaluate().metrics
     return metrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from trainer.tasks.types import EvaluatedSplit
 
 _ROWS = "_rows"
 """The name of the row ids among the tensors of rows."""
+
+
+class Evaluated(NamedTuple):
+    """The result of an evaluation.
+
+    `metrics` are those of the task and the mean `loss`, the same on every rank. `picture` is the task's own view of the
+    predictions, on rank 0.
+    """
+
+    metrics: dict[str, float]
+    picture: dict[str, Any] | None
 
 
 class Evaluator:
@@ -53,11 +64,9 @@ class Evaluator:
         self._mesh = mesh
         self._observers = observers
         self._split = split
-        self.picture: dict[str, Any] | None = None
-        """The task's own view of the last evaluation, on rank 0."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the task's metrics and the mean `loss`, the same on every rank. All ranks must call it."""
+    def evaluate(self) -> Evaluated:
+        """Evaluate the split. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
         here = RowTensors()
         for done, (rows, result) in enumerate(one_behind(map(self._begin, self._loader)), start=1):
@@ -68,19 +77,19 @@ class Evaluator:
         # Ranks that share a model replica have the same rows, so one of them counts.
         own = (loss_sum, num_valid, here.joined()) if self._mesh.index("tp") == 0 else (0.0, 0, {})
         gathered = self._mesh.gather(own)
-        metrics: dict[str, float] = self._mesh.share(self._combine(gathered) if gathered else None)
-        return metrics
+        combined = self._combine(gathered) if gathered else None
+        metrics: dict[str, float] = self._mesh.share(combined and combined.metrics)
+        return Evaluated(metrics, combined and combined.picture)
 
     def _begin(self, microbatch: Microbatch) -> Callable[[], tuple[Tensor, EvalResult]]:
         read = self._engine.begin_eval(microbatch)
         return lambda: (microbatch.rows, read())
 
-    def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> dict[str, float]:
+    def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> Evaluated:
         whole = in_row_order([predictions for _, _, predictions in gathered], self._num_rows)
         loss_sum, num_valid = sum(part[0] for part in gathered), sum(part[1] for part in gathered)
-        self.picture = self._task.picture(whole, self._split)
         metrics = self._task.metrics(whole) if self._split is None else self._task.split_metrics(whole, self._split)
-        return {"loss": loss_sum / max(1, num_valid), **metrics}
+        return Evaluated({"loss": loss_sum / max(1, num_valid), **metrics}, self._task.picture(whole, self._split))
 
 
 class RowTensors:

@@ -9,24 +9,23 @@ from typing import Literal, Protocol
 
 import torch
 
-from trainer.base.errors import NonFiniteError, TrainerError, UsageError
+from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.observer import Observer, Request
-from trainer.observe.records import BestMetric, CheckpointRecord, EvaluationRecord, LoggedRecord, StepRecord
+from trainer.observe.records import CheckpointRecord, LoggedRecord, StepRecord
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.shards.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tasks.metrics.table import merit
 from trainer.training.bad_steps import describe, examine, remedy
-from trainer.training.evaluation import Evaluator
 from trainer.training.requests import Requests
+from trainer.training.validation import Validation
 
 _MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
 _FAILING = STOP + 1  # an observer can no longer write
@@ -75,30 +74,26 @@ class Loop:
         recipe: The recipe.
         engine: The engine that takes the steps.
         loader: The batches that are left; they begin at `saver.progress`.
-        evaluator: The evaluator; None: there is nothing to evaluate on.
+        validation: The evaluations.
         mesh: The mesh of all ranks.
         observers: The observers of the run.
         meter: The meter of rows and tokens per second.
         saver: The saver of checkpoints, which holds the progress of the run.
-        keep_best: A function that exports the model after the best evaluation so far.
         steps_per_epoch: Optimizer steps of one pass over the training split.
         stop: The requests to save or to stop.
-        validation: The hash of the validation rows; None without an evaluation.
         has_callbacks: Whether `observers` holds callbacks on any rank.
     """
 
     recipe: Recipe
     engine: Engine
     loader: Batches
-    evaluator: Evaluator | None
+    validation: Validation
     mesh: ParallelMesh
     observers: Observer
     meter: Meter
     saver: Saver
-    keep_best: Callable[[], None]
     steps_per_epoch: int
     stop: StopRequest
-    validation: str | None = None
     has_callbacks: bool = False
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
@@ -109,7 +104,6 @@ class Loop:
         self.total_steps = self.progress.step + len(self.loader)
         self.requests = Requests(self.mesh, self.has_callbacks)
         self._reported = self.saver.last  # the step of the checkpoint that observers know
-        self.best_metric = self.recipe.evaluation.best or self.recipe.task.metrics[0]
 
     def notes(self) -> list[str]:
         """Return notes for the user on the steps and evaluations that follow those of a checkpoint."""
@@ -120,9 +114,7 @@ class Loop:
                 f"`training.stop_at_step` is {stop}, which has passed; training continues from step {progress.step} to"
                 " the last step"
             )
-        if progress.best is not None and self.validation not in (None, progress.best_rows):
-            notes.append("validation data changed; best-metric tracking restarts")
-        return notes
+        return [*notes, *self.validation.notes()]
 
     def run(self) -> Ending:
         """Run the steps that are left.
@@ -138,7 +130,7 @@ class Loop:
             raise
 
     def _run(self) -> Ending:
-        if self.progress.step < self.total_steps and self._is_out_of_patience():
+        if self.progress.step < self.total_steps and self.validation.is_out_of_patience():
             return "already_out_of_patience"
         self._doing("waiting for rows")
         for batch in self.loader:
@@ -157,8 +149,8 @@ class Loop:
             if self._due(self.recipe.logging.every):
                 self._log()
             wanted = self.requests.agreed()
-            is_due = self._due(self.recipe.evaluation.every) or wanted.evaluate
-            out_of_patience = is_due and self._evaluate(wanted.evaluate)
+            is_due = self.validation.evaluator is not None and self._due(self.recipe.evaluation.every)
+            out_of_patience = (is_due or wanted.evaluate) and self._evaluate()
             after = self.requests.agreed()  # of the evaluation
             request = asked()
             if request == _FAILING:
@@ -290,46 +282,17 @@ class Loop:
             return tuple(peak_memory_bytes(torch.device("cuda", gpu)) for gpu in range(torch.cuda.device_count()))
         return self.mesh.agree_each(peak_memory_bytes(self.mesh.device))
 
-    def _evaluate(self, is_asked: bool) -> bool:
-        """Evaluate, and return whether patience has run out.
-
-        Raises:
-            UsageError: A callback asks for it, and there is nothing to evaluate on.
-        """
-        if self.evaluator is None and is_asked:
-            raise UsageError("a callback asks for an evaluation, but `data.validation` is null; name a split")
-        if self.evaluator is None:
-            return False
+    def _evaluate(self) -> bool:
+        """Evaluate, and return whether patience has run out."""
         self._read_begun()
         self._doing("in an evaluation")
         with self.meter.paused():
-            metrics = self.evaluator.evaluate()
-            record = EvaluationRecord(self.progress.step, metrics, self.evaluator.picture)
+            record = self.validation.evaluate()
             self._report(lambda: self.observers.evaluation(record))
-            new, best = merit(self.best_metric, metrics), self._best_merit()
-            self.progress.evaluations_since_best += 1
-            if best is None or new[0] > best[0]:
-                self.progress.evaluations_since_best = 0
-            if best is None or new > best:
-                value, loss = metrics[self.best_metric], metrics["loss"]
-                self.progress.best = BestMetric(self.best_metric, value, self.progress.step, loss)
-                self.progress.best_rows = self.validation
+            if self.validation.is_best(record):
                 self._doing("exporting the best model")
-                self.keep_best()
-        return self._is_out_of_patience()
-
-    def _is_out_of_patience(self) -> bool:
-        patience = self.recipe.evaluation.patience
-        return (
-            patience is not None and self._best_merit() is not None and self.progress.evaluations_since_best >= patience
-        )
-
-    def _best_merit(self) -> tuple[float, float] | None:
-        """Return the merit of the best evaluation; a resumed run may ask for another metric, or evaluate other rows."""
-        best = self.progress.best
-        if best is None or best.name != self.best_metric or self.progress.best_rows != self.validation:
-            return None
-        return merit(best.name, {"loss": best.loss, best.name: best.value})
+                self.validation.keep_best()
+        return self.validation.is_out_of_patience()
 
     def _ending(self, out_of_patience: bool, request: int, is_asked: bool) -> Ending | None:
         if self.progress.step >= self.total_steps:

@@ -106,15 +106,13 @@ def _train(
         recipe=recipe,
         engine=parts.engine,
         loader=parts.train_loader,
-        evaluator=parts.evaluator(observers),
+        validation=parts.validation(observers, lambda: parts.export(session.folder / "best")),
         mesh=mesh,
         observers=observers,
         meter=meter,
         saver=saver,
-        keep_best=lambda: parts.export(session.folder / "best"),
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,
-        validation=data.validation.content_hash if data.validation is not None else None,
         has_callbacks=session.has_callbacks,
     )
     of_tools = [note for tool in tools for note in tool.notes()]
