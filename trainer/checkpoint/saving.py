@@ -151,6 +151,7 @@ class Saver:
     def close(self) -> None:
         """Free the places that do not last at the end of a run, with its state where it lasts; on all ranks."""
         self.finish()
+        # Checkpoints in memory only: the state goes to the disk before their memory is freed.
         if self.has_checkpoint and self.last is None:
             self.save()
             self.finish()
@@ -170,6 +171,7 @@ class Saver:
         """Return copies of this rank's part of the state. All ranks must call it."""
         state = self._engine.state()
         shapes = {part.name: part.shape for part in state.parts}
+        # A copy of the counters: they go on while a thread writes.
         facts = Facts(replace(self.progress), self._identity(state), self._saved.origin, shapes, state.scalars)
         return facts, snapshot(state.parts)
 
@@ -208,6 +210,7 @@ class Saver:
             for name, shape in state.shapes.items()
             if name.startswith(MODEL_PREFIX)
         }
+        # Checkpoints of a partly frozen model lack the frozen weights.
         is_whole = not is_partly_frozen(self._saved.identity)
         kept = [p for p in self._engine.placements.values() if is_whole or p.trainable or is_start(p.name)]
         placed = gather_shapes(self._mesh, {one.name: one.shape for one in kept})

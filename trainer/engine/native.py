@@ -71,11 +71,13 @@ class NativeEngine(Engine):
         scale = self._scaler.scale if self._scaler else None
         with self._forward.step(self._step, batch):
             share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
+        # Begun before the sums of gradients and read after them, so that it adds no wait of its own.
         loss = self._mesh.begin_sum_(share, "dp")
         sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
         self._schedule.complete_gradients_()
         norm = global_grad_norm(self._placed, self._mesh)
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
+        # On its way to the host before the update, which the device then runs while the host reads.
         read = _begin_read(numbers)
         before_update()
         self._hide()  # an evaluation there showed other weights
@@ -84,7 +86,7 @@ class NativeEngine(Engine):
         rate = self._learning_rate()
         # The host waits for the device only here.
         self._settle = finish = cache(partial(self._result, read, rate, self.optimizer.scalars()))
-        flag = (numbers * 0.0).ne(0.0).any().float()  # fewer kernels than `isfinite`
+        flag = (numbers * 0.0).ne(0.0).any().float()  # inf and nan times 0 are nan; fewer kernels than `isfinite`
         self._update(rate, numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)

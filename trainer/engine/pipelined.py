@@ -73,10 +73,12 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
     inputs = {name: torch.cat([m.inputs[name] for m in source]) for name in source[0].inputs}
     labels, rows = torch.cat([m.labels for m in source]), torch.cat([m.rows for m in source])
     num_rows = len(rows) if real else 0
+    # All microbatches of a step have one size, because a schedule fixes the shapes that stages receive.
     size = ceil(max(num_rows, 1) / (num_passes * num_microbatches))
     passes = []
     for index in range(num_passes):
         start = index * num_microbatches * size
+        # The last row again fills the rest; `loss` below cuts these rows off.
         places = torch.arange(start, start + num_microbatches * size).clamp(max=len(rows) - 1)
         passes.append(
             Pass(
@@ -289,6 +291,7 @@ class PipelinedSchedule(Schedule):
         return 1.0 - min(1.0, self._forward.busy.read() / seconds) if seconds else None
 
     def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
+        # In fp32, the rounding of this sum would depend on the number of passes.
         total = torch.zeros((), device=denominator.device, dtype=torch.float64)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         for rows in passes:
@@ -339,6 +342,7 @@ def _tied_gradients(
     assert pipeline is not None
     holders = {name: stages for stage in built for name, stages in _part(stage).holders.items()}
     ranks = {name: tuple(sorted({pipeline.rank_of(s) for s in stages})) for name, stages in holders.items()}
+    # To create a group is a collective, so every rank creates all of them, in one order.
     groups = {key: mesh.subgroup(PIPELINE_AXIS, key) for key in sorted(set(ranks.values())) if len(key) > 1}
     copies: dict[str, list[nn.Parameter]] = {}
     for stage in built:

@@ -37,6 +37,7 @@ class OverlappedSums:
         run_wait: Callable[[Callable[[], object]], object] = lambda wait: wait(),
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        # The backward pass reaches the last parameters first, so their bucket is full first.
         self._buckets = list(_buckets(trainable[::-1], sent_in))
         self._group, self._sent_in, self._run_wait = group, sent_in, run_wait
         self._missing = [0] * len(self._buckets)
@@ -62,6 +63,7 @@ class OverlappedSums:
         bucket = self._buckets[self._num_begun]
         self._num_begun += 1
         gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        # No pass used them; that is the same on all ranks, so no rank waits for this one.
         if not gradients:
             return
         while len(self._sending) >= _MOST_SENDING:
@@ -149,9 +151,11 @@ class TiedGradients:
         """Sum the gradients of all copies, in place; they may be sharded, alike on all stages."""
         for name, copies in self._copies.items():
             for parameter in copies:
+                # Every rank of the group joins the sum, also one whose stage had no use for its copy.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             parts = [local_part(parameter.grad) for parameter in copies if parameter.grad is not None]
+            # A copy, because `parts` are the gradients, and all of them get the sum at the end.
             total = parts[0].clone(memory_format=torch.contiguous_format)
             for part in parts[1:]:
                 total += part

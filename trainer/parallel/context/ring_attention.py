@@ -226,6 +226,7 @@ class BlockAttention:
     def forward_block(self, sums: Sums, query: Tensor, block: Block) -> None:
         """Add a block of keys to the sums of its queries, `[batch, heads, queries, head_dim]`."""
         if self.fused:
+            # The kernel divides by the sum over this block; blocks are joined by sums, so this undoes it.
             output, found = fused_attention.fused_attention(*self._arguments(query, block))
             total = found[1].exp2()
             weighted = at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1)
@@ -262,6 +263,8 @@ class BlockAttention:
         for tile, positions in _tiles(query, key, queries):
             rows = query[:, :, tile]
             of_output = output_gradient[:, tile].transpose(1, 2)
+            # The mean of `of_shares` under the probabilities, which the derivative of the softmax subtracts. It is also
+            # the product of output and gradient, summed over the head (Dao et al. 2022, arXiv:2205.14135).
             delta = (at_least_fp32(of_output) * results.output[:, tile].transpose(1, 2)).sum(-1)
             scores = self.scores(rows, key, positions, keys)
             shares = scores.sub_(_finite(results.largest[:, :, tile]).unsqueeze(-1)).exp_()
@@ -376,6 +379,7 @@ class Sums:
         before = self.largest[:, :, tile]
         larger = torch.maximum(before, largest)
         base = _finite(larger)
+        # Both sums become relative to the larger score. Before the first block, `decay` is exp(-inf) = 0.
         decay, factor = (before - base).exp_(), (largest - base).exp_()
         self.total[:, :, tile] = self.total[:, :, tile] * decay + total * factor
         self.output[:, :, tile] = self.output[:, :, tile] * decay.unsqueeze(-1) + output * factor.unsqueeze(-1)
@@ -443,6 +447,7 @@ class _RingAttention(torch.autograd.Function):
             sums = Sums.begin(query, value)
             held = [key, value]
             for step in range(ring.size):
+                # The next block travels while this one is computed.
                 receive = ring.begin_shift(held) if step < ring.size - 1 else None
                 for piece in ring.pieces((ring.index - step) % ring.size):
                     if not options.skips(piece.queries, piece.keys):
@@ -475,6 +480,8 @@ class _RingAttention(torch.autograd.Function):
                     options.backward_block(gradients, of_output, results.of(piece), piece.of_queries(query), block)
             if receive_gradients:  # of this block, from its previous holder
                 added = [ours.add_(theirs) for ours, theirs in zip(added, receive_gradients(), strict=True)]
+            # The own block comes first and stays. Gradients of the others travel one step behind their keys, and each
+            # holder adds its share. Those of the own block arrive after the whole round.
             if step == 0:
                 own = added
             else:
