@@ -98,6 +98,7 @@ def run(
     from trainer.observe.callbacks import check_callbacks
 
     forbid_telemetry()
+    callbacks = tuple(callbacks)
     check_callbacks(callbacks)
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
     environment, number = plan_start(resolved, processes, max_restarts)

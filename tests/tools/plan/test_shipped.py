@@ -32,6 +32,7 @@ MODERNBERT = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "classifier_pooling": "mean",
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
+    "llama_8b_qlora": LLAMA,
     "llama_8b_lora": LLAMA,
     "llama_8b_sft": LLAMA,
     "qwen3_8b_ultrachat": QWEN,
@@ -43,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.nightly if "8b" in name and name != "llama_8b_lora" else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.nightly if "8b" in name and name != "llama_8b_qlora" else pytest.mark.slow)
         for name in MODELS
     ],
 )

@@ -68,9 +68,12 @@ def test_marks_stand_at_the_steps_of_the_run(tmp_path: Path):
         {"run": {"resumed_from": 2}},
         {"step": 3, "bad_step": {"loss": "NaN", "grad_norm": "NaN", "ranks": [], "rows": []}},
         *steps("NaN", 0.7, first=3, skipped_steps=1),
+        *({"step": step, "logged": {"gap": step / 4}} for step in (2, 4)),
     )
     (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
-    raw, smooth, *marks = figures_of(page(run))["loss"]
+    drawn = figures_of(page(run))
+    raw, smooth, *marks = drawn["loss"]
+    assert drawn["gap"][0]["y"] == [0.5, 1.0]
     assert raw["y"] == [1.0, 0.9, None, 0.7]
     assert smooth["y"][1] == pytest.approx((0.9 * 1.0 + 0.9) / 1.9)
     assert smooth["y"][2] is None

@@ -130,7 +130,8 @@ def page_of(runs: Sequence[Run]) -> str:
     sections = [Section("Runs", [_overview(runs), *messages])]
     if len(runs) > 1:
         sections.append(Section("Differences of the recipes", [_differences(runs)]))
-    sections += [section for section in (_training(runs), _evaluation(runs), _costs(runs)) if section.blocks]
+    found = (_training(runs), _evaluation(runs), _logged(runs), _costs(runs))
+    sections += [section for section in found if section.blocks]
     sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
     return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
 
@@ -236,6 +237,16 @@ def _metric(runs: Sequence[Run], name: str) -> go.Figure:
         marks = [Mark("best", [best[0]], "star")] if best else []
         found.append(_curve(run, run.evaluated(name), marks))
     return curves(f"validation {name}", found)
+
+
+def _logged(runs: Sequence[Run]) -> Section:
+    """Return the numbers that callbacks have logged."""
+    names = dict.fromkeys(name for run in runs for one in run.metrics.logged for name in one.numbers)
+    blocks = []
+    for name in names:
+        of_runs = [[(one.step, one.numbers[name]) for one in run.metrics.logged if name in one.numbers] for run in runs]
+        blocks.append(curves(name, [_curve(run, points, ()) for run, points in zip(runs, of_runs, strict=True)]))
+    return Section("Numbers of callbacks", blocks)
 
 
 def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
