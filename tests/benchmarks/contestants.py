@@ -116,7 +116,6 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
         [built.model],
         engine.placements,
         mesh,
-        None,
     )
     with open(os.devnull, "w", encoding="utf-8") as console:
         observers = build_observers(recipe.logging, console) if mesh.rank == 0 else Observers()

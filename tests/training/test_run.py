@@ -31,6 +31,7 @@ from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training.assembly import assemble
+from trainer.training.evaluation import Evaluated
 from trainer.training.run import run
 
 CLOCKS = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "rank_memory_bytes", "mfu"}
@@ -320,8 +321,9 @@ class TestResume:
         rows = tmp_path / "validation.jsonl"
         lines = rows.read_text().splitlines(keepends=True)
         rows.write_text(json.dumps({"text": "word0", "label": "a"}) + "\n")
+        perfect = Evaluated({"loss": 0.0, "accuracy": 1.0}, None)
         with pytest.MonkeyPatch.context() as patch:  # the only row is right from the start
-            patch.setattr("trainer.training.evaluation.Evaluator.evaluate", lambda self: {"loss": 0.0, "accuracy": 1.0})
+            patch.setattr("trainer.training.evaluation.Evaluator.evaluate", lambda self: perfect)
             assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
         rows.write_text("".join(lines))
         assert train(recipe) == ExitCode.DONE

@@ -196,16 +196,8 @@ class Assembly:
 
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
-        return run_info(
-            self.plan,
-            environment,
-            self.data,
-            self.models,
-            self.placements,
-            self.mesh,
-            self.progress.step or None,
-            self._stage_texts(),
-        )
+        facts = run_info(self.plan, environment, self.data, self.models, self.placements, self.mesh)
+        return replace(facts, resumed_from=self.progress.step or None, stages=self._stage_texts())
 
     def export(self, place: Path | str) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.

@@ -167,10 +167,11 @@ def run_info(
     models: Sequence[nn.Module],
     placements: Placements,
     mesh: ParallelMesh,
-    resumed_from: int | None,
-    stages: tuple[str, ...] = (),
 ) -> RunInfo:
-    """Collect the facts; those of other pipeline stages reach rank 0 only. All ranks must call it."""
+    """Collect the facts of a run from its first step on, without texts on its stages. All ranks must call it.
+
+    Facts of other pipeline stages reach rank 0 only.
+    """
     recipe, task, train, validation = plan.recipe, data.task, data.train, data.validation
     resolved = recipe.model_dump(mode="json")
     return RunInfo(
@@ -185,10 +186,7 @@ def run_info(
         strategy=recipe.parallel.strategy,
         precision=recipe.precision,
         state_bytes=planned_state_bytes(plan, models, placements, mesh),
-        parameters=_parameter_groups(
-            _own_parameter_groups(models, placements, mesh),
-            mesh,
-        ),
+        parameters=_parameter_groups(_own_parameter_groups(models, placements, mesh), mesh),
         num_train_rows=len(train),
         num_validation_rows=None if validation is None else len(validation),
         unit=data.unit,
@@ -200,6 +198,4 @@ def run_info(
         versions=versions(),
         recipe_hash=hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest(),
         recipe=resolved,
-        resumed_from=resumed_from,
-        stages=stages,
     )

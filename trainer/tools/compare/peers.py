@@ -474,7 +474,7 @@ def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, env
 
     PEERS[peer].train(training, train_batches(plan, mesh, data), record)
     memory = mesh.agree_each(peak_memory_bytes(mesh.device))
-    info = run_info(plan, environment, replace(data, validation=None), [model], whole(model), mesh, None)
+    info = run_info(plan, environment, replace(data, validation=None), [model], whole(model), mesh)
     if mesh.rank == 0:
         file = MetricsFile()
         file.start(info)
