@@ -955,8 +955,8 @@ _ENGINE = [
         "warmup_off_by_one",
         "The first step of the warm-up has the rate 0.",
         "engine/learning_rate.py",
-        "return (step + 1) / (warmup + 1)",
-        "return step / (warmup + 1)",
+        "risen = (step + 1) / (warmup + 1)",
+        "risen = step / (warmup + 1)",
         ("engine/test_learning_rate.py",),
     ),
     Defect(
