@@ -170,7 +170,7 @@ def described(callback: Callback) -> dict[str, Any]:
         UsageError: another process cannot make this callback.
     """
     kind = type(callback)
-    rule = f"the callback `{kind.__name__}` must be made anew in the processes of `processes`, but"
+    rule = f"the callback `{kind.__name__}` must be made anew in the processes of the ranks, but"
     if kind.__module__ == "__main__":
         raise UsageError(
             f"{rule} its class is in this script or notebook, which they cannot import; move it into a module and"
