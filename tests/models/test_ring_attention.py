@@ -62,7 +62,7 @@ class Case:
 
     def masked(self, make: Any) -> Any:
         tokens = torch.ones(BATCH, self.length, dtype=torch.bool)
-        tokens[1, self.length // 2 :] = False
+        tokens[0, self.length // 2 :] = False  # packed rows go by their length, so they change places
         tokens[2] = False  # a row of padding
         if self.mask in ("additive", "infinite"):
             lowest = -torch.inf if self.mask == "infinite" else torch.finfo(self.dtype).min
@@ -106,7 +106,7 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
     module = model["attention"]
     module.num_key_value_groups = case.heads // case.key_heads
     states = [tensor.requires_grad_() for tensor in case.states()]
-    lengths = [case.length, case.length // 2 if case.pads else case.length, 0 if case.pads else case.length]
+    lengths = [case.length // 2, case.length, 0] if case.pads else [case.length] * BATCH
     packed = PackedTokens.of(lengths, case.length, torch.device("cpu")) if case.packed else None
     with keys.use(replace(KEY, packed=packed)):
         options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
