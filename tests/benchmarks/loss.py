@@ -30,7 +30,8 @@ def passes(
     """Return a forward and backward pass of the loss with the whole logits, and in blocks."""
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     labels = torch.randint(vocabulary, (1, tokens))
-    labels[:, int(labelled * tokens) :] = -100
+    num_labels = int(labelled * tokens)
+    labels[:, num_labels:] = -100
     head = nn.Linear(hidden, vocabulary, bias=False).requires_grad_(trained)
     with torch.no_grad():
         head.weight.mul_(0.02)
@@ -49,7 +50,7 @@ def passes(
     chunked = ChunkedHead(head, max(4096, 2**24 // tokens), None, scores)
 
     def in_blocks() -> Tensor:
-        with chunked.use(labels):
+        with chunked.use(labels, num_labels):
             found: Tensor = head(x)
         return found[..., 0].sum()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.helpers.training import TINY_TASKS, build_tiny, tiny_recipe
 from trainer.base.errors import UsageError
+from trainer.parallel.microbatch import IGNORED_LABEL
 
 LLAMA = TINY_TASKS["causal_lm"].model
 GEMMA = {"tokenizer": "none", "config": {**LLAMA["config"], "model_type": "gemma2", "head_dim": 8}}
@@ -42,6 +43,24 @@ def test_evaluations_in_blocks_are_those_of_the_whole_logits(task: str):
     assert found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
     assert found.predictions["num_right"].equal(expected.predictions["num_right"])
     torch.testing.assert_close(found.predictions["losses"], expected.predictions["losses"], rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_without_a_label_have_no_logits():
+    training = built("masked_lm", "auto")
+    (microbatch,) = next(iter(training.loader)).microbatches
+    head, rows = training.model.get_output_embeddings(), []
+    matrix = nn.functional.linear
+
+    def spied(inputs: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        if len(weight) == len(head.weight):
+            rows.append(inputs.shape[0])
+        return matrix(inputs, weight, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", spied)
+        training.engine.eval_step(microbatch)
+    assert rows == [64]
+    assert microbatch.labels.numel() > 64 >= int((microbatch.labels != IGNORED_LABEL).sum())
 
 
 @pytest.mark.parametrize(("model", "why"), [(GEMMA, "of type gemma2"), (HEAD_ADAPTER, "an adapter")])

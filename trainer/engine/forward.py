@@ -286,16 +286,23 @@ class ModelForward:
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
         is_padded = has_padding(microbatch.inputs) if microbatch.is_padded is None else microbatch.is_padded
-        ready = replace(microbatch.to(self._mesh.device), is_padded=is_padded)
+        num_labels = self._num_labels(microbatch) if self._head else None
+        ready = replace(microbatch.to(self._mesh.device), is_padded=is_padded, num_labels=num_labels)
         if not self._packs or ready.packed is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]
         packed = PackedTokens.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self._mesh.device)
         return replace(ready, packed=packed)
 
+    def _num_labels(self, microbatch: Microbatch) -> int | None:
+        """Return the number of valid labels; None if they are on a GPU, for which the host would wait."""
+        if microbatch.num_labels is not None or microbatch.labels.device.type != "cpu":
+            return microbatch.num_labels
+        return int(self._task.num_valid(microbatch.labels))
+
     def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
         inputs, packed = microbatch.inputs, {PACKED: microbatch.packed} if self._packs else {}
-        head = self._head.use(labels) if self._head and labels is not None else nullcontext()
+        head = self._head.use(labels, microbatch.num_labels) if self._head and labels is not None else nullcontext()
         with head, padding_known(microbatch.is_padded):
             output = call(**self._task.model_inputs(inputs), **self._constants, **packed)
         return self._task.scores(output, inputs)

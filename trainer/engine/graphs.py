@@ -105,7 +105,9 @@ class GraphedSchedule(Schedule):
         self._numbers.begin(denominator, scale)
         self._sums.begin(len(microbatches) + 1)  # no bucket is complete before `finish`: a replay calls no hook
         for microbatch in microbatches:
-            microbatch = replace(microbatch, is_padded=has_padding(microbatch.inputs))
+            # A graph cannot leave tokens out: the next microbatch of this shape has labels at other places.
+            num_labels = microbatch.labels.numel()
+            microbatch = replace(microbatch, is_padded=has_padding(microbatch.inputs), num_labels=num_labels)
             shape = _shape(microbatch)
             if shape in self._seen:
                 self._replay(shape, microbatch)
@@ -122,7 +124,11 @@ class GraphedSchedule(Schedule):
 
     def _replay(self, shape: Hashable, microbatch: Microbatch) -> None:
         assert self._numbers is not None
-        ready = replace(microbatch.to(self._numbers.total.device), is_padded=microbatch.is_padded)
+        ready = replace(
+            microbatch.to(self._numbers.total.device),
+            is_padded=microbatch.is_padded,
+            num_labels=microbatch.num_labels,
+        )
         table = self._dropout_table(ready.rows.device)
         if table is not self._table:
             self._table = table

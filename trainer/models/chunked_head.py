@@ -1,4 +1,4 @@
-"""The output head of a language model without logits: it computes the losses of tokens in blocks of the vocabulary."""
+"""The output head of a language model without logits: it computes the losses of labelled tokens, in blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES
 from trainer.parallel.communication import in_product_type
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.pipeline.stand_ins import Absent
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.parallel.tensor.linear import ColumnParallelLinear
@@ -25,6 +26,7 @@ TokenScores = Callable[[Tensor, Tensor], Tensor]
 _LEAST_COLUMNS = 4096
 _LOGITS = 2**24  # 64 MiB in fp32
 _LOGITS_OF_TRAINED = 2**28  # 1 GiB in fp32
+_TOKENS = 64  # numbers of labelled tokens are rounded up, so that shapes recur
 
 
 class ChunkedHead:
@@ -46,40 +48,58 @@ class ChunkedHead:
         self._cut = cut
         self._scores = scores
         self._labels: Tensor | None = None
+        self._num_labels: int | None = None
         head.forward = self._run
 
     @contextmanager
-    def use(self, labels: Tensor) -> Iterator[None]:
-        """Score the tokens of a microbatch with `labels` `[batch, sequence]` inside of this context."""
-        self._labels = labels
+    def use(self, labels: Tensor, num_labels: int | None = None) -> Iterator[None]:
+        """Score the tokens of a microbatch inside of this context.
+
+        Args:
+            labels: the labels `[batch, sequence]`.
+            num_labels: the number of labels that are not ignored, if the host knows it; other tokens then need no
+                logits.
+        """
+        self._labels, self._num_labels = labels, num_labels
         try:
             yield
         finally:
-            self._labels = None
+            self._labels = self._num_labels = None
 
     def _run(self, hidden: Tensor) -> Tensor:
         """Return the logits for hidden states `[batch, sequence, hidden]`, or the scores `[batch, sequence, 2]`.
 
         The scores of a token are its loss and, without gradients, 1 if its prediction is right, else 0.
         """
-        labels, weight = self._labels, self._head.weight
-        if labels is None:
+        if self._labels is None:
             logits: Tensor = self._logits(hidden)
             return logits
-        columns = self._columns(labels.numel(), len(weight), torch.is_grad_enabled() and weight.requires_grad)
+        tokens, labels = hidden.flatten(0, -2), self._labels.flatten()
+        size = len(labels) if self._num_labels is None else max(1, -(-self._num_labels // _TOKENS)) * _TOKENS
+        if size >= len(labels):
+            scores = self._scores_of(tokens, labels)
+        else:
+            labelled = torch.argsort(labels == IGNORED_LABEL, stable=True)[:size]  # those with labels come first
+            own = self._scores_of(tokens.index_select(0, labelled), labels.index_select(0, labelled))
+            scores = own.new_zeros(len(labels), own.shape[-1]).index_copy(0, labelled, own)
+        return scores.view(*self._labels.shape, -1)
+
+    def _scores_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the scores `[tokens, 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
+        head, weight = self._head, self._head.weight
+        columns = self._columns(len(labels), len(weight), torch.is_grad_enabled() and weight.requires_grad)
         if columns >= len(weight):
-            return self._scores(self._logits(hidden), labels)
-        head = self._head
-        x = head.received(hidden) if isinstance(head, ColumnParallelLinear) else hidden
+            return self._scores(self._logits(tokens), labels)
+        received = head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens
         found = linear_cross_entropy(
-            in_product_type(x).flatten(0, -2),
+            in_product_type(received),
             LinearLayer(weight, head.bias),
-            labels.flatten(),
+            labels,
             self._cut or VocabularyCut(None, len(weight)),
             columns,
             finds_best=not torch.is_grad_enabled(),
         )
-        return torch.stack(found, -1).view(*labels.shape, -1)
+        return torch.stack(found, -1)
 
     def _columns(self, num_tokens: int, num_columns: int, is_trained: bool) -> int:
         """Return the maximum number of columns of a block.

@@ -25,7 +25,8 @@ class Microbatch:
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
-    `ahead` is a copy on that device that was begun before. `is_padded` is the result of `has_padding`, if it is known.
+    `ahead` is a copy on that device that was begun before. `is_padded` is the result of `has_padding`, if it is known,
+    and `num_labels` the number of labels that enter the loss.
     """
 
     inputs: dict[str, Tensor]
@@ -35,6 +36,7 @@ class Microbatch:
     packed: PackedTokens | None = None
     ahead: BegunCopy | None = None
     is_padded: bool | None = None
+    num_labels: int | None = None
 
     @property
     def text_rows(self) -> Tensor:

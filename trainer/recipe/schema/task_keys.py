@@ -29,7 +29,8 @@ class VocabularyKeys(TaskKeys):
     vocabulary_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Tokens of the vocabulary with logits in memory at a time; loss and gradients stay the same. The weight of the
     head, if it is trained, needs them again in the backward pass. `auto`: at least 4,096, for logits of more than
-    64 MiB, or 1 GiB if the weight is trained; all, if the model needs its logits. null: all."""
+    64 MiB, or 1 GiB if the weight is trained; all, if the model needs its logits. null: all, and also for tokens
+    without a label."""
 
 
 class TextKeys(TaskKeys):

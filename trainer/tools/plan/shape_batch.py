@@ -81,7 +81,7 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
     packed = None
     if recipe.data.packing:  # the padding of a blank mask cannot be read
         packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
-    return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed)
+    return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed, num_labels=labels.numel())
 
 
 def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
