@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes.functional as bnb
 import pytest
@@ -16,10 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.helpers.tiny_run import write_tiny_run
-from tests.helpers.training import tiny_recipe, tiny_training, weights_of
+from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe, tiny_training, weights_of
 from tests.models.test_adapters import _name_in_peft
 from tests.training.test_export import assert_same_folder
 from tests.training.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
+from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.training.export import export
 
@@ -137,3 +139,20 @@ def get_opened(folder: Path, base: Any) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, folder)
+
+
+def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path):
+    lora = {"type": "lora", "rank": 2}
+    gpt2 = {"config": TINY_DECODERS["gpt2"], "adapter": lora, "quantization": "nf4", "tokenizer": "none"}
+    task = {"type": "causal_lm", "text": "text"}
+    with pytest.raises(UsageError, match=r"`model.quantization` is nf4, which does not support.*c_attn is a Conv1D"):
+        build_tiny(tiny_recipe(task=task, model=gpt2))
+    llama = {**gpt2, "config": TINY_DECODERS["llama"]}
+    missing = mock.patch("trainer.models.quantizing.load_package", side_effect=ImportError("no module"))
+    with missing, pytest.raises(UsageError, match=r"needs the package bitsandbytes; install it.*\[quantization\]"):
+        build_tiny(tiny_recipe(task=task, model=llama))
+    base = base_folder(tmp_path / "base", "llama", HEAD)
+    described = json.loads((base / "config.json").read_text()) | {"quantization_config": NF4.to_dict()}
+    (base / "config.json").write_text(json.dumps(described, default=str))
+    with pytest.raises(UsageError, match=r"is that of quantised weights, which are not read; name the model"):
+        build_tiny(tiny_recipe(task=task, model={**llama, "config": None, "name_or_path": str(base)}))

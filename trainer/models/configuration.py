@@ -333,7 +333,10 @@ def _require_plain(recipe: Model, config: Any) -> None:
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
     _require_sizes(vars(config), place, "mend its config.json")
     if getattr(config, "quantization_config", None):
-        raise UsageError(f"{place} is that of quantised weights, which cannot be trained; name the model without them")
+        raise UsageError(
+            f"{place} is that of quantised weights, which are not read; name the model that they were made of, and set"
+            " `model.quantization`"
+        )
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         name = getattr(config, key, None)
         if isinstance(name, str) and name not in ACT2FN:

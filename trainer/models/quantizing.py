@@ -14,7 +14,7 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.models.families.table import layers_of
 from trainer.models.names import replace_in, tied_names
-from trainer.parallel.quantized import CODES, FORMATS, Format, QuantizedLinear, QuantizedWeight
+from trainer.parallel.quantized import CODES, FORMATS, Format, QuantizedLinear, QuantizedWeight, load_package
 
 
 def quantize_layers(model: nn.Module, kind: str) -> None:
@@ -49,7 +49,7 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
 
 def _require_package(kind: str) -> None:
     try:
-        import bitsandbytes  # noqa: F401  # `trainer/parallel/quantized.py` uses it
+        load_package()
     except ImportError as error:
         raise UsageError(
             f"`model.quantization` is {kind}, which needs the package bitsandbytes; install it"

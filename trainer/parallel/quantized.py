@@ -25,7 +25,12 @@ CODES = "codes"
 
 
 @cache
-def _package() -> Any:
+def load_package() -> Any:
+    """Return the functions of bitsandbytes.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     # It warns of a kernel that only its own evaluations on CPUs use.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional
@@ -40,7 +45,7 @@ def _package() -> Any:
 def _nested_values(device: torch.device) -> Tensor:
     """Return the 256 values of quantised scales on a device."""
     with _disable_current_modes():
-        values: Tensor = _package().name2qmap["dynamic"].to(device)
+        values: Tensor = load_package().name2qmap["dynamic"].to(device)
         return values
 
 
@@ -60,7 +65,7 @@ class Format:
 
 
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    codes, state = _package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+    codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
     return {
         CODES: codes,
         "scales": state.absmax,
@@ -70,7 +75,7 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _from_nf4(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    package = _package()
+    package = load_package()
     values = _nested_values(parts[CODES].device)
     nested = package.QuantState(parts["nested_scales"], code=values, blocksize=_NESTED_BLOCK, dtype=torch.float32)
     state = package.QuantState(
@@ -88,12 +93,12 @@ def _from_nf4(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.
 
 def _to_int8(weight: Tensor) -> dict[str, Tensor]:
     # The package quantises fp16, and transformers passes it the same; other values would have other codes.
-    codes, scales, _ = _package().int8_vectorwise_quant(weight.half())
+    codes, scales, _ = load_package().int8_vectorwise_quant(weight.half())
     return {CODES: codes, "row_scales": scales}
 
 
 def _from_int8(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    whole: Tensor = _package().int8_vectorwise_dequant(parts[CODES], parts["row_scales"])
+    whole: Tensor = load_package().int8_vectorwise_dequant(parts[CODES], parts["row_scales"])
     return whole.to(dtype)
 
 

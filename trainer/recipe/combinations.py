@@ -239,6 +239,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         (_above_one(_TENSOR), "a scale belongs to elements of several tensor ranks", f"set `{_TENSOR}` to 1"),
         (_is("cuda_graphs", True), "bitsandbytes has not been captured in a test", "set it to false"),
         (_is("compile", True), "bitsandbytes has not been compiled in a test", "set it to false"),
+        form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
     *_excludes(
         _is("weights", "bf16_compensated", "bf16_stochastic"),
