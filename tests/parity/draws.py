@@ -12,24 +12,20 @@ from random import Random
 from typing import Any
 
 from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
-from tests.helpers.tiny_run import WORDS
 from tests.helpers.training import RANK_STRATEGIES, TINY_BERT, TINY_RESNET
+from tests.parity import tokens
 from tests.parity.test_deepspeed_keys import ZERO_VALUES, strategies_of
+from tests.parity.tokens import CHATS, SHORTENED, Tokens, draw_chat, draw_tokens, few_words
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES
 
-PADDING, UNKNOWN, START, END, MASK = range(5)
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ENCODER_DECODERS = ("t5", "bart")
-FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # the order of the families determines the cases
-    **{name: config for name, config in CONFIGS.items() if name != "bart"},
-    **SHIPPED,
-    "bart": {**CONFIGS["bart"], "decoder_start_token_id": END},
-    "resnet": TINY_RESNET,
-}
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {**CONFIGS, **SHIPPED, "resnet": TINY_RESNET}
 IMAGES = ("vit", "resnet")
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4")
+KINDS = {"encoder-decoder": ENCODER_DECODERS, "decoder": DECODERS}  # others are encoders
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
 
 HEADS = {
     "sequence_classification": "AutoModelForSequenceClassification",
@@ -37,18 +33,21 @@ HEADS = {
     "masked_lm": "AutoModelForMaskedLM",
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
+    "multiple_choice": "AutoModelForMultipleChoice",
     "causal_lm": "AutoModelForCausalLM",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "image_classification": "AutoModelForImageClassification",
 }
 TASKS = (*HEADS, "embedding")
-FIRST_WITH_CONTEXT = 500
-"""The first number of a case with context ranks; cases before it are those of the documentation."""
-FIRST_WITH_PACKING = 750
-"""The first number of a case with `data.packing`."""
 
-DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class")
-DATA_OF = {"sequence_regression": (*DATA, "huge"), "image_classification": ("uneven", "seven_rows", "one_class")}
+DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class", "duplicates")
+EVALUATED = (1, 2, 3, 5, 8, 16)  # batch sizes of evaluations
+NUM_DISTINCT = 4  # texts of `duplicates`
+DATA_OF = {
+    "sequence_regression": (*DATA, "huge"),
+    "image_classification": ("uneven", "seven_rows", "one_class"),
+    "embedding": (*DATA, "duplicates", "duplicates"),  # its metrics and its loss have ties
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Drawn:
     recipe: dict[str, Any]
     data: str  # of `DATA` or `DATA_OF`
     num_rows: int
-    special_tokens: bool  # whether the tokenizer puts special tokens around a text
+    tokens: Tokens  # of images, they are not read
     parts: tuple[Part, ...]
     family: str
 
@@ -86,6 +85,9 @@ class Drawn:
         """The names of the groups of the report in which it counts."""
         found = [f"precision {self.recipe['precision']}", f"task {self.task}", f"family {self.family}"]
         found += [f"data {self.data}"] + ["stopped and resumed"] * (len(self.parts) > 1)
+        found += self.tokens.traits if self.family not in IMAGES else []
+        sizes = {part.sections["evaluation"]["batch_size"] for part in self.parts}
+        found += ["other evaluation batches"] * (sizes != {self.recipe["evaluation"]["batch_size"]})
         model = self.recipe["model"]
         found += [key for key in ("adapter", "freeze") if model.get(key)]
         found += ["dropout"] * bool(model.get("dropout"))
@@ -119,11 +121,11 @@ class Drawn:
         folder.mkdir(parents=True, exist_ok=True)
         random = Random(f"rows {seed}")
         for name, number in (("train", self.num_rows), ("validation", 11)):
-            rows = write_rows(self.recipe["task"], self.data, number, random)
+            rows = write_rows(self.recipe["task"], self.data, number, random, self.tokens.words)
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
         if self.family not in IMAGES:
-            _write_tokenizer(folder / "tokenizer", self.family, self.special_tokens)
+            self.tokens.write(folder / "tokenizer")
 
 
 def draw(seed: int, number: int, attempt: int) -> Drawn:
@@ -136,17 +138,20 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     data = random.choice(DATA_OF.get(task_type, DATA))
     num_rows = 7 if data == "seven_rows" else random.choice((23, 40, 50))
     special = family in ENCODER_DECODERS or (data != "one_token" and random.random() < 0.8)
+    chat = _chat(task, random)
+    kind = next((kind for kind, names in KINDS.items() if family in names), "encoder")
+    drawn_tokens = draw_tokens(random, kind, special, chat, family in POSITIONS_AFTER_PADDING)
     steps = random.randint(3, 6)
     batch = random.choice((6, 8, 12, 12, 12, 24))
     precision = random.choice(("fp32", "fp32", "fp32", "bf16", "fp16"))
-    model: dict[str, Any] = {"config": _config(family, precision, random)}
+    model: dict[str, Any] = {"config": _config(family, precision, random, drawn_tokens)}
     if task_type != "image_classification":
         model["tokenizer"] = "tokenizer"
-    invariant = True
     if family != "resnet" and random.random() < 0.8:
         model["dropout"] = random.choice((0.0, 0.1, 0.3))
+        model["config"].pop("attention_dropout", None)
     if random.random() < 0.25:
-        model |= _adapter_or_frozen(random, invariant)
+        model |= _adapter_or_frozen(random)
     recipe: dict[str, Any] = {
         "name": "case",
         "task": task,
@@ -160,28 +165,31 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
             "max_grad_norm": random.choice((None, 1.0, 0.1)),
             "max_bad_steps": 9,
             "seed": random.randint(0, 2**40),
-            "layout_invariant_dropout": invariant,
         },
         "optimizer": _optimizer(random),
         "schedule": {"name": random.choice(("linear", "cosine", "constant")), "warmup": random.choice((0, 1, 0.3))},
-        "evaluation": {"every": random.choice(("2 steps", f"{steps} steps")), "batch_size": 11},
+        "evaluation": {
+            "every": random.choice(("2 steps", f"{steps} steps")),
+            "batch_size": random.choice(EVALUATED),
+        },
         "checkpoint": {"folder": "run"},
         "logging": {"every": "1 step", "to": ["jsonl"]},
     }
     if task_type != "image_classification":
-        recipe["data"] |= {"max_length": random.choice((12, 16, 24)), "group_by_length": random.random() < 0.5}
+        longest = 32 if chat else random.choice((12, 16, 24))
+        recipe["data"] |= {"max_length": longest, "group_by_length": random.random() < 0.5}
     number_of_parts = random.choice((1, 2, 2, 3))
     stops = sorted(random.sample(range(1, steps), min(number_of_parts, steps) - 1))
     parts = tuple(_part(random, batch, stop, family, task) for stop in (*stops, None))
     known = FAMILIES.get(family)
-    if number >= FIRST_WITH_CONTEXT and known and known.tensor and known.tensor.context_parallel:
+    if known and known.tensor and known.tensor.context_parallel:
         for part in parts:
             _replace_tensor_ranks(random, part.sections["parallel"])
-    if number >= FIRST_WITH_PACKING and known and known.packs:
+    if known and known.packs:
         for part in parts:
             if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
                 part.sections["data"] = {"packing": True}
-    return Drawn(recipe, data, num_rows, special, parts, family)
+    return Drawn(recipe, data, num_rows, drawn_tokens, parts, family)
 
 
 def wide() -> Drawn:
@@ -221,7 +229,7 @@ def wide() -> Drawn:
     for layout in layouts:
         layout["parallel"] = {"strategy": "ddp", "tensor": 1, **layout["parallel"]}
     parts = tuple(Part(2, stop, {**usual, **layout}) for stop, layout in zip(stops, layouts, strict=True))
-    return Drawn(recipe, "uneven", 50, True, parts, "bert")
+    return Drawn(recipe, "uneven", 50, Tokens("encoder"), parts, "bert")
 
 
 def _families(task_type: str) -> list[str]:
@@ -234,7 +242,16 @@ def _families(task_type: str) -> list[str]:
     return [family for family in FAMILY_CONFIGS if family not in IMAGES and has_head(family, HEADS[task_type])]
 
 
-def _config(family: str, precision: str, random: Random) -> dict[str, Any]:
+def _chat(task: dict[str, Any], random: Random) -> str:
+    """Return the chat template that the task needs, and draw the turns that it trains; an empty text for no chats."""
+    if "messages" not in task:
+        return ""
+    chat = random.choice(list(CHATS))
+    task["train_on"] = random.choice(("each", "last") if chat == SHORTENED else ("all", "all", "each", "last"))
+    return chat
+
+
+def _config(family: str, precision: str, random: Random, drawn: Tokens) -> dict[str, Any]:
     """Return a tiny configuration. Weights are large in fp32, so that errors show."""
     config = {"model_type": family, **FAMILY_CONFIGS[family]}
     variants = [changed for of, changed in VARIANTS.values() if of == family]
@@ -246,7 +263,9 @@ def _config(family: str, precision: str, random: Random) -> dict[str, Any]:
     if family not in ("llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4"):
         key_values = heads
     layers = (config.get("num_hidden_groups") and config["num_hidden_layers"]) or random.choice((2, 2, 3, 4))
-    sizes: dict[tuple[str, ...], int] = {
+    end, padding = drawn.id_of(drawn.end), drawn.padding and drawn.id_of(drawn.padding)
+    separator = drawn.id_of(drawn.separator or drawn.end)
+    sizes: dict[tuple[str, ...], Any] = {
         ("hidden_size", "dim", "n_embd", "d_model"): hidden,
         ("num_attention_heads", "n_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"):
             heads,
@@ -254,9 +273,11 @@ def _config(family: str, precision: str, random: Random) -> dict[str, Any]:
         ("intermediate_size", "hidden_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"): random.choice((48, 96)),
         ("num_hidden_layers", "n_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"): layers,
         ("vocab_size",): random.choice((211, 128)),
-        ("pad_token_id",): PADDING,
-        ("bos_token_id", "cls_token_id"): START,
-        ("eos_token_id", "sep_token_id"): END,
+        ("pad_token_id",): padding,
+        ("bos_token_id", "cls_token_id"): drawn.id_of(tokens.START),
+        ("eos_token_id",): end,
+        ("sep_token_id",): separator,
+        ("decoder_start_token_id",): padding if family == "t5" else end,
     }  # fmt: skip
     if family in IMAGES:
         config["num_channels"] = 1
@@ -273,10 +294,9 @@ def _config(family: str, precision: str, random: Random) -> dict[str, Any]:
     return config | scale
 
 
-def _adapter_or_frozen(random: Random, has_dropout: bool) -> dict[str, Any]:
+def _adapter_or_frozen(random: Random) -> dict[str, Any]:
     if random.random() < 0.7:
-        dropout = random.choice((0.0, 0.1)) if has_dropout else 0.0
-        return {"adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": dropout}}
+        return {"adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": random.choice((0.0, 0.1))}}
     return {"freeze": ["*embed*"]}
 
 
@@ -301,10 +321,11 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
     elif kind == "masked_lm":
         task["mask_probability"] = random.choice((0.15, 0.5))
     elif kind == "embedding":
-        loss = random.choice(("multiple_negatives", "cosine", "cosent"))
+        loss = random.choice(("multiple_negatives", "multiple_negatives", "cosine", "cosent"))
         task |= {"loss": loss, "pooling": random.choice(("mean", "cls", "last")), "normalize": random.random() < 0.7}
         if loss == "multiple_negatives":
             task |= {"texts": ["text", "other", "third"][: random.choice((2, 3))]}
+            task |= {"mask_duplicates": random.random() < 0.3, "metrics": ["recall_at_1", "recall_at_5", "mrr"]}
         else:
             task |= {"texts": ["text", "other"], "score": "score", "metrics": ["spearman"]}
     elif kind == "token_classification":
@@ -317,11 +338,14 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
         task["unanswerable"] = random.random() < 0.5
         task["stride"] = random.choice((None, 2))
     elif kind == "causal_lm":
-        pairs = random.random() < 0.3
-        task |= {"prompt": "text", "completion": "other"} if pairs else {"text": "text"}
-        task["packing"] = random.choice(("none", "documents") if pairs else ("none", "documents", "joined"))
+        chats = {"messages": "messages"}
+        columns = random.choice(({"text": "text"}, {"prompt": "text", "completion": "other"}, chats, chats))
+        task |= columns
+        task["packing"] = random.choice(("none", "documents", "joined") if "text" in columns else ("none", "documents"))
         task["vocabulary_chunk"] = random.choice((None, 7))
         task["metrics"] = ["perplexity", "accuracy"]
+    elif kind == "multiple_choice" and random.random() < 0.5:
+        task["question"] = "question"
     elif kind == "seq2seq_lm":
         task["max_target_length"] = random.choice((4, 12))
     return task
@@ -364,7 +388,7 @@ def _part(random: Random, batch: int, stop: int | None, family: str, task: dict[
             "micro_batch_size": random.randint(1, batch),
             "check_replicas": random.choice((None, "1 step")),
         },
-        "evaluation": {"batch_size": random.randint(1, 8)},
+        "evaluation": {"batch_size": random.choice(EVALUATED)},
         "checkpoint": {"asynchronous": random.random() < 0.5},
     }
     return Part(ranks, stop, sections)
@@ -383,28 +407,42 @@ def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:
 # Rows
 
 
-def write_rows(task: dict[str, Any], data: str, number: int, random: Random) -> list[dict[str, Any]]:
+def write_rows(
+    task: dict[str, Any], data: str, number: int, random: Random, words: list[str] = tokens.WORDS
+) -> list[dict[str, Any]]:
     """Return rows with the columns of every text task, or images with their classes."""
     if task["type"] == "image_classification":
         classes = "a" if data == "one_class" else "abc"
         return [{"image": _image(random), "label": random.choice(classes)} for _ in range(number)]
     unanswerable = bool(task.get("unanswerable"))
-    return [_row(data, random, unanswerable) for _ in range(number)]
+    if data == "duplicates":  # each column repeats its texts, with other labels and other texts beside them
+        texts = [_row(data, random, unanswerable, words) for _ in range(NUM_DISTINCT)]
+        labels = [_row(data, random, unanswerable, words) for _ in range(number)]
+        return [row | _some_texts(texts, random) for row in labels]
+    return [_row(data, random, unanswerable, words) for _ in range(number)]
+
+
+def _some_texts(rows: list[dict[str, Any]], random: Random) -> dict[str, Any]:
+    """Return the columns of texts, each of one of some rows; `text` and its tags and spans are of the same one."""
+    one = random.choice(rows)
+    alone = ("other", "third", "question", "target", "messages", "choices")
+    together = ("text", "words", "tags", "spans", "context", "answers", "source")
+    return {name: one[name] for name in together} | {name: random.choice(rows)[name] for name in alone}
 
 
 def _image(random: Random) -> list[list[int]]:
     return [[random.randrange(256) for _ in range(16)] for _ in range(16)]
 
 
-def _row(data: str, random: Random, unanswerable: bool) -> dict[str, Any]:
+def _row(data: str, random: Random, unanswerable: bool, vocabulary: list[str]) -> dict[str, Any]:
     def length() -> int:
         return {"one_token": 1, "equal": 6}.get(data) or random.choice((1, 2, 3, 5, 8, 13))
 
-    words = random.choices(WORDS, k=length())
+    words = random.choices(vocabulary, k=length())
     text = " ".join(words)
     one = data == "one_class"
     number = random.gauss(0, 1) * (1e5 if data == "huge" else 1)
-    context = random.choices(WORDS, k=3 * length())
+    context = random.choices(vocabulary, k=3 * length())
     first = random.randrange(len(context))
     answer = " ".join(context[first : first + random.choice((1, 2))])
     place = len(" ".join(context[:first])) + (first > 0)
@@ -414,8 +452,8 @@ def _row(data: str, random: Random, unanswerable: bool) -> dict[str, Any]:
     spans = [] if one else [{"start": 0, "end": len(words[0]), "label": random.choice("PQ")}]
     return {
         "text": text,
-        "other": " ".join(random.choices(WORDS, k=length())),
-        "third": " ".join(random.choices(WORDS, k=length())),
+        "other": " ".join(random.choices(vocabulary, k=length())),
+        "third": " ".join(random.choices(vocabulary, k=length())),
         "label": "a" if one else random.choice("abc"),
         "several": ["a"] if one else [name for name in "abc" if random.random() < 0.5],
         "number": 2.0 if one else number,
@@ -423,38 +461,11 @@ def _row(data: str, random: Random, unanswerable: bool) -> dict[str, Any]:
         "words": words,
         "tags": ["O" if one else random.choice(("O", "B-P", "I-P", "B-Q")) for _ in words],
         "spans": spans,
-        "question": " ".join(random.choices(WORDS, k=2)),
+        "question": " ".join(random.choices(vocabulary, k=2)),
         "context": " ".join(context),
         "answers": answers,
         "source": text,
-        "target": " ".join(random.choices(WORDS, k=length())),
+        "target": " ".join(random.choices(vocabulary, k=length())),
+        "messages": draw_chat(vocabulary, random),
+        "choices": [few_words(vocabulary, random) for _ in range(random.choice((3, 4)))],
     }
-
-
-def _write_tokenizer(folder: Path, family: str, special: bool) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: index for index, word in enumerate([*SPECIAL_TOKENS, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    end, start = ("[SEP]", END), ("[CLS]", START)
-    if special and family in ENCODER_DECODERS:
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[end])
-    elif special and family in DECODERS:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A", pair="[CLS] $A $B", special_tokens=[start]
-        )
-    elif special:
-        tokenizer.post_processor = processors.BertProcessing(end, start)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        bos_token="[CLS]",
-        eos_token="[SEP]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)

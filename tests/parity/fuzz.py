@@ -7,18 +7,19 @@ layout, stops and goes on from its checkpoint under the next one. Loss and gradi
 evaluations, and the exported model are compared with a run of one process, whose global batch is one microbatch.
 transformers loads both exported models and computes their outputs.
 
-An fp32 case somewhat beyond the limits runs again in fp64, with ddp in place of ZeRO, which needs fp32. A difference
-that rounding made then disappears, and one that a fault made stays, unless ZeRO made it. The report counts such cases.
-With `--fp64`, all cases are computed so.
+A case of 16 bits somewhat beyond the limits runs again in fp32, and one of fp32 in fp64, with ddp in place of ZeRO,
+which needs fp32. A difference that rounding made then disappears, and one that a fault made stays, unless ZeRO or the
+16 bits made it. The report counts such cases. With `--fp64`, all cases are computed in fp64.
 
 `--case K` runs one case, and `--wide --cases 1` a case of BERT-base's width. A failed case prints its recipes and the
-command that repeats it. With `--report FILE`, the results go into a file of JSON lines, cases in the file are not run
-again, and the table covers the whole file.
+command that repeats it. With `--report FILE`, the results go into a file of JSON lines. Cases in the file that did not
+fail are not run again, and the table covers the whole file. Several processes may share a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import re
@@ -26,6 +27,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -36,12 +38,15 @@ from typing import Any
 
 from tests.helpers.forking import forking
 from tests.helpers.ranks import RankError, RankPools
-from tests.parity.draws import Drawn, draw, wide
+from tests.parity.draws import FAMILY_CONFIGS, Drawn, draw, wide
 
-PRELOADED = ("deepspeed", "datasets", "sklearn.metrics", "torch.distributed.fsdp", "torch.distributed.pipelining")
-TIMEOUT_SECONDS = 120.0
+_MODELS = [family.replace("-", "_") for family in FAMILY_CONFIGS]
+PRELOADED = (
+    *("deepspeed", "datasets", "sklearn.metrics", "torch.distributed.fsdp", "torch.distributed.pipelining", "peft"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
+)
+TIMEOUT_SECONDS = 300.0
 MOST_ATTEMPTS = 200
-CASES_PER_POOL = 100  # ranks keep the process groups of every layout that they had
 SMALLEST = 1e-3  # losses and norms below this are compared by their difference, divided by this
 # Largest differences: of the losses of steps and evaluations, of norms, and of the outputs of exported models.
 LIMITS: dict[str, tuple[float, float, float]] = {
@@ -53,8 +58,10 @@ LIMITS: dict[str, tuple[float, float, float]] = {
 NOISE = 1e-5  # norms below this are of rounding errors only
 FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
 EXPORTED = 1e-5  # of the loss of an exported model in fp32, computed by transformers
-MOST_ROUNDING = 10  # times the limits of fp32, for a case whose differences fp64 does not have
+METRICS = 1e-4  # of metrics in fp32 and fp64; a perplexity has the absolute difference of its loss
+MOST_ROUNDING = 10  # times the limits, for a case whose differences a finer precision does not have
 _BEYOND = "differences beyond the limits"
+_WITHOUT_ZERO = ("tensor", "sequence", "pipeline", "context")  # keys that ddp has too
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Result:
     compared_steps: int = 0
     all_steps: int = 0
     failure: str = ""
-    rounding: str = ""  # the differences beyond the limits that fp64 does not have
+    rounding: str = ""  # the differences beyond the limits that a finer precision does not have
 
 
 # On the ranks
@@ -92,6 +99,15 @@ class Result:
 
 def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     """Train the recipe in a file on this rank, from its last checkpoint; export the model if a folder is given."""
+    from trainer.base.collector import without_collector
+
+    with without_collector():  # passes over all modules take a quarter of the time
+        trained = _train_part(file, model, in_fp64)
+        gc.collect()
+    return trained
+
+
+def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     import torch.distributed as dist
 
     from tests.helpers.training import TinyTraining, _compute_in, _mesh
@@ -231,55 +247,60 @@ class Fuzz:
         folder: an empty folder for the files of the cases.
         pools: the pools.
         timeout_seconds: the limit of a part of a case; a rank that hangs is killed with its process group.
-        in_fp64: whether fp32 cases compute in fp64, with ddp in place of ZeRO.
+        finer: "fp32": all cases compute in fp32; "fp64": in fp64, with ddp in place of ZeRO; "": as drawn.
     """
 
     def __init__(
-        self,
-        seed: int,
-        folder: Path,
-        pools: RankPools,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-        in_fp64: bool = False,
+        self, seed: int, folder: Path, pools: RankPools, timeout_seconds: float = TIMEOUT_SECONDS, finer: str = ""
     ) -> None:
         self.seed, self.folder, self._pools, self._timeout = seed, folder, pools, timeout_seconds
-        self.in_fp64 = in_fp64
+        self.in_fp64, self._in_fp32 = finer == "fp64", bool(finer)
 
     def run(self, number: int, first_attempt: int = 0) -> Result:
-        """Draw a case until no draw is refused, and run it; in fp64 too if its differences are beyond the limits."""
+        """Draw a case until no draw is refused, and run it; in a finer precision too if it may be rounding."""
         refused: list[str] = []
         for attempt in range(first_attempt, MOST_ATTEMPTS):
-            result, refusal = self.try_case(self.drawn(number, attempt), number)
+            result, refusal = self._attempt(number, attempt)
             if not refusal:
                 result.refused = refused
-                if self._may_be_rounding(result):
-                    in_fp64 = Fuzz(self.seed, self.folder, self._pools, self._timeout, in_fp64=True)
-                    again, refusal = in_fp64.try_case(in_fp64.drawn(number, attempt), number)
-                    if not again.failure and not refusal:
-                        result.failure, result.rounding = "", result.failure.partition("\n")[0]
                 return result
             refused.append(refusal)
         raise AssertionError(f"{MOST_ATTEMPTS} draws of case {number} were refused: {Counter(refused).most_common(3)}")
 
+    def _attempt(self, number: int, attempt: int) -> tuple[Result, str]:
+        result, refusal = self.try_case(self.drawn(number, attempt), number)
+        if not refusal and self._may_be_rounding(result):
+            finer = "fp64" if result.precision == "fp32" else "fp32"
+            again, refused = Fuzz(self.seed, self.folder, self._pools, self._timeout, finer)._attempt(number, attempt)
+            if not again.failure and not refused:
+                result.failure, result.rounding = "", result.failure.partition("\n")[0]
+        return result, refusal
+
     def _may_be_rounding(self, result: Result) -> bool:
-        if not result.failure.startswith(_BEYOND) or result.precision != "fp32" or self.in_fp64:
+        if not result.failure.startswith(_BEYOND) or self.in_fp64:
             return False
-        loss, norm, outputs = LIMITS["fp32"]
-        limits = {"loss": MOST_ROUNDING * loss, "norm": MOST_ROUNDING * norm, "evaluation": MOST_ROUNDING * loss}
-        limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM, "outputs": outputs, "transformers": EXPORTED}
+        loss, norm, outputs = LIMITS[result.precision]
+        limits = {"loss": loss, "norm": norm, "evaluation": loss}
+        if result.precision == "fp32":
+            limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
+        limits = {name: MOST_ROUNDING * limit for name, limit in limits.items()}
+        if result.precision == "fp32":  # in fp64, models are not compared
+            limits |= {"outputs": outputs, "transformers": EXPORTED}
         return all(result.worst.get(name, 0.0) <= limit for name, limit in limits.items())
 
     def drawn(self, number: int, attempt: int) -> Drawn:
-        """Return a draw of a case; in fp64, with ddp in place of ZeRO."""
+        """Return a draw of a case, in the finer precision; in fp64, with ddp in place of ZeRO."""
         drawn = draw(self.seed, number, attempt)
-        if not self.in_fp64 or drawn.recipe["precision"] != "fp32":
+        if self._in_fp32:
+            drawn = replace(drawn, recipe={**drawn.recipe, "precision": "fp32"})
+        if not self.in_fp64:
             return drawn
         zero = {"zero1", "zero2", "zero3"}
         parts = []
         for part in drawn.parts:
             parallel = part.sections["parallel"]
             if parallel["strategy"] in zero:
-                kept = {key: value for key, value in parallel.items() if key in ("tensor", "sequence", "pipeline")}
+                kept = {key: value for key, value in parallel.items() if key in _WITHOUT_ZERO}
                 parallel = {"strategy": "ddp", **kept}
             parts.append(replace(part, sections={**part.sections, "parallel": parallel}))
         return replace(drawn, parts=tuple(parts))
@@ -302,6 +323,8 @@ class Fuzz:
             refusal = self._run(drawn, folder, result)
         except (AssertionError, RankError) as error:
             refusal, result.failure = "", str(error) or repr(error)
+        except Exception:  # a fault of `check`
+            refusal, result.failure = "", traceback.format_exc()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         result.seconds = time.monotonic() - start
@@ -312,7 +335,7 @@ class Fuzz:
     def _recipes(self, drawn: Drawn, number: int) -> str:
         texts = [
             f"data: Drawn.write of tests/parity/draws.py: {drawn.data}, {drawn.num_rows} rows, seed {self.seed},"
-            f" special tokens {drawn.special_tokens}",
+            f" {drawn.tokens}",
             f"one process: {json.dumps(drawn.recipe)}",
             *(
                 f"part {index}, {part.num_ranks} ranks: {json.dumps(drawn.recipe_of(part))}"
@@ -338,7 +361,7 @@ class Fuzz:
             if problem := check(file, part.num_ranks if part else 1):
                 return f"check: {problem}"
 
-        in_fp64 = self.in_fp64 and result.precision == "fp32"  # then the models, which are fp32, are not compared
+        in_fp64 = self.in_fp64  # then the models, which are fp32, are not compared
         expected = self._train(1, reference_file, folder / "one-model", in_fp64)
         if expected.refused:
             return f"start: {expected.refused}"
@@ -362,6 +385,8 @@ class Fuzz:
         limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs}
         if result.precision == "fp32" and not in_fp64:
             limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
+        if result.precision == "fp32":
+            limits["metrics"] = METRICS
         beyond = [
             f"{name} {value:.1e}" for name, value in result.worst.items() if not value <= limits.get(name, math.inf)
         ]
@@ -400,7 +425,9 @@ class Fuzz:
                     _note(result, f"first {name}", value, of_one)
         for step, metrics in found.evaluations.items():
             if step <= same and step in expected.evaluations:
-                _note(result, "evaluation", metrics["loss"], expected.evaluations[step]["loss"])
+                for name, value in metrics.items():
+                    quantity = "evaluation" if name == "loss" else "metrics"
+                    _note(result, quantity, value, expected.evaluations[step][name])
 
     def _compare_models(self, file: Path, folder: Path, expected: Trained, drawn: Drawn, result: Result) -> None:
         import numpy as np
@@ -444,10 +471,10 @@ def _layout(num_ranks: int, sections: dict[str, Any]) -> str:
 def table(results: Iterable[Result]) -> Iterator[str]:
     """Yield the lines of the report: worst differences by group, refusals, and failures."""
     results = list(results)
-    names = ("first loss", "first norm", "loss", "norm", "evaluation", "transformers", "outputs")
+    names = ("first loss", "first norm", "loss", "norm", "evaluation", "metrics", "transformers", "outputs")
     yield f"{len(results)} cases, {sum(bool(result.failure) for result in results)} failed"
     rounding = [f"{result.number} ({result.rounding})" for result in results if result.rounding]
-    yield f"{len(rounding)} within the limits in fp64 only: {'; '.join(rounding)}"
+    yield f"{len(rounding)} within the limits in a finer precision only: {'; '.join(rounding)}"
     skipped = [result for result in results if result.compared_steps < result.all_steps]
     yield f"fp16 skipped other steps than one process in {len(skipped)} cases, which were compared up to there"
     yield " | ".join(("group", "cases", *names))
@@ -474,24 +501,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="the number of the only case")
     parser.add_argument("--attempt", type=int, default=0, help="the first draw of the case")
     parser.add_argument("--report", type=Path, help="a file of JSON lines for the results")
-    parser.add_argument("--fp64", action="store_true", help="compute fp32 cases in fp64, with ddp in place of ZeRO")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_SECONDS, help="seconds for a part of a case")
+    parser.add_argument("--fp64", action="store_true", help="compute in fp64, with ddp in place of ZeRO")
     parser.add_argument("--wide", action="store_true", help="run the case of BERT-base's width instead")
     options = parser.parse_args(arguments)
     numbers = [options.case] if options.case is not None else range(options.first, options.first + options.cases)
     forking(PRELOADED)
-    results: list[Result] = []
-    if options.report is not None and options.report.exists():
-        results = [Result(**json.loads(line)) for line in options.report.read_text().splitlines()]
-    done = {result.number for result in results}
+    results = _read(options.report)
+    done = {result.number for result in results.values() if not result.failure}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         pools = RankPools(most_ranks=24)
-        fuzz = Fuzz(options.seed, Path(folder), pools, 600.0 if options.wide else TIMEOUT_SECONDS, options.fp64)
+        fuzz = Fuzz(options.seed, Path(folder), pools, options.timeout, "fp64" if options.fp64 else "")
         try:
-            for index, number in enumerate(number for number in numbers if number not in done):
-                if index % CASES_PER_POOL == CASES_PER_POOL - 1:
-                    pools.close()
+            for number in numbers:
+                if number in done:
+                    continue
                 result = fuzz.try_case(wide(), number)[0] if options.wide else fuzz.run(number, options.attempt)
-                results.append(result)
+                results[number] = result
                 state = "FAILED" if result.failure else "rounding" if result.rounding else "ok"
                 worst = " ".join(f"{name} {value:.0e}" for name, value in result.worst.items())
                 print(
@@ -506,8 +532,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         lines.write(json.dumps(asdict(result)) + "\n")
         finally:
             pools.close()
-    print("\n".join(table(results)))
-    return int(any(result.failure for result in results))
+    results |= _read(options.report)  # with those of other processes
+    print("\n".join(table(results.values())))
+    return int(any(result.failure for result in results.values()))
+
+
+def _read(report: Path | None) -> dict[int, Result]:
+    """Return the last result of each case in a report."""
+    if report is None or not report.exists():
+        return {}
+    results = [Result(**json.loads(line)) for line in report.read_text().splitlines()]
+    return {result.number: result for result in results}
 
 
 if __name__ == "__main__":

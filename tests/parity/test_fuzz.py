@@ -15,8 +15,8 @@ from tests.parity.fuzz import LIMITS, Fuzz
 
 SEED = 0
 # Numbers and attempts of short cases, which hold every task, strategy and precision. `make test` runs one.
-QUICK = [(262, 1), (254, 0), (257, 0), (274, 0)]
-CASES = [*QUICK, (252, 0), (253, 5), (255, 4), (260, 0), (264, 0), (266, 5), (276, 2), (277, 1)]
+QUICK = [(510, 0), (149, 0), (136, 1), (507, 1)]
+CASES = [*QUICK, (8, 1), (12, 0), (13, 1), (15, 0), (186, 0), (1, 1), (512, 1), (514, 3), (116, 0)]
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,14 @@ def test_the_cases_hold_every_task_and_strategy():
     assert {f"task {task}" for task in TASKS} <= traits
     assert {f"strategy {strategy}" for strategy in RANK_STRATEGIES} <= traits
     assert {"precision fp32", "precision bf16", "precision fp16", "adapter", "stopped and resumed"} <= traits
+    assert {"data duplicates", "added tokens", "end token </s>", "special tokens last", "no separator"} <= traits
+    assert {"chat marked without its end", "packing", "other evaluation batches"} <= traits
     assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
 
 
 def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
-    in_fp64 = Fuzz(SEED, tmp_path, ranks, in_fp64=True)
-    (part,) = in_fp64.drawn(253, 5).parts
-    assert part.sections["parallel"]["strategy"] == "ddp"
+    in_fp64 = Fuzz(SEED, tmp_path, ranks, finer="fp64")
+    assert {part.sections["parallel"]["strategy"] for part in in_fp64.drawn(12, 0).parts} == {"ddp", "hsdp"}
     result, refusal = in_fp64.try_case(in_fp64.drawn(*QUICK[0]), 0)
     assert (refusal, result.failure) == ("", "")
     assert 0 < max(result.worst[name] for name in ("loss", "norm", "evaluation")) < 1e-12
