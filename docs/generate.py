@@ -155,11 +155,18 @@ def _key_lines(prefix: str, model: type[Section], without: Collection[str | None
         inner = section_models(field.annotation)
         if key in without:
             continue
-        if inner:  # a nested section: its keys are listed among the others
+        if inner and _is_list(properties[key]):
+            yield f"- `{prefix}{key}` (list of objects, **`null`**): {properties[key].get('description', '')}"
+            yield from _key_lines(f"{prefix}{key}[].", inner[0])
+        elif inner:  # a nested section: its keys are listed among the others
             yield from _key_lines(f"{prefix}{key}.", inner[0])
         else:
             values = _with_default(_values(properties[key]), field)
             yield f"- `{prefix}{key}` ({values}): {properties[key].get('description', '')}"
+
+
+def _is_list(schema: Mapping[str, Any]) -> bool:
+    return any(choice.get("type") == "array" for choice in schema.get("anyOf", [schema]))
 
 
 def _with_default(values: str, field: FieldInfo) -> str:

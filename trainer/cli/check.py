@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.base.errors import RecipeError
-from trainer.base.text import for_terminal
+from trainer.base.text import aligned, for_terminal
 from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json
 
 if TYPE_CHECKING:
@@ -45,13 +45,18 @@ def check(
         from trainer.tools.check import check_parts  # brings torch
 
         checked = check_parts(plan)
-    stages, problems = (checked.stages, checked.problems) if checked else (None, ())
+    problems = checked.problems if checked else ()
+    stages, groups = (checked.model.stages, checked.model.groups.table) if checked and checked.model else (None, ())
     notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else local.notes
     if as_json:
-        print_json({**_as_object(resolved, plan, stages), "problems": problems, "notes": notes})
+        objects = [dict(zip(groups[0], row, strict=True)) for row in groups[1:]]
+        found = {"groups": objects, "problems": problems, "notes": notes}
+        print_json({**_as_object(resolved, plan, stages), **found})
     else:
         _print_recipe(resolved)
         _print_plan(plan, stages)
+        if groups:
+            typer.echo("\n" + "\n".join(aligned(groups)) + "\n")
         for note in notes:
             typer.echo(f"note      {for_terminal(note)}")
         if checked is not None and not problems:

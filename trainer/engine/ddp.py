@@ -118,4 +118,4 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     else:
         forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
         schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums, complete)
-    return NativeEngine(forward, [model], schedule, placements_of(built, mesh), mesh, plan, total_steps)
+    return NativeEngine(forward, [built], schedule, placements_of(built, mesh), mesh, plan, total_steps)

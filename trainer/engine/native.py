@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.engine.accumulation import Schedule
@@ -44,20 +44,22 @@ def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
 class NativeEngine(Engine):
     """One model, one optimizer of torch, one schedule of microbatches.
 
-    `schedule` has the forward and backward passes of the microbatches of a step; for other arguments see `Engine`.
+    `built` is the model, or this rank's pipeline stages. `schedule` has the forward and backward passes of the
+    microbatches of a step; for other arguments see `Engine`.
     """
 
     def __init__(
         self,
         forward: ModelForward,
-        models: Sequence[nn.Module],
+        built: Sequence[PlacedModel],
         schedule: Schedule,
         placements: Placements,
         mesh: ParallelMesh,
         plan: RunPlan,
         total_steps: int,
     ) -> None:
-        trained = TrainedParameters.of(models, plan.recipe, placements, mesh)
+        models = [part.model for part in built]
+        trained = TrainedParameters.of(models, plan.recipe, placements, mesh, built[0].groups.rules)
         optimizer = build_optimizer(plan.recipe.optimizer, trained)
         super().__init__(forward, models, optimizer, placements, mesh, plan, total_steps)
         self._schedule = schedule

@@ -331,7 +331,7 @@ def build_pipelined(
         tied.sum_()
 
     schedule = PipelinedSchedule(forward, mesh, plan, sums, complete)
-    return NativeEngine(forward, models, schedule, placements, mesh, plan, total_steps)
+    return NativeEngine(forward, built, schedule, placements, mesh, plan, total_steps)
 
 
 def _tied_gradients(

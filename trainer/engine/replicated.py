@@ -78,4 +78,4 @@ def build_replicated(
     model.to(mesh.device)
     forward = ReplicatedForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, nullcontext)
-    return NativeEngine(forward, [model], schedule, whole(model), mesh, plan, total_steps)
+    return NativeEngine(forward, [built], schedule, whole(model), mesh, plan, total_steps)

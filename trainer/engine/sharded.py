@@ -201,4 +201,4 @@ def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunP
     placements = shard_built(built, mesh, plan)
     forward = ModelForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, partial(defer_all_reduce, built.model))
-    return NativeEngine(forward, [built.model], schedule, placements, mesh, plan, total_steps)
+    return NativeEngine(forward, [built], schedule, placements, mesh, plan, total_steps)

@@ -429,7 +429,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
     if plan.recipe.precision != "fp32":
         _gather_rounded(model, COMPUTE_DTYPES[plan.recipe.precision])
-    trained = TrainedParameters.of([model], plan.recipe, placements, mesh)
+    trained = TrainedParameters.of([model], plan.recipe, placements, mesh, built.groups.rules)
     optimizer = build_optimizer(plan.recipe.optimizer, trained)
     if not plan.strategy.cuts_parameters:  # a group is gathered in one type
         optimizer.divide("is_rounded", lambda parameter: hasattr(parameter, _GATHERED_IN))

@@ -50,7 +50,7 @@ def adapt(
         UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
     """
     if recipe.freeze is not None:
-        frozen = _matched_parameters(model, recipe.freeze, "model.freeze")
+        frozen = matched_parameters(model, recipe.freeze, "model.freeze")
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in frozen:
                 parameter.requires_grad_(False)
@@ -99,7 +99,7 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
     if adapter.modules_to_save is None:
         saved = head_parameters(model) | set(drawn)
     else:
-        saved = _matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
+        saved = matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     targets = _targets(model, adapter, saved)
     _check_patterns(adapter, targets)
     model.requires_grad_(False)
@@ -301,7 +301,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or isinstance(module, Conv1D)
 
 
-def _matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+def matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     """Return the parameters that a pattern matches, or in modules that it matches."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: set[str] = set()

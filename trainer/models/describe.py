@@ -94,6 +94,11 @@ class ModelDescription:
         model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)
         return model
 
+    def adapt(self, model: nn.Module, drawn: Sequence[str] = (), gather: Gather = whole_already) -> None:
+        """Freeze and add adapters as the recipe asks, and freeze modules that the task does not use; see `prepare`."""
+        adapt(model, self.recipe, self.seed, drawn, gather)
+        _freeze(model, self.use.unused)
+
     def prepare(
         self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None, gather: Gather = whole_already
     ) -> list[str]:
@@ -105,8 +110,7 @@ class ModelDescription:
             keys: those of `new_keys`.
             gather: the context that makes parameters whole.
         """
-        adapt(model, self.recipe, self.seed, drawn, gather)
-        _freeze(model, self.use.unused)
+        self.adapt(model, drawn, gather)
         return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
 
     def check_invariance(self, model: nn.Module | None, keys: DropoutKeys | None) -> list[str]:

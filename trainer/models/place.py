@@ -17,6 +17,7 @@ from trainer.base.text import listed
 from trainer.models.chunked_head import ChunkedHead
 from trainer.models.compiled import CompiledLayers
 from trainer.models.describe import ModelDescription
+from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
 from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import split_model
@@ -110,6 +111,7 @@ class PlacedModel:
 
     If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
     `origin` is None if the weights were loaded whole, or may have changed.
+    `groups` are those of the optimizer, of the whole model.
     The engine adds the chunked output head, the teacher and the compiled layers, if there are any.
     """
 
@@ -122,6 +124,7 @@ class PlacedModel:
     lacking: Sequence[str] = ()
     shards: dict[str, Tensor] | None = None
     origin: Origin | None = None
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
     head: ChunkedHead | None = None
     teacher: Teacher | None = None
     compiled: list[CompiledLayers] = field(default_factory=list)

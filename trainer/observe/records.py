@@ -62,6 +62,7 @@ class RunInfo:
     positive: str | None = None  # the class that `f1` counts as positive
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
     unit: str = "rows"  # of the numbers of rows: "rows", or "windows" or "packed rows" of them
+    groups: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of parameter groups; empty without
     ranks: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of the layout; empty for one process
 
 

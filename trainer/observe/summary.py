@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from trainer.base.errors import ExitCode
-from trainer.base.text import listed
+from trainer.base.text import aligned, listed
 from trainer.observe.records import EndRecord, EvaluationRecord, Operation, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
@@ -115,6 +115,7 @@ def start_summary(run: RunInfo) -> list[str]:
         *_row("ranks", f"{ranks} on {run.device}{_launcher_text(run.launcher)}"),
         *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}{_weights_text(run)}"),
         *_parameter_rows(run.parameters),
+        *(f"  {'' if index else 'groups':<{_LABEL_WIDTH}}{line}" for index, line in enumerate(aligned(run.groups))),
         *_row("state", _state_text(run)),
         *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],
         *_row("batch", run.batch),

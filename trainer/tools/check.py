@@ -23,13 +23,12 @@ from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
 from trainer.models.sentence_folder import embedding_notes
 from trainer.models.tensor_split import context_notes
-from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
-from trainer.training.checking import check_model, check_needs
+from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
 from trainer.training.run_data import UnknownClassesError, prepare_data
 from trainer.training.teaching import check_teacher
@@ -42,11 +41,11 @@ MOST_IMAGES = 200
 
 @dataclass(frozen=True)
 class Checked:
-    """The problems of data and model, notes for the user, and the pipeline stages."""
+    """The problems of data and model, notes for the user, and the model if it is on this machine."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...]
-    stages: list[StageContents] | None
+    model: CheckedModel | None
 
 
 def check_parts(plan: RunPlan) -> Checked:
@@ -56,7 +55,7 @@ def check_parts(plan: RunPlan) -> Checked:
     notes = list(local.notes)
     problems = Problems()
     check_needs(recipe, problems)
-    data = stages = None
+    data = model = None
 
     def load(recipe: Recipe) -> Preparation:
         if local.has_model and local.has_tokenizer:
@@ -84,7 +83,6 @@ def check_parts(plan: RunPlan) -> Checked:
             notes += embedding_notes(recipe)
         with problems.collect():
             model = check_model(plan, data.task.model_options() if data else None, problems)
-            stages = model.stages
             notes += model.notes
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if recipe.checkpoint.memory is not None:
@@ -94,7 +92,7 @@ def check_parts(plan: RunPlan) -> Checked:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
-    return Checked(tuple(problems.messages), tuple(notes), stages)
+    return Checked(tuple(problems.messages), tuple(notes), model)
 
 
 def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:

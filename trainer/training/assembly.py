@@ -36,6 +36,7 @@ from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
 from trainer.models.generation import set_generation
+from trainer.models.parameter_rules import has_groups, parameter_groups
 from trainer.models.place import PlacedModel, planned_cuts
 from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
@@ -197,7 +198,8 @@ class Assembly:
     def info(self, environment: LaunchEnvironment) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
         facts = run_info(self.plan, environment, self.data, self.models, self.placements, self.mesh)
-        return replace(facts, resumed_from=self.progress.step or None, stages=self._stage_texts())
+        groups = self.built[0].groups.table
+        return replace(facts, resumed_from=self.progress.step or None, stages=self._stage_texts(), groups=groups)
 
     def export(self, place: Path | str) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
@@ -310,6 +312,11 @@ def assemble(
         described, loading = describe_model(recipe, data), partial(partitioned_loading, plan, mesh.device)
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, loading, node) for cut in cuts]
+        if has_groups(recipe.optimizer):
+            whole = described.on_meta()
+            described.adapt(whole, built[0].lacking)
+            groups = parameter_groups(whole, recipe.optimizer)
+            built = [replace(part, groups=groups) for part in built]
     if adapt is not None:
         built = [replace(part, origin=None) for part in built]
     placed = load_teacher(plan, mesh, task, data.preparation.padding_token)

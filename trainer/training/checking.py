@@ -13,12 +13,12 @@ from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
-from trainer.models.adapters import adapt
 from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
+from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.stage_split import split_stages, stage_sizes
 from trainer.models.tensor_split import check_split
 from trainer.observe.observer import Observer
@@ -77,10 +77,11 @@ def check_needs(recipe: Recipe, problems: Problems) -> None:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """The contents of each pipeline stage, None without a pipeline; and notes for the user."""
+    """The contents of each pipeline stage, None without a pipeline; notes for the user; and groups of parameters."""
 
     stages: list[StageContents] | None
     notes: tuple[str, ...]
+    groups: ParameterGroups
 
 
 def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None) -> CheckedModel:
@@ -92,8 +93,8 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
         found: collects the problems; None: they are raised.
 
     Raises:
-        UsageError: there is no such model, its weights do not fit, an adapter's target is missing, or the model cannot
-            be cut over the plan's tensor ranks or stages.
+        UsageError: there is no such model, its weights do not fit, an adapter's target or a group's parameter is
+            missing, or the model cannot be cut over the plan's tensor ranks or stages.
         RecipeError: several of these hold.
     """
     recipe, parallel = plan.recipe, plan.recipe.parallel
@@ -109,17 +110,20 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
     stages = described = model = None
     lacking: list[str] = []
     notes: list[str] = []
+    groups = ParameterGroups()
     with problems.collect():
-        described = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options or {}))
+        use = ModelUse(task.auto_class_name, options or {}, unused=task.unused_modules)
+        described = describe(recipe.model, recipe.training, use)
     if described is not None:
         with problems.collect():
             lacking = check_weights(described, has_options=known is not None)
         with problems.collect():
             model = described.on_meta()
-    if model is not None:
+    if described is not None and model is not None:
         with problems.collect():
-            adapt(model, recipe.model, recipe.training.seed, lacking)
+            described.adapt(model, lacking)
             notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
+            groups = parameter_groups(model, recipe.optimizer)
     if model is not None and recipe.data.packing:
         with problems.collect():
             check_packing(model)
@@ -134,7 +138,7 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
             ]
     if found is None:
         problems.raise_all()
-    return CheckedModel(stages, tuple(notes))
+    return CheckedModel(stages, tuple(notes), groups)
 
 
 def _trained_notes(model: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from tests.helpers.training import build_tiny, parallel_keys, tiny_recipe, tiny_
 from trainer.base.errors import UsageError
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
+from trainer.models.parameter_rules import ParameterRule
 from trainer.recipe.schema import Recipe, ScheduleFreeAdamW
 
 SECTIONS: dict[str, Any] = {
@@ -42,8 +43,7 @@ def test_update_and_average_are_the_published_rule():
         z = z - rate * gradient / ((second / (1 - 0.95**step)).sqrt() + 1e-6) - rate * 0.1 * y
         weights += rate**2
         x = x + rate**2 / weights * (z - x)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        optimizer.begin(rate, step - 1)
         optimizer.step()
         trained = parameter.detach().clone()
         optimizer.show()
@@ -52,14 +52,24 @@ def test_update_and_average_are_the_published_rule():
         assert torch.equal(parameter, trained)
 
 
-def test_a_group_without_gradients_counts_the_steps():
-    recipe = ScheduleFreeAdamW(name="schedule_free_adamw", learning_rate=0.1)
-    parameters = {"weight": nn.Parameter(torch.ones(2)), "bias": nn.Parameter(torch.ones(2))}
-    optimizer = build_optimizer(recipe, TrainedParameters(parameters, {"bias"}))
-    optimizer.found_inf = torch.zeros(())
-    parameters["bias"].grad = torch.ones(2)
-    optimizer.step()
-    assert [group["k"] for group in optimizer.param_groups] == [1, 1]
+def test_a_group_with_a_rate_of_its_own_is_an_optimizer_with_that_rate():
+    """Steps of the other group count, also while this one has no gradients."""
+
+    def trained(rules: dict[str, ParameterRule], rate: float) -> nn.Parameter:
+        weight = nn.Parameter(torch.linspace(-1, 1, 6))
+        parameters = {"weight": weight, "bias": nn.Parameter(torch.ones(2))}
+        recipe = ScheduleFreeAdamW(name="schedule_free_adamw", learning_rate=rate)
+        optimizer = build_optimizer(recipe, TrainedParameters(parameters, {"bias"}, rules=rules))
+        for step, factor in enumerate((0.5, 1.0, 1.0)):
+            weight.grad = None if step == 0 else torch.linspace(1, 2, 6) * step
+            parameters["bias"].grad = torch.ones(2)
+            optimizer.begin(rate * factor, step, torch.zeros(()))
+            optimizer.step()
+        optimizer.show()
+        return weight
+
+    rules = {name: ParameterRule("", rate, 0.0) for name, rate in (("weight", 0.3), ("bias", 1.0))}
+    assert torch.equal(trained(rules, 0.1), trained({}, 0.1 * 0.3))
 
 
 def losses(recipe: Recipe, num_steps: int, evaluates: bool) -> tuple[list[float], list[float]]:

@@ -40,7 +40,7 @@ class Adafactor(EngineOptimizer):
     @classmethod
     def build(cls, section: schema.Adafactor, trained: TrainedParameters) -> Adafactor:
         return cls(
-            trained.groups(section.weight_decay),
+            trained.groups(section),
             trained.whole,
             lr=section.learning_rate,
             beta2_decay=section.beta2_decay,

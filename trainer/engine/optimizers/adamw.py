@@ -81,7 +81,7 @@ class AdamW(PartlyAdamW):
         if seed is not None:
             assert whole.mesh is not None, "random bits depend on the place of an element in its whole parameter"
             rounding = KeyedRounding(whole.placements, whole.mesh, seed)
-        groups = divided(trained.groups(section.weight_decay), IN_BF16, _is_in_bf16)
+        groups = divided(trained.groups(section), IN_BF16, _is_in_bf16)
         return cls(groups, rounding, **adamw_options(section, trained))
 
     @classmethod

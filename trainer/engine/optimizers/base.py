@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
+from trainer.engine.optimizers.parameters import RATE, Groups, TrainedParameters, divided
 from trainer.engine.state import OPTIMIZER_PREFIX
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
@@ -27,6 +27,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         found_inf: torch's flag of a bad step, which changes nothing: a scalar on the device, 1.0 in a bad step. The
             host need not wait for it, and torch's fused kernels read it themselves. None: the step is good.
         num_steps: the number of steps before the current one.
+        rate: the learning rate of the step, of parameters without one of their own.
     """
 
     updates_in_batches = False
@@ -34,6 +35,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     state_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     found_inf: Tensor | None = None
     num_steps = 0
+    rate = 0.0
 
     @classmethod
     def build(cls, section: Any, trained: TrainedParameters) -> EngineOptimizer:
@@ -61,8 +63,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def begin(self, rate: float, num_steps: int, found_inf: Tensor | None = None) -> None:
         """Set the learning rate and the flag of the step after `num_steps` steps, before `step`."""
         for group in self.param_groups:
-            group["lr"] = rate
-        self.num_steps = num_steps
+            group["lr"] = rate * group[RATE]
+        self.num_steps, self.rate = num_steps, rate
         self.found_inf = found_inf
 
     def divide(self, key: str, has_key: Callable[[nn.Parameter], bool]) -> None:

@@ -94,7 +94,7 @@ class AdamW8bit(PartlyAdamW):
     @classmethod
     def build(cls, section: schema.AdamW8bit, trained: TrainedParameters) -> AdamW8bit:
         groups = divided(
-            trained.groups(section.weight_decay),
+            trained.groups(section),
             IN_BLOCKS,
             lambda parameter: is_in_blocks(trained.whole.placement(parameter).shape),
         )

@@ -40,10 +40,9 @@ class Muon(PartlyAdamW):
     @classmethod
     def build(cls, section: schema.Muon, trained: TrainedParameters) -> Muon:
         names = trained.matrices()
-        groups = trained.groups(section.weight_decay, left_out=names)
-        of_matrices = {key: getattr(section, key) for key in ("momentum", "iterations", "weight_decay")}
-        matrices = [parameter for name, parameter in trained.trainable.items() if name in names]
-        groups += [{"params": matrices, **of_matrices}] * bool(matrices)
+        groups = trained.groups(section, trained.trainable.keys() - names)
+        of_matrices = {key: getattr(section, key) for key in ("momentum", "iterations")}
+        groups += [{**group, **of_matrices} for group in trained.groups(section, names)]
         return cls(groups, trained.whole, **adamw_options(section, trained))
 
     @classmethod

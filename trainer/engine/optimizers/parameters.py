@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,14 +12,17 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.models.families.table import layers_of
+from trainer.models.parameter_rules import ParameterRule
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import OptimizerSection, Recipe
 
 Groups = list[dict[str, Any]]
 """Parameter groups of a torch optimizer."""
 NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
+RATE = "rate"
+"""The key of a parameter group: its learning rate, as a multiple of that of the optimizer."""
 _LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
 
 
@@ -62,6 +66,7 @@ class TrainedParameters:
             unknown family, so only an optimizer that needs them calls it.
         whole: the access to whole tensors.
         rounding_seed: the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation.
+        rules: learning rates and weight decays that differ from those of the optimizer, by name.
     """
 
     named: Mapping[str, nn.Parameter]
@@ -69,12 +74,21 @@ class TrainedParameters:
     matrices: Callable[[], Set[str]] = frozenset
     whole: WholeAccess = field(default_factory=lambda: WholeAccess({}))
     rounding_seed: int | None = None
+    rules: Mapping[str, ParameterRule] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, models: Sequence[nn.Module], recipe: Recipe, placements: Placements, mesh: ParallelMesh
+        cls,
+        models: Sequence[nn.Module],
+        recipe: Recipe,
+        placements: Placements,
+        mesh: ParallelMesh,
+        rules: Mapping[str, ParameterRule] = MappingProxyType({}),
     ) -> TrainedParameters:
-        """Return those of a model, or of this rank's stages of it, by their names in `placements`."""
+        """Return those of a model, or of this rank's stages of it, by their names in `placements`.
+
+        `rules` are those of the whole model.
+        """
         named = {name: parameter for model in models for name, parameter in model.named_parameters()}
         return cls(
             named,
@@ -82,6 +96,7 @@ class TrainedParameters:
             lambda: {name for model in models for name in matrix_names(model)},
             WholeAccess({parameter: placements[name] for name, parameter in named.items()}, mesh),
             recipe.training.seed if recipe.weights == "bf16_stochastic" else None,
+            {name: rules[placements[name].name] for name in named if rules},
         )
 
     @property
@@ -94,17 +109,24 @@ class TrainedParameters:
         """Whether fused kernels update all parameters in one pass over memory; None: torch decides."""
         return all(parameter.device.type in ("cpu", "cuda") for parameter in self.trainable.values()) or None
 
-    def groups(self, weight_decay: float, left_out: Set[str] = frozenset()) -> Groups:
-        """Return two groups, with and without weight decay; one without parameters is left out.
+    def groups(self, section: OptimizerSection, names: Set[str] | None = None) -> Groups:
+        """Return the groups of parameters with the same learning rate and weight decay; none is empty.
 
         Args:
-            weight_decay: the decay of the first group.
-            left_out: the names of parameters for other groups.
+            section: the recipe's optimizer.
+            names: the parameters to group; None: all that are not frozen.
         """
-        own = [(name, parameter) for name, parameter in self.trainable.items() if name not in left_out]
-        decays = ([p for n, p in own if n not in self.no_decay], [p for n, p in own if n in self.no_decay])
-        rates = (weight_decay, 0.0)
-        return [{"params": found, "weight_decay": rate} for found, rate in zip(decays, rates, strict=True) if found]
+        found: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+        for decays in (True, False):
+            for name, parameter in self.trainable.items():
+                if (name not in self.no_decay) == decays and (names is None or name in names):
+                    rule = self.rules.get(name)
+                    rate, decay = (rule.rate, rule.weight_decay) if rule else (1.0, section.weight_decay)
+                    found.setdefault((decays, rate, decay), []).append(parameter)
+        return [
+            {"params": parameters, "weight_decay": decay if decays else 0.0, RATE: rate}
+            for (decays, rate, decay), parameters in found.items()
+        ]
 
 
 def divided(groups: Iterable[dict[str, Any]], key: str, has_key: Callable[[nn.Parameter], bool]) -> Groups:

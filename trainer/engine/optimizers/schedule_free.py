@@ -16,14 +16,15 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.batches import batches, most_elements, stepped, takes_lists
-from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.parameters import RATE, TrainedParameters
 from trainer.engine.optimizers.skipping import unchanged_if
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
 
 _TRAINED = "y"
 """The key of the state under which the trained weights are kept while parameters hold averages."""
-_SCALARS = ("k", "weight_sum", "lr_max")  # steps taken, sum of the weights of the average, largest learning rate
+_SCALARS = ("k", "weight_sum", "lr_max")
+"""Steps taken, sum of the weights of the average, largest learning rate; in a group, those without its own rate."""
 _PREFIX = "schedule_free."
 
 
@@ -55,7 +56,7 @@ class ScheduleFreeAdamW(EngineOptimizer):
     def build(cls, section: schema.ScheduleFreeAdamW, trained: TrainedParameters) -> EngineOptimizer:
         made: Any = type(cls.__name__, (cls, _package().AdamWScheduleFree), {})
         optimizer = made(
-            trained.groups(section.weight_decay),
+            trained.groups(section),
             lr=section.learning_rate,
             betas=tuple(section.betas),
             eps=section.epsilon,
@@ -70,30 +71,31 @@ class ScheduleFreeAdamW(EngineOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        flag, groups = self.found_inf, self.param_groups
-        if flag is None:
-            return super().step(closure)
+        groups = self.param_groups
         try:
             for group in groups:
-                self._step(group, flag)
+                self._step({**group, **_scaled(group)})
+                base = {**group, "params": [], "lr": self.rate}
+                self.param_groups = [base]
+                super().step()
+                group.update({key: base[key] for key in _SCALARS})
         finally:
             self.param_groups = groups
         return None
 
-    def _step(self, group: dict[str, Any], flag: Tensor) -> None:
-        parameters = stepped(group["params"])
+    def _step(self, group: Mapping[str, Any]) -> None:
+        flag, parameters = self.found_inf, stepped(group["params"])
         for parameter in parameters:
             if not self.state[parameter]:  # the package would begin with the squares of a bad step
                 self.state[parameter] |= {"z": parameter.detach().clone(), "exp_avg_sq": torch.zeros_like(parameter)}
-        most = most_elements(flag.device)
-        parts = list(batches(parameters, lambda parameter: local_part(parameter).numel(), most))
-        for batch in parts or [[]]:  # a group without gradients counts too
-            part = {**group, "params": batch}
-            self.param_groups = [part]
+        if not parameters:
+            return
+        most = most_elements(local_part(parameters[0]).device)
+        for batch in batches(parameters, lambda parameter: local_part(parameter).numel(), most):
+            self.param_groups = [{**group, "params": batch}]
             changed = [tensor for one in batch for tensor in (one.detach(), *self.state[one].values())]
             with unchanged_if(flag, *map(local_part, changed)):
                 super().step()
-        group.update({key: part[key] for key in _SCALARS})
 
     @torch.no_grad()
     def show(self) -> bool:
@@ -132,3 +134,8 @@ class ScheduleFreeAdamW(EngineOptimizer):
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
                     yield parameter, state, group["betas"][0]
+
+
+def _scaled(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a group for its own rate, which changes no share of the average."""
+    return {"weight_sum": group["weight_sum"] * group[RATE] ** 2, "lr_max": group["lr_max"] * group[RATE]}

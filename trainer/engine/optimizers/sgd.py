@@ -26,7 +26,7 @@ class SGD(EngineOptimizer, torch.optim.SGD):
 
     @classmethod
     def build(cls, section: schema.SGD, trained: TrainedParameters) -> SGD:
-        groups = trained.groups(section.weight_decay)
+        groups = trained.groups(section)
         return cls(groups, lr=section.learning_rate, momentum=section.momentum, fused=trained.fused)
 
     @classmethod

@@ -89,6 +89,7 @@ _AXOLOTL: dict[str, Counterpart] = {
     "micro_batch_size": renamed("training.micro_batch_size", note=say.STEP_TOTAL),
     "lr_scheduler": mapped("schedule.name"),
     "cosine_min_lr_ratio": renamed("schedule.min_rate"),
+    **alike(mapped("optimizer.groups", note="patterns with a rate of their own"), "lr_groups embedding_lr"),
     "rl": _NO_PREFERENCES,
     "wandb_project": renamed("logging.project"),
 }

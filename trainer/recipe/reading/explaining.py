@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -61,6 +62,10 @@ def _placed(error: str, location: KeyPath) -> Finding:
         if field is None or not parts:
             return Finding(error, path, section, field)
         inner = section_models(field.annotation)
+        if inner and isinstance(parts[0], int):  # an item of a list of sections
+            path += (parts.pop(0),)
+        if inner and not parts:
+            return Finding(error, path, section, field)
         if not inner:  # a plain value; of the rest, only list indices are part of the path
             return Finding(error, path + tuple(part for part in parts if isinstance(part, int)), section, field)
         section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
@@ -165,7 +170,7 @@ consume("metric", lambda _: _schema_of.cache_clear())
 
 
 def _schema_at(finding: Finding) -> Schema:
-    items = [part for part in finding.path if isinstance(part, int)]
+    items = list(takewhile(lambda part: isinstance(part, int), reversed(finding.path)))
     schema: Schema = _schema_of(finding.section)["properties"][finding.path[-1 - len(items)]]
     for _ in items:
         schema = next(branch["items"] for branch in _branches(schema) if "items" in branch)

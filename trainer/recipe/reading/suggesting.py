@@ -21,7 +21,8 @@ def unknown_key(path: KeyPath, section: type[Section], node: Node) -> list[Probl
     ]
     if inside:
         return inside
-    words = _other_kind(path, section) or suggestion(dotted(path))
+    keys = tuple(part for part in path if not isinstance(part, int))
+    words = _other_kind(path, section) or suggestion(dotted(keys))
     if words is None:
         words = f"is not a key; valid keys are {', '.join(section.model_fields)}"
     return [Problem(node.key_origin or node.origin, f"`{dotted(path)}` {words}")]

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.section import Section
+from trainer.recipe.schema.fields import Patterns
+from trainer.recipe.schema.section import Contradiction, Section
 
 
-class _AdamWKeys(Section):
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: Annotated[str, Field(min_length=1)] | Patterns
+    """A name or pattern of modules and parameters, such as `classifier`, or a list of them."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate of the schedule; null: that of the optimizer."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Not applied to biases and norm weights; null: that of the optimizer."""
+
+
+class _OptimizerKeys(Section):
     name: str
-    learning_rate: float = Field(5e-5, gt=0)
+    learning_rate: float = Field(gt=0)
     """Peak learning rate of the schedule."""
     weight_decay: float = Field(0.0, ge=0)
     """Not applied to biases and norm weights."""
+    groups: Annotated[list[ParameterGroup], Field(min_length=1)] | None = None
+    """Parameters with values of their own; `model.freeze` freezes. A parameter may be in one group only."""
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Factor of the learning rate from each layer to the one below: the head has the whole rate, the embeddings the
+    smallest; null: 1."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for index, group in enumerate(self.groups or ()):
+            if group.learning_rate is None and group.weight_decay is None:
+                text = "must set `learning_rate` or `weight_decay`; to train nothing of it, use `model.freeze`"
+                yield Contradiction((("optimizer", "groups", index),), text)
+
+
+class _AdamWKeys(_OptimizerKeys):
+    learning_rate: float = Field(5e-5, gt=0)
+    """Peak learning rate of the schedule."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         default=[0.9, 0.999]
     )
@@ -35,27 +64,21 @@ class AdamW8bit(_AdamWKeys):
     name: Literal["adamw_8bit"]
 
 
-class SGD(Section):
+class SGD(_OptimizerKeys):
     """Stochastic gradient descent."""
 
     name: Literal["sgd"]
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate of the schedule."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Not applied to biases and norm weights."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """0: no momentum."""
 
 
-class Muon(Section):
+class Muon(_OptimizerKeys):
     """Muon (Jordan et al. 2024) for the matrices of the repeated layers; AdamW for all other parameters.
 
     Updates of matrices have the size of AdamW's (Liu et al. 2025), so both share learning rate and weight decay.
     """
 
     name: Literal["muon"]
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate of the schedule."""
     weight_decay: float = Field(0.1, ge=0)
     """Not applied to biases and norm weights."""
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -70,14 +93,12 @@ class Muon(Section):
     """Added by AdamW to the square root of the second mean."""
 
 
-class Adafactor(Section):
+class Adafactor(_OptimizerKeys):
     """Adafactor (Shazeer & Stern 2018): the second moments of a matrix are a row and a column."""
 
     name: Literal["adafactor"]
     learning_rate: float = Field(0.01, gt=0)
     """Peak learning rate of the schedule, relative to the size of each weight; at most 1 / sqrt(step)."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Not applied to biases and norm weights."""
     beta2_decay: float = Field(-0.8, le=0)
     """Exponent of the step in the decay rate of second moments."""
     clip_threshold: float = Field(1.0, ge=1)
@@ -86,17 +107,13 @@ class Adafactor(Section):
     """Minimum size of a weight, which scales its update."""
 
 
-class ScheduleFreeAdamW(Section):
+class ScheduleFreeAdamW(_OptimizerKeys):
     """Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate.
 
     Evaluations, checkpoints and exports have the averaged weights.
     """
 
     name: Literal["schedule_free_adamw"]
-    learning_rate: float = Field(gt=0)
-    """Peak learning rate of the schedule."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Not applied to biases and norm weights."""
     betas: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
         default=[0.9, 0.999]
     )

@@ -32,11 +32,12 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.forward import denominator_of, without_cache
 from trainer.engine.learning_rate import learning_rate, learning_rate_factor
-from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
+from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.zero import load_deepspeed
 from trainer.models.families.table import layers_of
 from trainer.models.fill import build_model
+from trainer.models.parameter_rules import parameter_groups
 from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.records import StepRecord
@@ -111,10 +112,11 @@ class PeerTraining:
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
         named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
-        trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model))
+        rules = parameter_groups(self.model, self.recipe.optimizer).rules
+        trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model), rules=rules)
         made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:
-            group["lr"] = self.recipe.optimizer.learning_rate
+            group["lr"] = self.recipe.optimizer.learning_rate * group[RATE]
         return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
 
 

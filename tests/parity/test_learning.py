@@ -1,0 +1,75 @@
+"""Parity of what a recipe does beside the plain training: groups of parameters, each with every kind of optimizer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, train_tiny
+from tests.helpers.turns import once
+from tests.parity.cases import TOLERANCES, WIDE, assert_same_curve, largest_difference
+from tests.parity.test_tasks import LAYOUTS
+from trainer.recipe.schema import Recipe
+
+STEPS = 4
+GROUPS = {
+    "groups": [{"match": "classifier", "learning_rate": 0.02}, {"match": ["pooler", "layer.1"], "weight_decay": 0.5}],
+    "layer_decay": 0.5,
+    "learning_rate": 0.01,
+}
+BERT = {**TINY_BERT, "initializer_range": 0.2, **WIDE["bert"]}
+_STABLE = {"name": "warmup_stable_decay", "warmup": 1, "decay": 2, "min_rate": 0.1}
+_CONSTANT = {"name": "constant"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "adamw": {"optimizer": GROUPS, "schedule": _STABLE},
+    **{
+        name: {"optimizer": {"name": name, **GROUPS}, "schedule": _CONSTANT}
+        for name in ("adamw_8bit", "muon", "adafactor", "sgd", "schedule_free_adamw")
+    },
+}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    **{name: (2, {"parallel": {"strategy": name}}) for name in ("zero1", "zero2", "zero3")},
+    "zero2-accumulated": (2, {"parallel": {"strategy": "zero2"}, "training": {"micro_batch_size": 2}}),
+}
+QUICK = (("adamw", "fsdp-accumulated"), ("adamw", "pipeline"))
+SLOW = (
+    *(("adamw", layout) for layout in ("ddp", "zero1", "zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
+    ("adamw_8bit", "fsdp-accumulated"),
+    ("muon", "fsdp-accumulated"),
+    ("adafactor", "tensor-sequence-accumulated"),
+    ("sgd", "zero3-tensor"),
+    ("schedule_free_adamw", "pipeline"),
+    ("schedule_free_adamw", "zero2"),
+)
+
+
+def recipe_of(feature: str, keys: dict[str, Any]) -> Recipe:
+    sections = {"model": {"config": BERT, "dropout": 0.1}, **FEATURES[feature], **keys}
+    return tiny_recipe(**{**sections, "training": {"max_steps": STEPS, **keys.get("training", {})}})
+
+
+def train(feature: str, keys: dict[str, Any]) -> Curve:
+    return train_tiny(recipe_of(feature, keys))
+
+
+@cache
+def reference(feature: str) -> Curve:
+    return once(f"parity of {feature}", lambda: train(feature, {}))
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)],
+)
+def test_any_layout_is_one_process(ranks: RankPools, feature: str, layout: str):
+    world_size, keys = MORE_LAYOUTS[layout]
+    expected = reference(feature)
+    tolerance = TOLERANCES.get(feature, TOLERANCES["fp32"])
+    for curve in ranks(world_size).run(train, feature, keys):
+        assert_same_curve(curve, expected, tolerance)
+    # Adam turns small gradients into whole steps, so a wrong rate shows in weights far above this.
+    assert largest_difference(curve, expected) < 2e-3

@@ -1,0 +1,151 @@
+"""Learning rates and weight decays of single parameters: `optimizer.groups` and `optimizer.layer_decay`.
+
+Rules are found on the whole model, before it is cut, so every layout has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from trainer.base.errors import Problems, UsageError
+from trainer.base.text import listed
+from trainer.models.adapters import matched_parameters
+from trainer.models.families.family import matches
+from trainer.models.families.table import FAMILIES, layers_of
+from trainer.models.names import aliases
+from trainer.recipe.schema import OptimizerSection
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """The learning rate and the weight decay of a parameter.
+
+    Args:
+        origin: the patterns of its group, or its part of the model.
+        rate: its learning rate, as a multiple of `optimizer.learning_rate`.
+        weight_decay: its weight decay, unless it is a bias or a norm weight.
+    """
+
+    origin: str
+    rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """The groups of the parameters of a whole model.
+
+    Args:
+        rules: the rule of each parameter, by name; empty: all parameters have the values of the optimizer.
+        table: the header and the rows of a table of the trained parameters; empty without rules.
+    """
+
+    rules: Mapping[str, ParameterRule] = field(default_factory=dict)
+    table: tuple[tuple[str, ...], ...] = ()
+
+
+def has_groups(optimizer: OptimizerSection) -> bool:
+    """Return whether parameters differ in learning rate or weight decay."""
+    return optimizer.groups is not None or optimizer.layer_decay is not None
+
+
+def parameter_groups(model: nn.Module, optimizer: OptimizerSection) -> ParameterGroups:
+    """Return the groups of the parameters of a whole model, perhaps on `meta`.
+
+    A group's own learning rate does not decay over layers.
+
+    Raises:
+        UsageError: a pattern matches nothing, two groups match one parameter, all matches of a group are frozen, or
+            the layers of the model are unknown.
+    """
+    if not has_groups(optimizer):
+        return ParameterGroups()
+    rules = {name: ParameterRule("others", 1.0, optimizer.weight_decay) for name, _ in model.named_parameters()}
+    if optimizer.layer_decay is not None:
+        for name, (part, power) in _heights(model).items():
+            rules[name] = ParameterRule(part, optimizer.layer_decay**power, optimizer.weight_decay)
+    owners: dict[str, str] = {}
+    problems = Problems()
+    for index, group in enumerate(optimizer.groups or ()):
+        patterns = [group.match] if isinstance(group.match, str) else group.match
+        key, origin = f"optimizer.groups[{index}].match", listed(patterns, 3)
+        with problems.collect():
+            for name in _matched(model, patterns, key):
+                if name in owners:
+                    raise UsageError(
+                        f"`{key}` must match other parameters than earlier groups, but {origin} and {owners[name]} both"
+                        f" match {name}; narrow one of them"
+                    )
+                owners[name] = origin
+                decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
+                own = group.learning_rate
+                rate = rules[name].rate if own is None else own / optimizer.learning_rate
+                rules[name] = ParameterRule(origin, rate, decay)
+    problems.raise_all()
+    return ParameterGroups(rules, _table(model, optimizer, rules))
+
+
+def _table(
+    model: nn.Module, optimizer: OptimizerSection, rules: Mapping[str, ParameterRule]
+) -> tuple[tuple[str, ...], ...]:
+    found: dict[ParameterRule, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault(rules[name], []).append(parameter.numel())
+    rows = [
+        (
+            rule.origin,
+            f"{len(sizes):,}",
+            f"{sum(sizes):,}",
+            f"{rule.rate * optimizer.learning_rate:.4g}",
+            f"{rule.weight_decay:g}",
+        )
+        for rule, sizes in found.items()
+    ]
+    return ("group", "tensors", "parameters", "learning rate", "weight decay"), *rows
+
+
+def _matched(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
+    """Return the first names of the parameters of a group.
+
+    Raises:
+        UsageError: a pattern matches nothing, or all matches are frozen.
+    """
+    any_names = matched_parameters(model, patterns, key)
+    found = {names[0]: parameter for parameter, names in aliases(model).items() if any_names.intersection(names)}
+    if not any(parameter.requires_grad for parameter in found.values()):
+        raise UsageError(f"`{key}` must match trained parameters, but {listed(patterns, 3)} matches frozen ones only")
+    return list(found)
+
+
+def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Return the part of the model and the power of the decay over layers of each parameter.
+
+    The head has power 0, the top layer 1, and the embeddings one more than the lowest layer. An encoder is below its
+    decoder.
+    """
+    layers = layers_of(model)
+    powers = {name: len(layers) - index for index, name in enumerate(layers)}
+    found: dict[nn.Parameter, tuple[str, int]] = {}
+    for module, layer in _around(model, list(layers)):
+        part = ("embeddings", len(layers) + 1) if layer is None else (layer, powers[layer])
+        found |= dict.fromkeys(module.parameters(), part)
+    for name, module in layers.items():
+        found |= dict.fromkeys(module.parameters(), (name, powers[name]))
+    return {names[0]: found.get(parameter, ("head", 0)) for parameter, names in aliases(model).items()}
+
+
+def _around(model: Any, layers: Sequence[str]) -> Iterator[tuple[nn.Module, str | None]]:
+    """Yield the modules around the layers, and the layer with the rate of each; None: the rate of the embeddings."""
+    family = FAMILIES.get(model.config.model_type)
+    modules = dict(model.base_model.named_modules())
+    for stack in family.stages.stacks if family and family.stages else ():
+        last = [name for name in layers if matches(stack.layers, name)][-1]
+        for patterns, layer in ((stack.before, None), (stack.after, last)):
+            yield from ((modules[name], layer) for name in modules if any(matches(one, name) for one in patterns))
+    if family is None or family.stages is None:
+        yield from ((module, None) for module in modules.values() if isinstance(module, nn.Embedding))
