@@ -1,4 +1,4 @@
-"""Parity of what a recipe does beside the plain training: groups of parameters, each with every kind of optimizer."""
+"""Parity of controls of the learning: groups of parameters with every optimizer, and averages of the weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         name: {"optimizer": {"name": name, **GROUPS}, "schedule": _CONSTANT}
         for name in ("adamw_8bit", "muon", "adafactor", "sgd", "schedule_free_adamw")
     },
+    "ema": {"optimizer": {"learning_rate": 0.01}, "training": {"ema_decay": 0.7}},
+    "ema_adafactor": {"optimizer": {"name": "adafactor"}, "training": {"ema_decay": 0.7}},
 }
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **LAYOUTS,
     **{name: (2, {"parallel": {"strategy": name}}) for name in ("zero1", "zero2", "zero3")},
     "zero2-accumulated": (2, {"parallel": {"strategy": "zero2"}, "training": {"micro_batch_size": 2}}),
 }
-QUICK = (("adamw", "fsdp-accumulated"), ("adamw", "pipeline"))
+QUICK = (("adamw", "fsdp-accumulated"), ("adamw", "pipeline"), ("ema", "fsdp-accumulated"))
 SLOW = (
     *(("adamw", layout) for layout in ("ddp", "zero1", "zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
     ("adamw_8bit", "fsdp-accumulated"),
@@ -44,12 +46,15 @@ SLOW = (
     ("sgd", "zero3-tensor"),
     ("schedule_free_adamw", "pipeline"),
     ("schedule_free_adamw", "zero2"),
+    *(("ema", layout) for layout in ("zero1", "zero2-accumulated", "tensor-sequence-accumulated", "pipeline")),
+    ("ema_adafactor", "fsdp-accumulated"),
 )
 
 
 def recipe_of(feature: str, keys: dict[str, Any]) -> Recipe:
     sections = {"model": {"config": BERT, "dropout": 0.1}, **FEATURES[feature], **keys}
-    return tiny_recipe(**{**sections, "training": {"max_steps": STEPS, **keys.get("training", {})}})
+    training = {"max_steps": STEPS, **FEATURES[feature].get("training", {}), **keys.get("training", {})}
+    return tiny_recipe(**{**sections, "training": training})
 
 
 def train(feature: str, keys: dict[str, Any]) -> Curve:

@@ -242,6 +242,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
     *_excludes(
+        Condition("training.ema_decay", "a number", lambda value: value is not None),
+        (_is("optimizer.name", "schedule_free_adamw"), "it averages the weights itself", "set the decay to null"),
+        (
+            _is(_STRATEGY, "zero3"),
+            "DeepSpeed would gather the trained weights in evaluations",
+            "use zero2 or fsdp",
+        ),
+        (
+            _is("weights", "bf16_compensated", "bf16_stochastic"),
+            "averages in bf16 would lose small changes",
+            "use weights fp32",
+        ),
+    ),
+    *_excludes(
         _is("weights", "bf16_compensated", "bf16_stochastic"),
         (
             _is("precision", "fp32", "fp16"),

@@ -105,7 +105,7 @@ def planned_state_bytes(
     models = list(models)
     recipe, strategy = plan.recipe, plan.strategy
     trained = TrainedParameters.of(models, recipe, placements, mesh)
-    bytes_of = optimizer_class(recipe.optimizer).state_bytes(recipe.optimizer, trained)
+    bytes_of = optimizer_class(recipe.optimizer, recipe.training.ema_decay).state_bytes(recipe.optimizer, trained)
     master_bytes = 4 if strategy.zero_stage else 0  # DeepSpeed keeps a copy beside the parameters, in fp32 too
     own = state_bytes(
         placements,

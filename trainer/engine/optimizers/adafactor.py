@@ -69,7 +69,8 @@ class Adafactor(EngineOptimizer):
         for parameter, like in zip(batch, gradient, strict=True):
             if not self.state[parameter]:
                 self.state[parameter].update(_zeros_for(like))
-        states = {key: [self.state[parameter][key] for parameter in batch] for key in self.state[batch[0]]}
+        keys = [key for key in self.state[batch[0]] if key in self.whole_keys]
+        states = {key: [self.state[parameter][key] for parameter in batch] for key in keys}
         old = {key: stack_of(tensors) for key, tensors in states.items()}
         updated, new = _factored_update(whole, gradient, old, group)
         del whole, gradient

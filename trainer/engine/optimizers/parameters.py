@@ -67,6 +67,7 @@ class TrainedParameters:
         whole: the access to whole tensors.
         rounding_seed: the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation.
         rules: learning rates and weight decays that differ from those of the optimizer, by name.
+        ema_decay: the decay of the averages of the weights; None: there are none.
     """
 
     named: Mapping[str, nn.Parameter]
@@ -75,6 +76,7 @@ class TrainedParameters:
     whole: WholeAccess = field(default_factory=lambda: WholeAccess({}))
     rounding_seed: int | None = None
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
+    ema_decay: float | None = None
 
     @classmethod
     def of(
@@ -97,6 +99,7 @@ class TrainedParameters:
             WholeAccess({parameter: placements[name] for name, parameter in named.items()}, mesh),
             recipe.training.seed if recipe.weights == "bf16_stochastic" else None,
             {name: rules[placements[name].name] for name in named if rules},
+            recipe.training.ema_decay,
         )
 
     @property

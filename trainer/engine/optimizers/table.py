@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.engine.optimizers.adafactor import Adafactor
 from trainer.engine.optimizers.adamw import AdamW
+from trainer.engine.optimizers.averaging import averaged
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.eight_bits import AdamW8bit
 from trainer.engine.optimizers.muon import Muon
@@ -22,11 +23,12 @@ OPTIMIZERS: dict[str, type[EngineOptimizer]] = {
 }
 
 
-def optimizer_class(section: OptimizerSection) -> type[EngineOptimizer]:
-    """Return the class of a recipe's optimizer."""
-    return OPTIMIZERS[section.name]
+def optimizer_class(section: OptimizerSection, ema_decay: float | None = None) -> type[EngineOptimizer]:
+    """Return the class of a recipe's optimizer, with averages of the weights if they have a decay."""
+    found = OPTIMIZERS[section.name]
+    return found if ema_decay is None else averaged(found, ema_decay)
 
 
 def build_optimizer(section: OptimizerSection, trained: TrainedParameters) -> EngineOptimizer:
     """Return the recipe's optimizer for the parameters of a model."""
-    return optimizer_class(section).build(section, trained)
+    return optimizer_class(section, trained.ema_decay).build(section, trained)

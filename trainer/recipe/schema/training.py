@@ -30,6 +30,9 @@ class Training(Section):
     have about equal work. Padding counts, except with `data.packing`. The training is the same."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global gradient norm, by clipping; null: no clipping."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Average the weights after each step, with this share of the old average, such as 0.999. Evaluations, checkpoints
+    and exports have the averages; null: no averages."""
     check_replicas: IntervalField | None = None
     """How often to check that replicas of weights are bitwise equal; null: never."""
     max_bad_steps: Annotated[int, Field(ge=0)] = 0

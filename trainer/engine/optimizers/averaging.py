@@ -1,0 +1,89 @@
+"""Exponential moving averages of the weights, beside any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.optimizers.batches import stepped
+from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.parallel.shards.gathering import local_part
+
+_OTHER = "other_weights"
+"""The key of the state: the averages while parameters hold the trained weights, and the other way round."""
+
+
+def averaged(optimizer: type[EngineOptimizer], decay: float) -> type[EngineOptimizer]:
+    """Return the class of an optimizer that averages the weights after each step, as `torch.optim.swa_utils` does.
+
+    The first step sets the average. Evaluations, checkpoints and exports have the averages. A bad step changes none.
+
+    Args:
+        optimizer: the class.
+        decay: the share of the old average in the new one.
+    """
+    return type(optimizer.__name__, (_Averaged, optimizer), {"decay": decay})
+
+
+class _Averaged(EngineOptimizer):
+    decay: float
+    _is_shown = False
+
+    @classmethod
+    def state_bytes(cls, section: Any, trained: TrainedParameters) -> Callable[[str, int], int]:
+        own = super().state_bytes(section, trained)
+        return lambda name, number: own(name, number) + 4 * number
+
+    def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]
+        text = (
+            f"evaluations, checkpoints and exports have averages of the weights (`training.ema_decay` {self.decay:g})"
+        )
+        return [*super().notes(device), text]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        trained = [parameter for group in self.param_groups for parameter in stepped(group["params"])]
+        loss = super().step(closure)
+        share: float | Tensor = 1 - self.decay
+        if self.found_inf is not None:
+            share = share * (1 - self.found_inf)
+        for parameter in trained:
+            state = self.state[parameter]
+            if _OTHER in state:
+                average = local_part(state[_OTHER])
+                weight = share.to(average.dtype) if isinstance(share, Tensor) else share
+                average.lerp_(local_part(parameter.detach()), weight)
+            else:
+                state[_OTHER] = parameter.detach().clone()
+        return loss
+
+    def show(self) -> bool:
+        return self._swap(to_averages=True)
+
+    def hide(self) -> bool:
+        return self._swap(to_averages=False)
+
+    def load(self, scalars: Any) -> None:
+        super().load(scalars)
+        self._is_shown = True
+
+    @torch.no_grad()
+    def _swap(self, to_averages: bool) -> bool:
+        if self._is_shown == to_averages:
+            return False
+        for parameter, other in self._pairs():
+            held = parameter.detach().clone()
+            parameter.copy_(other)
+            other.copy_(held)
+        self._is_shown = to_averages
+        return True
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if _OTHER in self.state.get(parameter, {}):
+                    yield parameter, self.state[parameter][_OTHER]
