@@ -29,7 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         name: {"optimizer": {"name": name, **GROUPS}, "schedule": _CONSTANT}
         for name in ("adamw_8bit", "muon", "adafactor", "sgd", "schedule_free_adamw")
     },
-    "ema": {"optimizer": {"learning_rate": 0.01}, "training": {"ema_decay": 0.7}},
+    "ema": {"optimizer": {"name": "sgd", "learning_rate": 0.1}, "training": {"ema_decay": 0.7}},
     "ema_adafactor": {"optimizer": {"name": "adafactor"}, "training": {"ema_decay": 0.7}},
 }
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -76,5 +76,6 @@ def test_any_layout_is_one_process(ranks: RankPools, feature: str, layout: str):
     tolerance = TOLERANCES.get(feature, TOLERANCES["fp32"])
     for curve in ranks(world_size).run(train, feature, keys):
         assert_same_curve(curve, expected, tolerance)
-    # Adam turns small gradients into whole steps, so a wrong rate shows in weights far above this.
-    assert largest_difference(curve, expected) < 2e-3
+    # Adam turns gradients near 0 into whole steps of either sign.
+    most = 1e-4 if "sgd" in str(FEATURES[feature]) else 5e-3
+    assert largest_difference(curve, expected) < most
