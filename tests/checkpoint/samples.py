@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import torch
@@ -71,3 +73,15 @@ def is_whole(state: SavedState | None, step: int, num_elements: int = 12) -> boo
         and state.facts.progress.step == step
         and all(torch.equal(state.read(name), tensor) for name, tensor in tensors_of(step, num_elements).items())
     )
+
+
+def changed(content: bytes, change: int) -> bytes:
+    """Return content with a flipped bit, cut, doubled, or of another file."""
+    place = random.Random(change).randrange(len(content))
+    kinds = (
+        content[:place] + bytes([content[place] ^ 1 << change % 8]) + content[place + 1 :],
+        content[:place],
+        content[:place] + content,
+        os.urandom(len(content)),
+    )
+    return kinds[change % len(kinds)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.checkpoint.samples import changed
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
+from trainer.base.digests import file_digest
+from trainer.base.disk import remove
 from trainer.base.errors import RecipeError, UsageError
+from trainer.checkpoint import format as format_
 from trainer.checkpoint import handover, host_memory, memory_folder
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
@@ -240,7 +246,14 @@ class TestOneHost:
         with pytest.raises(UsageError, match="it is damaged; remove its folder"):
             memory_of(tmp_path).enter("key")
 
-    @pytest.mark.parametrize("places", [["rank-00001-of-00001"], ["rank-00000-of-00002", "rank-00002-of-00002"]])
+    @pytest.mark.parametrize(
+        "places",
+        [
+            ["rank-00001-of-00001"],
+            ["rank-00000-of-00002", "rank-00002-of-00002"],
+            ["rank-000000000-of-999999999"],  # a range of so many would fill the memory
+        ],
+    )
     def test_shares_of_ranks_that_cannot_be_are_no_checkpoint(self, places):
         assert complete_in([(0, {place: [3] for place in places})]) == {}
 
@@ -284,6 +297,41 @@ class TestOneHost:
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (2, True)
         assert "skipped the checkpoint of step 4 in memory" in notes[0]
+
+    def test_shares_damaged_in_many_ways_are_passed_over(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(format_, "sync", lambda path: None)
+        save(tmp_path, [4, 6])
+        place = share_of(tmp_path, 0, 0, 1, 6).parents[2]
+        shutil.copytree(place, tmp_path / "whole")
+
+        def resumed() -> int | None:
+            step, is_whole, _ = resume(tmp_path)
+            assert is_whole == (step is not None)
+            remove(place)
+            shutil.copytree(tmp_path / "whole", place)
+            return step
+
+        def put(file: Path, make: Callable[[Path], object]) -> None:
+            remove(file)
+            make(file)
+
+        assert resumed() == 6
+        newest = place / "checkpoints" / "step-00000006"
+        for file in [path for path in newest.iterdir() if path.is_file()]:
+            for change in range(40):
+                file.write_bytes(changed(file.read_bytes(), change))
+                assert resumed() == 4, (file, change)
+            for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: None):
+                put(file, make)
+                assert resumed() == 4, file
+        stale = place / "checkpoints" / "step-00000004"
+        remove(newest)
+        shutil.copytree(stale, newest)  # a share of an earlier step
+        assert resumed() == 4
+        for make in (Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere"), lambda path: None):
+            for folder in (place, place / "checkpoints"):
+                put(folder, make)
+                assert resumed() is None, folder
 
     def test_another_training_is_passed_over(self, tmp_path):
         save(tmp_path, [2])
@@ -443,6 +491,17 @@ class TestSeveralHosts:
         assert "No space left on device; training continues" in note
         assert others == []
         assert [found[:2] for found in ranks(2).run(resume, tmp_path)] == [(2, True)] * 2
+
+    def test_shares_of_two_trainings_are_no_checkpoint(self, ranks: RankPools, tmp_path):
+        ranks(2).run(save, tmp_path, [2, 4], 2)
+        facts = share_of(tmp_path, 0, 1, 2, 4).with_name("state.json")
+        facts.write_text(facts.read_text().replace('"seed": 42', '"seed": 41'))
+        sums = facts.with_name("SHA256SUMS")
+        lines = [line for line in sums.read_text().splitlines(keepends=True) if "state.json" not in line]
+        sums.write_text("".join([*lines, f"{file_digest(facts)}  state.json\n"]))
+        for step, is_whole, notes in ranks(2).run(resume, tmp_path, 2):
+            assert (step, is_whole) == (2, True)
+            assert notes[0] == "skipped the checkpoint of step 4 in memory: its shares are of several trainings"
 
     def test_a_share_of_an_incomplete_checkpoint_is_not_used(self, ranks: RankPools, tmp_path):
         ranks(2).run(save, tmp_path, [2, 4], 2)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from tests.checkpoint.samples import changed
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.webhdfs import WebHdfs, webhdfs
 from trainer.base.errors import ExitCode, TrainerError, UsageError
@@ -126,6 +127,49 @@ def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert code == ExitCode.DONE
         assert ("it is damaged: it lacks model/config.json" in text) == (damage == "lost")
         assert "the checkpoint of step 2 was downloaded" in text
+
+
+def test_damaged_copies_are_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each file of the newest copy is damaged in many ways; the run takes the copy before it."""
+    monkeypatch.setattr(mirror, "sync", lambda path: None)
+    assert run(tmp_path, "training.stop_at_step=2") == ExitCode.STOPPED
+    copies = tmp_path / "copies" / "checkpoints"
+    newest = copies / "step-00000002"
+    files = [path for path in newest.rglob("*") if path.is_file()]
+    whole = {path: path.read_bytes() for path in files}
+
+    def fetched() -> list[int]:
+        store = CheckpointStore(tmp_path / "elsewhere", keep=1)
+        store.open()
+        mirror_of(tmp_path, store).fetch()
+        steps = store.steps()
+        shutil.rmtree(tmp_path / "elsewhere")
+        return steps
+
+    assert fetched() == [2]
+    for file, content in whole.items():
+        for change in range(40):
+            file.write_bytes(changed(content, change))
+            assert fetched() == [1], (file, change)
+        for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")):
+            file.unlink()
+            make(file)
+            assert fetched() == [1], file
+            file.rmdir() if file.is_dir() else file.unlink()
+            file.write_bytes(content)
+    newest.rename(copies / "step-00000009")  # a whole copy, of another step
+    assert fetched() == [1]
+
+
+def test_a_copy_with_cut_or_other_sums_is_uploaded_again(tmp_path: Path):
+    assert run(tmp_path) == ExitCode.DONE
+    copies = tmp_path / "copies" / "checkpoints"
+    sums = copies / "step-00000004" / SUMS
+    whole = sums.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", (copies / "step-00000003" / SUMS).read_bytes()):
+        sums.write_bytes(content)
+        assert run(tmp_path) == ExitCode.DONE
+        assert sums.read_bytes() == whole
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "model/../../escaped", "/escaped", "model/.hidden"])

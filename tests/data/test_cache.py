@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
 
-from trainer.data.cache import CorruptEntryError, EntryWriter, open_entry
+from tests.checkpoint.samples import changed
+from trainer.data.cache import CorruptEntryError, EntryWriter, open_entry, open_or_write
 
 ROWS = {"input_ids": [[1, 2, 3], [4]], "token_type_ids": [[0, 0, 1], [0]], "labels": [1, 0], "cut": [True, False]}
 
@@ -110,3 +113,40 @@ def test_damage_is_found(tmp_path, damage):
     damage(entry)
     with pytest.raises(CorruptEntryError):
         open_entry(entry, verify=True)
+
+
+def test_two_runs_that_share_a_damaged_entry(tmp_path):
+    """Each file is damaged in many ways, before both runs open the entry and while they hold it."""
+    cache, num_written = tmp_path / "cache", 0
+
+    def fill(writer):
+        nonlocal num_written
+        num_written += 1
+        writer.add(ROWS)
+
+    def both():
+        found = []
+        runs = [threading.Thread(target=lambda: found.append(open_or_write(cache, "entry", fill))) for _ in range(2)]
+        for run in runs:
+            run.start()
+        for run in runs:
+            run.join()
+        assert [split.tokens["input_ids"].tolist() for split in found] == [[1, 2, 3, 4]] * 2
+        return found
+
+    held = both()
+    files = sorted((cache / "entry").iterdir())
+    assert (num_written, len(files)) == (1, 5)
+    for file in files:
+        for change in range(24):
+            content, before = file.read_bytes(), num_written
+            damaged = changed(content, change)
+            file.unlink()  # a write in place would reach the runs that hold the entry
+            file.write_bytes(damaged)
+            both()
+            assert num_written - before == (damaged != content), (file, change)
+        for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: None):
+            file.unlink()
+            make(file)
+            both()
+    assert [split.tokens["input_ids"].tolist() for split in held] == [[1, 2, 3, 4]] * 2

@@ -1,6 +1,6 @@
 """A program like `trainer run` with a run of a few lines, which the tests of local ranks start.
 
-`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N]`. Importing this file replaces
+`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N] [--max-restarts N]`. Importing this file replaces
 `trainer.training.run` by its own run, also in spawned ranks, which import it too.
 """
 
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import torch
 
-from trainer.base.errors import DataError, NonFiniteError, TrainerError
+from trainer.base.errors import DataError, NonFiniteError, TrainerError, UsageError
 from trainer.launch import local
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
@@ -54,6 +54,19 @@ def ignore_signals(folder: Path, rank: int) -> int:
     return 0
 
 
+def end_as(endings: str, folder: Path, rank: int) -> int:
+    """End with the exit code of this attempt, or by a signal; `1,kill,75` are those of three attempts."""
+    attempt = len(list(folder.glob(f"attempt*-{rank}")))
+    (folder / f"attempt{attempt}-{rank}").touch()
+    ending = endings.split(",")[attempt]
+    if ending == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = {"1": RuntimeError("a bug"), "2": UsageError("a wrong key"), "3": NonFiniteError("the loss is nan")}
+    if ending in errors:
+        raise errors[ending]
+    return int(ending)
+
+
 def run(resolved: SimpleNamespace, environment: LaunchEnvironment, callbacks: Sequence[object] = ()) -> int:
     rank, behaviour, folder = environment.rank, resolved.behaviour, Path(os.environ.get("PROGRAM_FOLDER", "."))
     if behaviour == "report":
@@ -80,6 +93,8 @@ def run(resolved: SimpleNamespace, environment: LaunchEnvironment, callbacks: Se
     elif behaviour == "prepare":
         (folder / f"ready{rank}").touch()
         time.sleep(600)
+    elif behaviour.startswith("end="):
+        return end_as(behaviour.removeprefix("end="), folder, rank)
     elif behaviour == "stop":
         return stop_when_told(folder, rank)
     elif behaviour == "deaf":
@@ -95,11 +110,12 @@ def main(argv: list[str]) -> int:
     if "--spawn" in argv:
         local._start_method = lambda: "spawn"
     processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None
+    restarts = int(argv[argv.index("--max-restarts") + 1]) if "--max-restarts" in argv else 0
     threads: list[int] = []
     os.register_at_fork(before=lambda: threads.append(len(os.listdir("/proc/self/task"))))
     try:
         for _ in range(int(argv[argv.index("--starts") + 1]) if "--starts" in argv else 1):
-            code = local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0]), processes)
+            code = local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0]), processes, restarts)
         if "--starts" in argv:
             print(f"threads at the forks: {threads}")
         return code

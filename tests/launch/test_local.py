@@ -269,6 +269,23 @@ def test_a_spawned_rank_repeats_registrations(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_each_ending_of_a_restart_has_its_exit_code(tmp_path):
+    """Only failures restart, and the last attempt decides. A rank and its launcher end alike."""
+    endings = {"1,0": 0, "1,kill,1": 1, "1,2": 2, "1,3": 3, "kill,75": 75, "3": 3}
+    started = {}
+    for number, behaviour in enumerate(endings):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = (f"end={behaviour}", "--processes", "2", "--max-restarts", "2")
+        started[behaviour] = folder, start(*words, PROGRAM_FOLDER=str(folder))
+    for behaviour, (folder, process) in started.items():
+        ended, attempts = finish(process), behaviour.count(",") + 1
+        assert ended.returncode == endings[behaviour], (behaviour, ended.stderr)
+        assert len(list(folder.glob("attempt*-0"))) == attempts, behaviour
+        assert ended.stderr.count("all ranks start again") == attempts - 1, behaviour
+
+
+@pytest.mark.slow
 def test_the_cursor_comes_back_after_a_killed_rank():
     """A second Ctrl-C kills ranks too, and a killed rank 0 cannot show the cursor that its bar hid."""
     code = """

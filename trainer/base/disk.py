@@ -9,15 +9,18 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.base.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Answer = TypeVar("Answer")
 
 UNFINISHED = ".saving-"
 """Prefix of the name of a file or folder that is still being written; readers ignore it."""
@@ -94,8 +97,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     path.chmod(mode)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a kill at any moment leaves either the old file or the new one.
+def replace_text(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text, perhaps in parts, atomically: a kill at any moment leaves either the old file or the new one.
 
     Raises:
         OSError: it cannot be written; the old file is unchanged.
@@ -104,7 +107,7 @@ def replace_text(path: Path, text: str) -> None:
     remove(new)  # of a process that was killed here, or a link
     try:
         with new.open("x", encoding="utf-8", newline="") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
         sync(new)
         os.replace(new, path)
     except BaseException:
@@ -155,6 +158,15 @@ def is_in_memory(folder: Path) -> bool:
     folder = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
+
+
+def within(seconds: float, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """Return the answer to a question about files, or `otherwise` if a disk that hangs gives none in time."""
+    answers: list[Answer] = []
+    asker = threading.Thread(target=lambda: answers.append(question()), name="disk", daemon=True)
+    asker.start()
+    asker.join(seconds)
+    return answers[0] if answers else otherwise
 
 
 FOLDER_FIX = '; for a data set in a folder set `data.source` to "hub", or to "folder" if `save_to_disk` wrote it'

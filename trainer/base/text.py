@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# C0 except tab and newline, DEL, C1, line and paragraph separators, and marks that change the direction of text.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# C0 except tab and newline, DEL, C1, line and paragraph separators, marks that change the direction of text, and halves
+# of surrogate pairs, which have no encoding.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _ASSIGNED_SECRET = re.compile(
     r"""(['"])?(\b\w*_(?:API_KEY|TOKEN|PASSWORD)=)(?(1)(?:(?!\1).)*|(?:'[^']*'|"[^"]*"|[^\s&]+))"""
 )

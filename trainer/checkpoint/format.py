@@ -35,7 +35,7 @@ FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _SHARE_NAME = re.compile(r"state-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){{1,2}}")
-_LARGEST_FACTS_BYTES = 1 << 30
+LARGEST_FACTS_BYTES = 1 << 30
 _LONGEST_REASON = 200
 
 
@@ -420,7 +420,7 @@ def _regular(path: Path) -> os.stat_result:
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
-    if _regular(folder / FACTS).st_size > _LARGEST_FACTS_BYTES:
+    if _regular(folder / FACTS).st_size > LARGEST_FACTS_BYTES:
         raise ValueError(f"it is damaged: {FACTS} is too long")
     try:
         described = json.loads((folder / FACTS).read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
+from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.base.text import size
 from trainer.checkpoint.format import (
@@ -254,7 +255,10 @@ class HostMemory(WritingTier[None]):
         shapes = self._mesh.share(gather_shapes(self._mesh, own_shapes))
         keys = [(part, [(box.key, box.shape) for box in boxes]) for part, (boxes, _) in shares.items()]
         first = replace(shares[0][1], shapes={}).to_json() if 0 in shares else None
+        trainings = [digest_of(facts.identity) for _, facts in shares.values()]
         gathered = self._mesh.all_gather((first, keys))
+        if len({one for some in self._mesh.all_gather(trainings) for one in some}) > 1:
+            raise ValueError("its shares are of several trainings")
         facts = replace(Facts.from_json(next(one for one, _ in gathered if one is not None)), shapes=shapes)
         boxes, remote = [], {}
         for part, listed in (one for _, some in gathered for one in some):

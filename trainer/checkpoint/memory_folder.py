@@ -154,6 +154,9 @@ def held_in(root: Path) -> dict[str, list[int]]:
     held = {}
     for place in places(root):
         store = CheckpointStore(place, KEPT)
+        for folder in (place, store.folder):
+            if folder.is_symlink() or not folder.is_dir():  # it holds no share, and would be in the way of the next
+                remove(folder)
         store.open()
         held[place.name] = store.steps()
     return held
@@ -171,7 +174,8 @@ def complete_in(held: Iterable[tuple[int, Mapping[str, Sequence[int]]]]) -> dict
             part, size = map(int, re.findall("[0-9]+", name))
             for step in steps:
                 holders.setdefault((step, size), {}).setdefault(part, []).append(holder)
-    return {key: parts for key, parts in holders.items() if parts.keys() == set(range(key[1]))}
+    # A name may claim any number of ranks, so it makes no range.
+    return {key: parts for key, parts in holders.items() if len(parts) == key[1] and max(parts) < key[1]}
 
 
 def places(root: Path) -> list[Path]:

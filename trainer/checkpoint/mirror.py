@@ -10,17 +10,17 @@ import posixpath
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.base.disk import sync
+from trainer.base.disk import read_plain, sync
 from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.format import FACTS, SUMS, read_sizes, verify
+from trainer.checkpoint.format import FACTS, LARGEST_FACTS_BYTES, SUMS, open_verified, read_sizes, verify
 from trainer.checkpoint.store import steps_of
 from trainer.checkpoint.tier import WRITING, Background, Tier
 from trainer.engine.state import EngineState
@@ -175,7 +175,7 @@ class Mirror(Tier):
     def _send_missing(self, last: int) -> list[str]:
         copied, notes = self._whole_copies(), []
         for step in reversed([step for step in self._store.steps() if step <= last]):
-            if step in copied:
+            if step in copied and self._is_copy(step):
                 break
             try:
                 if step != self._disk.last:  # that one was verified when it was loaded
@@ -186,6 +186,12 @@ class Mirror(Tier):
             self.send(step)
             break
         return notes
+
+    def _is_copy(self, step: int) -> bool:
+        """Return whether a copy has the sums of the checkpoint on the disk: they may be cut, or of another run."""
+        with self._refusing(f"{self._folder(step)}/{SUMS}", "read"):
+            sums = self._ask(lambda: self._files.cat_file(f"{self._place(step)}/{SUMS}"))
+        return bool(sums == read_plain(self._store.path(step) / SUMS))
 
     def begin_poll(self) -> Callable[[], None]:
         """See `Tier`. The disk is settled before."""
@@ -287,7 +293,7 @@ class Mirror(Tier):
             temporary = self._store.begin(step)
             try:
                 self._download(step, temporary)
-                verify(temporary)
+                open_verified(temporary, step=step)  # a run would pass over it, and begin anew beside older copies
             except (FileNotFoundError, ValueError) as error:
                 self._store.discard(step)
                 notes.append(f"skipped the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")
@@ -337,19 +343,24 @@ class Mirror(Tier):
             ValueError: the copy is damaged.
         """
 
-        def download(name: str, num_bytes: int) -> None:
+        def download(name: str, num_bytes: int | None = None) -> None:
             remote, local = f"{self._place(step)}/{name}", folder / name
             local.parent.mkdir(parents=True, exist_ok=True)
             with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
-                is_there = self._exists(remote)
-                if is_there:
-                    self._ask(partial(self._files.get_file, remote, str(local)), num_bytes)
-            if not is_there:
+                found = self._info(remote)
+            if found is None:
                 raise FileNotFoundError(f"it is damaged: it lacks {name}")
+            if found.get("type") != "file":
+                raise ValueError(f"it is damaged: {name} is no file")
+            size = found.get("size")  # None: the place does not know it
+            if size is not None and (size > LARGEST_FACTS_BYTES if num_bytes is None else size != num_bytes):
+                raise ValueError(f"it is damaged: {name} has {size} bytes and should have {num_bytes or 'fewer'}")
+            with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
+                self._ask(partial(self._files.get_file, remote, str(local)), num_bytes or 0)
             sync(local)
 
-        download(SUMS, 0)
-        download(FACTS, 0)
+        download(SUMS)
+        download(FACTS)
         for name, size in read_sizes(folder).items():
             download(name, size)
 
@@ -371,13 +382,15 @@ class Mirror(Tier):
         self._is_lost = False
         return answer
 
-    def _exists(self, path: str) -> bool:
-        """Return whether there is a file; fsspec's `exists` would return False for a server that is away."""
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        """Return the type and size of a file, or None; fsspec's `exists` returns False for a server that is away."""
         try:
-            self._ask(lambda: self._files.info(path))
+            return self._ask(lambda: dict(self._files.info(path)))
         except FileNotFoundError:
-            return False
-        return True
+            return None
+
+    def _exists(self, path: str) -> bool:
+        return self._info(path) is not None
 
     def _send_folder(self, folder: Path, place: str, last: str) -> None:
         """Upload a folder; the file `last`, which marks a whole copy, is removed first and comes back last."""

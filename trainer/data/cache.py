@@ -22,7 +22,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from trainer.base.digests import code_digest, digest_of, file_digest
-from trainer.base.disk import remove
+from trainer.base.disk import read_plain, remove
 from trainer.base.distribution import installed
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.extensions import packages
@@ -208,7 +208,7 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
     if not folder.exists():
         raise FileNotFoundError(folder)
     try:
-        meta = json.loads((folder / _META).read_text())
+        meta = json.loads(read_plain(folder / _META))
         if any("/" in name for name in meta["arrays"]):
             raise CorruptEntryError(f"{folder / _META} names files of other folders")
         arrays = {name: _map_array(folder / name, array, verify) for name, array in meta["arrays"].items()}

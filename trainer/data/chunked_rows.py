@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import DataError, UsageError
-from trainer.data.formats.base import Row, reason
+from trainer.data.formats.base import Row, reason, require_bounded
 from trainer.data.formats.table import READERS, Format
 
 OUTPUT_FORMATS: dict[str, Format] = {
@@ -53,6 +53,7 @@ def read_chunks(
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
+    require_bounded(READERS[file_format], path, where)
     rows = READERS[file_format].rows(path, where)
     try:
         for _ in itertools.islice(rows, skip):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.errors import DataError, UsageError, causes, storage_error
-from trainer.data.formats.base import DAMAGED, Files, Loaded, TextOptions, open_text, reason
+from trainer.data.formats.base import DAMAGED, Files, Loaded, TextOptions, open_text, reason, require_bounded
 from trainer.data.formats.table import FORMAT_OF_ENDING, READERS, Format, format_of
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -98,6 +98,7 @@ def read_files(file_format: Format, files: Files) -> Loaded:
     for path in files.paths:
         if not path.stat().st_size:
             raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty")
+        require_bounded(reader, path, f"`{key}`")
     try:
         return reader.load(files)
     except (datasets.exceptions.DatasetsError, ValueError, RecursionError, *DAMAGED) as error:

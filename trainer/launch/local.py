@@ -23,6 +23,7 @@ import psutil
 
 from trainer.base import extensions
 from trainer.base.collector import importing
+from trainer.base.disk import within
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, OutOfMemoryError, TrainerError
 from trainer.base.scratch import scratch_folder
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
@@ -62,6 +63,7 @@ class Training:
 
 
 _TRAINING = Training()
+_DISK_SECONDS = 5.0  # to read the positions of the ranks: the file server of their folder may hang
 _RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
@@ -306,7 +308,8 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
                 " are unchanged",
                 ExitCode.FAILED,
             )
-        statuses = read_statuses(Path(resolved.recipe.checkpoint.folder))
+        place, none = Path(resolved.recipe.checkpoint.folder), dict[int, Status]()
+        statuses = within(_DISK_SECONDS, lambda: read_statuses(place), none)
         raise _error_of(failures[0], read_reports(folder), statuses, number, stop)
 
 

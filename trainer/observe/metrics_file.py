@@ -20,12 +20,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
-from trainer.base.disk import read_plain, replace_text
+from pydantic import TypeAdapter
+from typing_extensions import Required, TypedDict  # pydantic needs these below Python 3.12
+
+from trainer.base.disk import open_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import masked
 from trainer.observe.observer import Observer
@@ -34,6 +37,7 @@ from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, 
 METRICS_FILE_NAME = "metrics.jsonl"
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
+_MOST_DIGITS = 20  # of an integer; a longer one exceeds the range of floats in time
 
 
 def encode_number(value: float) -> float | str:
@@ -53,10 +57,6 @@ def encode_numbers(numbers: Mapping[str, float]) -> dict[str, float | str]:
     return {name: encode_number(value) for name, value in numbers.items()}
 
 
-def _decoded(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: decode_number(value) for name, value in values.items()}
-
-
 class GrowingFile:
     """A text file of whole lines; `add` passes each line to the operating system before it returns.
 
@@ -74,7 +74,7 @@ class GrowingFile:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, "".join(f"{line}\n" for line in lines()))
+            replace_text(path, (f"{line}\n" for line in lines()))
             # No buffer: when the file is closed, a failed write would be repeated, and would fail again.
             self._file: FileIO = path.open("ab", buffering=0)
         except OSError as error:
@@ -114,24 +114,36 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line as text and as object, without an incomplete last line.
+    """Yield each line as text and as object, without an incomplete last line; a file may be larger than memory.
 
     Raises:
         UsageError: another line is not one that `MetricsFile` writes.
     """
-    lines = [line for line in read_plain(path).decode(errors="replace").split("\n") if line]
-    for number, line in enumerate(lines, start=1):
-        try:
-            parsed = json.loads(line)
-        except (ValueError, RecursionError):
-            parsed = None
-        if isinstance(parsed, dict) and ("run" in parsed or isinstance(parsed.get("step"), int)):
-            yield line, parsed
-        elif parsed is not None or number < len(lines):
-            raise UsageError(
+    cut: UsageError | None = None  # the error of a line that is no JSON, unless it is the last one
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), start=1):
+            if not line:
+                continue
+            if cut is not None:
+                raise cut
+            error = UsageError(
                 f"line {number} of `{path}` must be an object that holds `run` or `step`, but is {line[:60]!r};"
                 " move the file elsewhere"
             )
+            try:
+                parsed = json.loads(line, parse_int=_integer)
+            except (ValueError, RecursionError):
+                cut = error
+                continue
+            if not isinstance(parsed, dict) or not ("run" in parsed or type(parsed.get("step")) is int):
+                raise error
+            yield line, parsed
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError("a number of a run has fewer digits")
+    return int(text)
 
 
 @dataclass
@@ -144,45 +156,128 @@ class Metrics:
     bad_steps: list[BadStepRecord] = field(default_factory=list)
     logged: list[LoggedRecord] = field(default_factory=list)
     end: Mapping[str, Any] | None = None  # of the last start; None: it runs, was killed, or has an earlier version
+    stride: int = 1  # `steps` has one of so many training lines, and the last one
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
     """Read a `metrics.jsonl`, even while a run writes it. Secrets in addresses are masked.
+
+    Args:
+        path: the file, which anyone may have edited.
+        most_steps: the number of training lines from which every second one is left out, again and again, and the
+            pictures of all evaluations but the last; None: keep all.
 
     Raises:
         UsageError: a line is not one that `MetricsFile` writes.
         OSError: the file does not exist.
     """
-    metrics = Metrics()
+    metrics, number, last = Metrics(), 0, None
     for line, parsed in _parsed_lines(path):
         try:
-            _append(metrics, parsed)
-        except (TypeError, KeyError, AttributeError):
+            record = _record(parsed)
+        except (TypeError, KeyError, AttributeError, ValueError):  # pydantic's errors are `ValueError`s
             raise UsageError(
                 f"`{path}` must hold the metrics of a run of this version of trainer, but holds {line[:60]!r};"
                 " read it with the version that wrote it"
             ) from None
+        match record:
+            case StepRecord():
+                if number % metrics.stride == 0:
+                    metrics.steps.append(record)
+                number, last = number + 1, record
+                if most_steps is not None and len(metrics.steps) > most_steps:
+                    del metrics.steps[1::2]
+                    metrics.stride *= 2
+            case EvaluationRecord():
+                if most_steps is not None and metrics.evaluations:
+                    metrics.evaluations[-1] = replace(metrics.evaluations[-1], picture=None)
+                metrics.evaluations.append(record)
+            case LoggedRecord():
+                metrics.logged.append(record)
+            case BadStepRecord():
+                metrics.bad_steps.append(record)
+            case _ if "run" in parsed:
+                metrics.runs.append(record)
+                metrics.end = None
+            case _:
+                metrics.end = record
+    if last is not None and metrics.steps[-1] is not last:
+        metrics.steps.append(last)
     return metrics
 
 
-def _append(metrics: Metrics, line: dict[str, Any]) -> None:
+def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecord | BadStepRecord | dict[str, Any]:
+    """Return the content of a line; a dictionary of a start or an end.
+
+    Raises:
+        TypeError, KeyError, AttributeError, ValueError: it is none that `MetricsFile` writes.
+    """
     if "run" in line:
-        metrics.runs.append(masked(line["run"]))  # an earlier version could save an address with a password
-        metrics.end = None
-    elif "end" in line:
-        metrics.end = masked(dict(line["end"]))
-    elif "eval" in line:
-        metrics.evaluations.append(EvaluationRecord(line["step"], _decoded(line["eval"]), line.get("picture")))
-    elif "logged" in line:
-        metrics.logged.append(LoggedRecord(line["step"], _decoded(line["logged"])))
-    elif "bad_step" in line:
-        values: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else decode_number(v) for name, v in line["bad_step"].items()
-        }
-        metrics.bad_steps.append(BadStepRecord(line["step"], **values))
-    else:
-        ranks = tuple(line.pop("rank_memory_bytes", ()))
-        metrics.steps.append(StepRecord(**_decoded(line), rank_memory_bytes=ranks))  # type: ignore[arg-type]
+        _START.validate_json(json.dumps(line["run"]), strict=True)
+        _require_equal(len(row) or None for row in line["run"].get("ranks", ()))
+        return dict(masked(line["run"]))  # an earlier version could save an address with a password
+    if "end" in line:
+        _END.validate_json(json.dumps(line["end"]), strict=True)
+        return dict(masked(line["end"]))
+    step = line.pop("step")
+    if "eval" in line:
+        values = _decoded(line["eval"])
+        _PICTURE.validate_python(picture := line.get("picture"), strict=True)
+        if picture and "confusion" in picture:
+            _require_equal(map(len, (picture["classes"], picture["confusion"], *picture["confusion"])))
+        if picture:
+            _require_equal(map(tuple, picture.get("texts", ())))
+        return EvaluationRecord(step, values, picture)
+    if "logged" in line:
+        return LoggedRecord(step, _decoded(line["logged"]))
+    if "bad_step" in line:
+        bad = dict(line["bad_step"])
+        ranks, rows = (tuple(map(_number, bad.pop(name))) for name in ("ranks", "rows"))
+        return BadStepRecord(step, **_decoded(bad), ranks=ranks, rows=rows)
+    ranks = tuple(map(_number, line.pop("rank_memory_bytes", ())))
+    return StepRecord(step, **_decoded(line), rank_memory_bytes=ranks)
+
+
+def _require_equal(values: Iterable[Any]) -> None:
+    """Require one value, which is not None, for example the length of all rows of a table."""
+    if len(found := set(values)) > 1 or None in found:
+        raise ValueError
+
+
+def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    """Return the argument of the `encode_number` call that returned `value`.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    decoded = decode_number(value)
+    if type(decoded) not in (int, float):
+        raise TypeError
+    return decoded
+
+
+class _Picture(TypedDict, total=False):
+    """The pictures of tasks that a report draws."""
+
+    classes: list[str]
+    confusion: list[list[int]]
+    texts: list[dict[str, Any]]
+
+
+class _Ending(TypedDict, total=False):
+    """The fields of an end that a report shows."""
+
+    outcome: Required[Literal["finished", "stopped", "failed"]]
+    message: str | None
+    idle: list[float] | None
+
+
+_START: TypeAdapter[Any] = TypeAdapter(TypedDict("_Start", get_type_hints(RunInfo), total=False))  # type: ignore[operator]
+_END, _PICTURE = TypeAdapter(_Ending), TypeAdapter(_Picture | None)
 
 
 class MetricsFile(Observer):
@@ -248,8 +343,9 @@ class MetricsFile(Observer):
         self._file.add(json.dumps(line, allow_nan=False, default=os.fspath))
 
 
-def _kept_lines(path: Path, resumed_from: int | None) -> list[str]:
-    """Return the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`."""
-    if resumed_from is None or not os.path.lexists(path):
-        return []
-    return [line for line, parsed in _parsed_lines(path) if "run" in parsed or parsed["step"] <= resumed_from]
+def _kept_lines(path: Path, resumed_from: int | None) -> Iterator[str]:
+    """Yield the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`."""
+    if resumed_from is not None and os.path.lexists(path):
+        for line, parsed in _parsed_lines(path):
+            if "run" in parsed or parsed["step"] <= resumed_from:
+                yield line

@@ -44,6 +44,8 @@ def format_rate(value: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format as hours, minutes and seconds: 0:01:12."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

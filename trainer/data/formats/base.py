@@ -7,11 +7,13 @@ import functools
 import gzip
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from trainer.base.errors import DataError
+from trainer.base.text import size
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -20,6 +22,10 @@ Row: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = "tuple[Dataset | None, list[str]]"
 DAMAGED = (OSError, EOFError, zlib.error)
 """Errors of files that cannot be read or unpacked."""
+_PART_BYTES = 1 << 20
+_MOST_OF_GZIP = 1032  # times its bytes, the most that deflate can unpack
+_MOST_TIMES, _FREE_BYTES = 200, 1 << 30
+"""Rows may have so many times the bytes of a compressed file, and so many in any case; text has 20 times at most."""
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
@@ -82,6 +88,25 @@ class Reader:
         """
         raise NotImplementedError
 
+    def bound_bytes(self, path: Path) -> float:
+        """Return an upper bound of the unpacked bytes that costs little; zero for a file that is not compressed.
+
+        Raises:
+            OSError, ValueError: the file is damaged.
+        """
+        return _MOST_OF_GZIP * path.stat().st_size if path.name.lower().endswith(".gz") else 0
+
+    def unpacked_bytes(self, path: Path) -> Iterator[int]:
+        """Yield the bytes of each part of a compressed file, which is read in parts; nothing for others.
+
+        Raises:
+            OSError, EOFError, zlib.error: the file is damaged.
+        """
+        if path.name.lower().endswith(".gz"):
+            with gzip.open(path) as file:
+                while part := file.read(_PART_BYTES):
+                    yield len(part)
+
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         """Yield the first line of each row, from 1; nothing if rows have no lines."""
         return iter(())
@@ -89,6 +114,27 @@ class Reader:
     def fault(self, paths: Sequence[Path]) -> str | None:
         """Describe the first fault of files that could not be loaded, with its place; None: it is not found."""
         return None
+
+
+def require_bounded(reader: Reader, path: Path, key: str) -> None:
+    """Refuse a compressed file that unpacks to far more bytes than rows have; they would fill memory or disk.
+
+    Raises:
+        DataError: it does so.
+    """
+    num_bytes = path.stat().st_size
+    most, found = max(_FREE_BYTES, _MOST_TIMES * num_bytes), 0
+    with suppress(ValueError, *DAMAGED):  # the reader names the damage
+        if reader.bound_bytes(path) <= most:
+            return
+        for part in reader.unpacked_bytes(path):
+            found += part
+            if found > most:
+                raise DataError(
+                    f"{key} must hold at most {_MOST_TIMES} times the bytes of a compressed file, but `{path}` of"
+                    f" {size(num_bytes)} unpacks to more than {size(most)}; if these rows are meant, write them as JSON"
+                    " Lines without compression"
+                )
 
 
 def load_with_datasets(

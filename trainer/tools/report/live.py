@@ -12,18 +12,21 @@ from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRe
 from trainer.tools.report.report import write_report
 
 _SECONDS = 60.0
+_PAUSE = 50  # times the seconds of writing, since it reads all lines of the run
 
 
 class LiveReport(Observer):
-    """Observer that writes `report.html`: once a minute, after each evaluation, and at the end.
+    """Observer that writes `report.html`: once a minute, after an evaluation, and at the end.
 
-    It reads `metrics.jsonl`, so its place is behind the observer that writes this file.
+    It takes at most one fiftieth of the time. It reads `metrics.jsonl`, so its place is behind the observer that
+    writes this file.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._folder: Path | None = None
-        self._next = 0.0
+        self._next = 0.0  # for a step
+        self._rested = 0.0  # when writing has paused long enough
 
     def start(self, run: RunInfo) -> None:
         self._folder = run.folder
@@ -33,7 +36,8 @@ class LiveReport(Observer):
             self._write("running")
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write("running")
+        if self._clock() >= self._rested:
+            self._write("running")
 
     def end(self, record: EndRecord) -> None:
         try:
@@ -45,5 +49,8 @@ class LiveReport(Observer):
     def _write(self, state: str) -> None:
         if self._folder is not None:
             # The state is given: to look at the lock of one's own process would release it.
+            begun = self._clock()
             write_report([self._folder], None, state)
-            self._next = self._clock() + _SECONDS
+            end = self._clock()
+            self._rested = end + _PAUSE * (end - begun)
+            self._next = max(end + _SECONDS, self._rested)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from typing import Any
 
@@ -79,13 +80,6 @@ def label(text: str) -> str:
 
 def render(title: str, sections: Sequence[Section]) -> str:
     """Return a page; texts of all blocks stay texts."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trainer.tools.report", ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     number = 0
 
     def drawn(figure: go.Figure) -> str:
@@ -99,9 +93,22 @@ def render(title: str, sections: Sequence[Section]) -> str:
         config |= {"displayModeBar": "hover", "toImageButtonOptions": image}
         return str(figure.to_html(config=config, include_plotlyjs=False, full_html=False, div_id=div))
 
-    return environment.get_template("page.html.jinja").render(
+    page = _template().render(
         title=title, sections=sections, plotly=get_plotlyjs(), drawn=drawn, kind=_kind, is_short=is_short
     )
+    return page.encode(errors="backslashreplace").decode()  # halves of surrogate pairs have no encoding
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer.tools.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html.jinja")
 
 
 def _kind(block: Any) -> str:

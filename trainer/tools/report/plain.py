@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import plotext
@@ -12,6 +11,7 @@ from trainer.tools.report.report import Run, best_metric, best_text
 
 _HEIGHT = 15
 _TICKS = 4
+_LARGEST = 1e300  # the axis of larger values would end at infinity
 
 
 def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
@@ -29,7 +29,7 @@ def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
 
 
 def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]], width: int) -> Iterator[str]:
-    finite = [(name, [point for point in points if math.isfinite(point[1])]) for name, points in found]
+    finite = [(name, [point for point in points if abs(point[1]) < _LARGEST]) for name, points in found]
     drawn = [(name, points) for name, points in finite if points]
     if not drawn:
         return

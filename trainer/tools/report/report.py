@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -31,6 +31,9 @@ from trainer.tasks import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.timeline import BACKWARD, order_of, simulate
+
+MOST_STEPS = 20_000
+"""The training lines of a run that a report shows; it leaves out every second one of more, again and again."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Run:
         message = (self.metrics.end or {}).get("message")
         return None if message is None or self.state == "running" else str(message)
 
+    def key(self, *names: str) -> Any:
+        """Return a key of its recipe, which anyone may have edited; None: it is missing."""
+        value = self.info.get("recipe")
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """Return the steps of evaluations, and the values of a metric in them."""
         return [(one.step, one.metrics[metric]) for one in self.metrics.evaluations if metric in one.metrics]
@@ -75,7 +85,7 @@ def read_run(folder: Path, name: str | None = None, state: str | None = None) ->
         UsageError: it holds no metrics, or damaged ones.
     """
     try:
-        metrics = read_metrics(folder / METRICS_FILE_NAME)
+        metrics = read_metrics(folder / METRICS_FILE_NAME, MOST_STEPS)
     except OSError as error:
         raise UsageError(
             f"{str(folder)!r} must be the folder of a run with a {METRICS_FILE_NAME} ({error.strerror}); name a folder"
@@ -127,6 +137,12 @@ def write_report(folders: Sequence[Path], output: Path | None, state: str | None
 def page_of(runs: Sequence[Run]) -> str:
     """Return the HTML page of the runs."""
     messages = [f"{run.name} {run.state}: {run.message}" for run in runs if run.message]
+    messages += [
+        f"{run.name}: the curves have every {run.metrics.stride}th logged step, since a page shows at most"
+        f" {MOST_STEPS:,}"
+        for run in runs
+        if run.metrics.stride > 1
+    ]
     sections = [Section("Runs", [_overview(runs), *messages])]
     if len(runs) > 1:
         sections.append(Section("Differences of the recipes", [_differences(runs)]))
@@ -176,7 +192,7 @@ def _merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
 
 def best_metric(run: Run) -> str:
     """Return the name of the metric of `evaluation.best`, of the first metric, or `loss`."""
-    named = str((run.info.get("recipe", {}).get("evaluation") or {}).get("best"))
+    named = str(run.key("evaluation", "best"))
     metrics = run.metrics.evaluations[0].metrics if run.metrics.evaluations else {}
     return named if named in metrics else next((one for one in metrics if one != "loss"), "loss")
 
@@ -272,7 +288,7 @@ def _costs(runs: Sequence[Run]) -> Section:
         )
     ]
     by_rank = [
-        (run.name, [max(rank) / 2**20 for rank in zip(*rows, strict=True)])
+        (run.name, [max(rank) / 2**20 for rank in zip_longest(*rows, fillvalue=0)])
         for run in runs
         if (rows := [one.rank_memory_bytes for one in run.metrics.steps if one.rank_memory_bytes])
     ]
@@ -288,11 +304,10 @@ def _costs(runs: Sequence[Run]) -> Section:
 
 def _timeline(run: Run) -> go.Figure | None:
     """Return the order of work in the pipeline of a run; None without stages, and for recipes of other versions."""
-    recipe = run.info.get("recipe", {})
-    if recipe.get("parallel", {}).get("pipeline", {}).get("stages", 1) == 1:
+    if run.key("parallel", "pipeline", "stages") in (None, 1):
         return None
     with suppress(ValueError, UsageError):
-        pipeline = plan_run(Recipe.model_validate(recipe), run.info["world_size"]).pipeline
+        pipeline = plan_run(Recipe.model_validate(run.key()), run.info.get("world_size", 1)).pipeline
         assert pipeline is not None
         weights = {BACKWARD: 2.0}  # its two halves, and a forward pass, have the weight 1
         found = simulate(order_of(pipeline), lambda action: weights.get(action.kind, 1.0), send=0.0)
