@@ -184,7 +184,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
             if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     parts.check_filled()
-    shards, parts.shards = parts.shards, {}
+    shards, parts.shards, parts.starts = parts.shards, {}, {}  # weights that are read again start no adapter
     origin = _origin(parts, whole, sources, stored, seed)
     placed = replace(parts.placed, shards=shards, origin=origin)
     keys = placed.dropout_keys
@@ -404,7 +404,7 @@ class _Parts:
         starts: Mapping[str, Start],
     ) -> None:
         self.placed, self.factors = placed, factors
-        self._starts = starts
+        self.starts = starts
         self.model = placed.model
         self.shards: dict[str, Tensor] | None = None if placed.cut.shard is None else {}
         self._placements = placed.placements
@@ -427,7 +427,7 @@ class _Parts:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
-            if name in self._quantized or (self.holds(name) and name in self._starts):
+            if name in self._quantized or (self.holds(name) and name in self.starts):
                 self.fill_whole(name, stored.read(key))  # a scale belongs to elements of several shards
             elif self.holds(name):
                 self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
@@ -491,8 +491,8 @@ class _Parts:
         if not self.holds(name):
             return
         quantized = self._quantized.get(name)
-        if name in self._starts:
-            for own, value in self._starts[name](whole, quantized.rounded(whole) if quantized else whole).items():
+        if name in self.starts:
+            for own, value in self.starts[name](whole, quantized.rounded(whole) if quantized else whole).items():
                 self.fill_whole(own, value)
         if quantized is not None:
             self._fill(name, whole)
