@@ -1027,8 +1027,8 @@ _ENGINE = [
         "padding_read_from_the_device",
         "The model is not told whether rows are padded, and reads it from the device.",
         "engine/forward.py",
-        "is_padded=is_padded)",
-        "is_padded=None)",
+        "is_padded=is_padded,",
+        "is_padded=None,",
         ("engine/optimizers/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[adamw]",),
     ),
     Defect(
