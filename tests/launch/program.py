@@ -1,7 +1,7 @@
 """A program like `trainer run` with a run of a few lines, which the tests of local ranks start.
 
-`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N] [--max-restarts N]`. Importing this file replaces
-`trainer.training.run` by its own run, also in spawned ranks, which import it too.
+`python program.py BEHAVIOUR [--processes N] [--spawn] [--starts N] [--max-restarts N] [--hung]`. Importing this
+file replaces `trainer.training.run` by its own run, also in spawned ranks, which import it too.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ def ignore_signals(folder: Path, rank: int) -> int:
     return 0
 
 
-def end_as(endings: str, folder: Path, rank: int) -> int:
-    """End with the exit code of this attempt, or by a signal; `1,kill,75` are those of three attempts."""
-    attempt = len(list(folder.glob(f"attempt*-{rank}")))
-    (folder / f"attempt{attempt}-{rank}").touch()
-    ending = endings.split(",")[attempt]
+def end_as(endings: str, folder: Path, error_file: Path) -> int:
+    """End with the exit code of this attempt, or by a signal; `1,kill,75` are those of three attempts.
+
+    The ranks of an attempt have a scratch folder of its own: one may be killed before it has begun.
+    """
+    (folder / error_file.parent.name).mkdir(exist_ok=True)
+    ending = endings.split(",")[len(list(folder.iterdir())) - 1]
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     errors = {"1": RuntimeError("a bug"), "2": UsageError("a wrong key"), "3": NonFiniteError("the loss is nan")}
@@ -94,7 +96,7 @@ def run(resolved: SimpleNamespace, environment: LaunchEnvironment, callbacks: Se
         (folder / f"ready{rank}").touch()
         time.sleep(600)
     elif behaviour.startswith("end="):
-        return end_as(behaviour.removeprefix("end="), folder, rank)
+        return end_as(behaviour.removeprefix("end="), folder, environment.error_file)
     elif behaviour == "stop":
         return stop_when_told(folder, rank)
     elif behaviour == "deaf":
@@ -107,6 +109,9 @@ sys.modules["trainer.training.run"].run = run  # type: ignore[attr-defined]
 
 
 def main(argv: list[str]) -> int:
+    if "--hung" in argv:  # the file server of the run folder
+        local.read_statuses = lambda folder: time.sleep(600)
+        local._DISK_SECONDS = 0.5
     if "--spawn" in argv:
         local._start_method = lambda: "spawn"
     processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None

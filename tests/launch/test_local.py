@@ -281,8 +281,14 @@ def test_each_ending_of_a_restart_has_its_exit_code(tmp_path):
     for behaviour, (folder, process) in started.items():
         ended, attempts = finish(process), behaviour.count(",") + 1
         assert ended.returncode == endings[behaviour], (behaviour, ended.stderr)
-        assert len(list(folder.glob("attempt*-0"))) == attempts, behaviour
+        assert len(list(folder.iterdir())) == attempts, behaviour
         assert ended.stderr.count("all ranks start again") == attempts - 1, behaviour
+
+
+def test_a_hung_run_folder_does_not_hold_the_launcher_after_a_failure():
+    ended = finish(start("die", "--processes", "2", "--hung"), timeout_seconds=120)
+    assert ended.returncode == 1
+    assert "was killed by SIGKILL" in ended.stderr
 
 
 @pytest.mark.slow
