@@ -14,6 +14,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.engine.zero import partitioned_loading
+from trainer.models import invariance
 from trainer.models.describe import ModelUse, describe
 from trainer.models.dropout import set_probabilities
 from trainer.models.fill import build_model
@@ -22,6 +23,7 @@ from trainer.parallel.dropout import KeyedDropPath, MicrobatchKey
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Model, Training
 
+difference = invariance._difference
 TEXTS, IMAGES = "AutoModelForSequenceClassification", "AutoModelForImageClassification"
 LAYERS = {
     "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
@@ -51,7 +53,8 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 11], [5, 6, 7, 12, 0, 0]])
 
 def build(model_type: str, keys: dict, head: str = TEXTS, model: dict | None = None, **training):
     recipe = Model.model_validate({"config": {"model_type": model_type, **keys}, **(model or {})})
-    return build_model(describe(recipe, Training.model_validate(training), ModelUse(head, {"num_labels": 3})))
+    labels = 2 if head == "AutoModelForQuestionAnswering" else 3  # both ends of an answer
+    return build_model(describe(recipe, Training.model_validate(training), ModelUse(head, {"num_labels": labels})))
 
 
 def logits(model: nn.Module, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
@@ -66,6 +69,17 @@ def test_a_model_with_attention_functions_of_its_own_masks_its_padding(model_typ
     plain = AutoModelForSequenceClassification.from_config(model.config, attn_implementation="eager").eval()
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(logits(model, slice(None)), logits(plain, slice(None)))
+
+
+HEADS = ("", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_is_proven_by_the_outputs_of_each_head(head, monkeypatch):
+    proven = []
+    monkeypatch.setattr(invariance, "_difference", lambda *given: proven.append(difference(*given)) or proven[-1])
+    build("mpnet", LAYERS, f"AutoModel{head}")
+    assert 0 < proven[0] < 1e-5
 
 
 WIDTHS = {**LAYERS, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}

@@ -118,7 +118,7 @@ def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str, auto_clas
     except Exception as error:  # a model may raise any error for unexpected inputs
         return f"a forward pass over two short rows failed ({type(error).__name__}: {error})"
     row = together[1]
-    if alone.dim() > 2:  # [rows, tokens, vocabulary]: the logits of padding are not used
+    if alone.dim() > 2:  # [rows, tokens, ...]: the logits of padding are not used
         row = row[: alone.shape[1]]
     difference = _difference(row, alone[0])
     if difference <= _TOLERANCE:
@@ -182,8 +182,15 @@ def _logits(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(rows))
         with RefuseUnkeyedDropout(name) if keys else nullcontext(), keyed:
-            logits: Tensor = model(**inputs).logits
-    return logits
+            return _scores(model(**inputs))
+
+
+def _scores(output: Any) -> Tensor:
+    """Return the logits of an output, of both ends of answers; or the last states, if the model has no head."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    scores: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    return scores
 
 
 def _inputs(model: Any, lengths: Sequence[int], auto_class_name: str = "") -> dict[str, Tensor]:
@@ -206,6 +213,8 @@ def _inputs(model: Any, lengths: Sequence[int], auto_class_name: str = "") -> di
             tokens[-1] = end  # encoder-decoders classify at this token
         ids[row, :length] = torch.tensor(tokens)
         mask[row, :length] = 1
+    if auto_class_name == "AutoModelForMultipleChoice":  # [rows, choices, sequence]
+        return {"input_ids": ids[:, None], "attention_mask": mask[:, None]}
     decoder = {"decoder_input_ids": ids} if auto_class_name == "AutoModelForSeq2SeqLM" else {}
     return {"input_ids": ids, "attention_mask": mask, **decoder}
 
