@@ -346,6 +346,12 @@ class TestCheckpointLabels:
         assert checkpoint_labels(recipe, load_config(recipe, {})) is None
 
 
+def test_positions_from_a_padding_token_that_is_missing_are_refused():
+    config = load_config(Model(config={"model_type": "roberta", **CONFIGS["roberta"], "pad_token_id": None}), {})
+    with pytest.raises(UsageError, match="must be a token for a model of type roberta"):
+        max_positions(config)
+
+
 @pytest.mark.parametrize("model_type", ["bert", *(name for name in CONFIGS if name not in ("t5", "bart", "vit"))])
 def test_the_number_of_positions_is_that_of_the_model(model_type: str):
     described = {"model_type": model_type, **(TINY_BERT if model_type == "bert" else CONFIGS[model_type])}

@@ -75,13 +75,25 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the most tokens that the model has positions for; None without such a limit, as with rotary positions."""
+    """Return the most tokens that the model has positions for; None without such a limit, as with rotary positions.
+
+    Raises:
+        UsageError: positions are numbered from the padding token, but there is none.
+    """
     size = getattr(config, "max_position_embeddings", None)
     is_rotary = getattr(config, "rope_parameters", None) is not None
     is_relative = not getattr(config, "position_biased_input", True)  # of DeBERTa
     if not isinstance(size, int) or size <= 0 or is_rotary or is_relative:
         return None
-    return size - (config.pad_token_id + 1) if config.model_type in _POSITIONS_AFTER_PADDING else size
+    if config.model_type not in _POSITIONS_AFTER_PADDING:
+        return size
+    padding: int | None = config.pad_token_id
+    if padding is None:
+        raise UsageError(
+            f"`model.config.pad_token_id` must be a token for a model of type {config.model_type}, which numbers"
+            " positions from it, but is null; set it to the id of the tokenizer's padding token"
+        )
+    return size - (padding + 1)
 
 
 def rotary_positions(config: Any) -> int | None:
