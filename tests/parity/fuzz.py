@@ -286,8 +286,6 @@ class Fuzz:
         limits = {name: MOST_ROUNDING * limit for name, limit in limits.items()}
         if result.precision == "fp32":  # in fp64, models are not compared
             limits |= {"outputs": outputs, "transformers": EXPORTED}
-        else:  # gradients of equal scores cancel, to rounding errors of any share
-            del limits["norm"]
         return all(result.worst.get(name, 0.0) <= limit for name, limit in limits.items())
 
     def drawn(self, number: int, attempt: int) -> Drawn:
