@@ -35,14 +35,12 @@ def test_without_deepspeed(tmp_path, strategy):
     assert "or use fsdp" in said
 
 
-@pytest.mark.parametrize("missing", ["g++", "ninja"])
-def test_without_a_compiler(tmp_path, missing):
+def test_without_a_compiler(tmp_path):
     """DeepSpeed would end with a traceback of many lines, or compile with something else."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in {"g++", "ninja"} - {missing}:
-        (programs / name).write_text("#!/bin/sh\n")
-        (programs / name).chmod(0o755)
+    (programs / "ninja").write_text("#!/bin/sh\n")
+    (programs / "ninja").chmod(0o755)
     said = refusal(tmp_path / "tiny", "zero2", PATH=str(programs))
-    assert f"{missing} is not on the PATH" in said
+    assert "g++ is not on the PATH" in said
     assert "`parallel.strategy` fsdp" in said

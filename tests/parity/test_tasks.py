@@ -83,7 +83,7 @@ def _quick(task: str) -> tuple[str, ...]:
 def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
     """Return a recipe with dropout 0.1, of `STEPS` steps of AdamW or of one step of gradient descent."""
     tiny = TINY_TASKS[task]
-    chunk = {"vocabulary_chunk": 7} if task in CHUNKED else {}
+    chunk = {"vocabulary_chunk": 7} if task in CHUNKED and "distillation" not in keys else {}
     sections = {
         "task": {**tiny.keys, **chunk, **keys.pop("task_keys", {})},
         "model": {**tiny.model, "dropout": 0.1},

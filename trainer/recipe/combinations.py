@@ -242,7 +242,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
     *_excludes(
-        Condition("training.ema_decay", "a number", lambda value: value is not None),
+        Condition("training.ema_decay", "a share", lambda value: value is not None),
         (_is("optimizer.name", "schedule_free_adamw"), "it averages the weights itself", "set the decay to null"),
         (
             _is(_STRATEGY, "zero3"),
