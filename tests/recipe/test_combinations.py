@@ -17,7 +17,12 @@ from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 
-_WORDS: dict[str, list[Any]] = {"above 1": [2, 3], "a number": [2], "a share": [0.5], "any keys": [{"steps_per_print": 1}]}
+_WORDS: dict[str, list[Any]] = {
+    "above 1": [2, 3],
+    "a number": [2],
+    "a share": [0.5],
+    "any keys": [{"steps_per_print": 1}],
+}
 
 
 def values_of(condition: Condition) -> list[Any]:
