@@ -6,6 +6,7 @@ import copy
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_training, weights_of
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
+from trainer.models.adapter_starts import require_package
 from trainer.models.adapters import adapt
 from trainer.models.chunked_head import why_whole
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.parallel.tensor.low_rank import is_start
 from trainer.parallel.tensor.trained_rows import ROWS
-from trainer.recipe.schema import Model, Recipe
+from trainer.recipe.schema import Adapter, Model, Recipe
 
 BERT = {**TINY_BERT, "initializer_range": 0.2}
 GPT2 = {"model_type": "gpt2", **CONFIGS["gpt2"], "pad_token_id": 0, "vocab_size": TINY_BERT["vocab_size"]}
@@ -179,3 +181,9 @@ def test_a_frozen_pipeline_stage_is_refused():
     adapt(model, Model.model_validate({"config": BERT, "freeze": ["embeddings", "layer.0"]}), seed=0)
     with pytest.raises(UsageError, match=r"all parameters of stage 0 \(encoder.layer.0\) are frozen"):
         place(model, ModelCut(choice=StageChoice(1, num_stages=2)))
+
+
+def test_a_start_without_peft_is_refused_with_the_command_that_installs_it():
+    missing = mock.patch("trainer.models.adapter_starts.find_spec", return_value=None)
+    with missing, pytest.raises(UsageError, match=r'needs the package `peft`; install it .*"recipe-trainer\[lora\]"'):
+        require_package(Adapter(type="lora", start="pissa"))

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.parallel.random import stream_key
 from trainer.parallel.tensor.low_rank import ATTRIBUTE
@@ -29,8 +30,8 @@ def require_package(adapter: Adapter) -> None:
     """
     if adapter.start is not None and find_spec("peft") is None:
         raise UsageError(
-            f"`model.adapter.start` is {adapter.start}, which needs the package `peft`; install it with `pip install"
-            " 'trainer[lora]'`"
+            f"`model.adapter.start` is {adapter.start}, which needs the package `peft`; install it"
+            f" ({install_command('lora')}) or set it to null"
         )
 
 
