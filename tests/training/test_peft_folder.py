@@ -65,29 +65,29 @@ def assert_same_logits(one: Any, other: Any) -> None:
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+_BERT = (
+    "bert",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    {"optimizer": {"learning_rate": 0.01}},
+)
+_BERT_SAVED = {"task_type": "SEQ_CLS", "modules_to_save": ["bert.pooler", "classifier"]}
+
 # Family, head of the base, head of the run, sections, and the expected part of `adapter_config.json`.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
     # The base has no pooler, so that of the run is drawn, trained and saved.
     "bert": (
-        "bert",
-        "AutoModelForMaskedLM",
-        "AutoModelForSequenceClassification",
-        {"optimizer": {"learning_rate": 0.01}},
+        *_BERT,
         {
-            "task_type": "SEQ_CLS",
-            "modules_to_save": ["bert.pooler", "classifier"],
+            **_BERT_SAVED,
             "target_modules": ["intermediate.dense", "key", "output.dense", "query", "value"],
             "fan_in_fan_out": False,
         },
     ),
     "started": (
-        "bert",
-        "AutoModelForMaskedLM",
-        "AutoModelForSequenceClassification",
-        {"optimizer": {"learning_rate": 0.01}},
+        *_BERT,
         {
-            "task_type": "SEQ_CLS",
-            "modules_to_save": ["bert.pooler", "classifier"],
+            **_BERT_SAVED,
             "use_dora": True,
             "use_rslora": True,
         },
