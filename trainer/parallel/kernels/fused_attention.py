@@ -9,13 +9,14 @@ This module imports Triton at the first call: see `trainer.parallel.kernels.kern
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import infer_schema
 
 from trainer.parallel.kernels import attention_blocks, kernel_support
+from trainer.parallel.kernels.launching import Launch, facts_of, launch
 from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,17 +116,26 @@ def _attend(
     output, sums = _empty_results(query, key, value)
     if output.numel() == 0:
         return output, sums
-    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
-    block = call.blocks.forward
-    by_head = output.transpose(1, 2)
-    num_blocks = -(-call.queries // block.queries)
-    _kernels().forward_kernel[(num_blocks * call.rows * query.shape[1],)](
-        query, key, value, by_head, sums, row_keys, *call.added, key_tiles, starts, *call.factors,
-        call.strides(query), call.strides(key), call.strides(value), call.strides(by_head), *call.strides(sums)[:3],
-        *call.added_strides, *call.strides(key_tiles)[:3],
-        query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
-        **call.options(block, key_tiles is not None),
+    rows = _Rows.of(lengths, window)
+
+    def plan() -> list[Launch]:
+        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows)
+        block = call.blocks.forward
+        num_blocks = -(-call.queries // block.queries)
+        numbers = (
+            *call.factors, *call.strides_of(query, key, value, output.transpose(1, 2)), *call.strides(sums)[:3],
+            *call.added_strides, *call.strides(key_tiles)[:3],
+            query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
+        )  # fmt: skip
+        grid = (num_blocks * call.rows * query.shape[1],)
+        return [Launch(_kernels().forward_kernel, grid, numbers, call.options(block, key_tiles is not None))]
+
+    facts = (
+        "forward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(),
+        *facts_of(query, key, value, mask, bias, key_tiles),
     )  # fmt: skip
+    added = (mask if window is None else window, bias)
+    launch(facts, [(query, key, value, output, sums, row_keys, *added, key_tiles, starts)], plan)
     return output, sums
 
 
@@ -171,46 +181,60 @@ def backward_of(
     if output.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
     query_gradient, key_gradient, value_gradient = gradients[:3]
-    call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, lengths, window)
-    by_head, gradient = output.transpose(1, 2), output_gradient.transpose(1, 2)
-    deltas = torch.empty_like(sums[0])
-    batch, heads, num_queries = call.rows, query.shape[1], call.queries
-    key_heads, num_keys = key.shape[1], call.keys
-    kernels, strides = _kernels(), call.strides
-    inputs = (strides(query), strides(key), strides(value))
+    rows, deltas = _Rows.of(lengths, window), sums.new_empty(sums.shape[1:])
 
-    block = call.blocks.of_queries
-    num_blocks = -(-num_queries // block.queries)
-    kernels.query_gradient_kernel[(num_blocks * batch * heads,)](
-        query, key, value, by_head, gradient, query_gradient, sums, deltas, row_keys, *call.added, key_tiles, starts,
-        *call.factors, *inputs, strides(by_head), strides(gradient), strides(query_gradient),
-        *strides(sums)[:3], *call.added_strides, *strides(key_tiles)[:3],
-        heads, call.group, num_queries, num_keys, num_blocks, *offsets, **call.options(block, key_tiles is not None),
-    )  # fmt: skip
+    def plan() -> list[Launch]:
+        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows)
+        by_head, gradient, strides = output.transpose(1, 2), output_gradient.transpose(1, 2), call.strides
+        inputs, of_sums, sizes = call.strides_of(query, key, value), strides(sums)[:3], (call.queries, call.keys)
+        heads, key_heads, kernels = query.shape[1], key.shape[1], _kernels()
 
-    block = call.blocks.of_keys
-    num_blocks = -(-num_keys // block.keys)
-    kernels.key_gradient_kernel[(num_blocks * batch * key_heads,)](
-        query, key, value, gradient, key_gradient, value_gradient, sums, deltas, row_keys, *call.added, query_tiles,
-        starts, *call.factors, *inputs, strides(gradient), strides(key_gradient), strides(value_gradient),
-        *strides(sums)[:3], *call.added_strides, *strides(query_tiles)[:3],
-        key_heads, call.group, num_queries, num_keys, num_blocks, *offsets,
-        **call.options(block, query_tiles is not None),
-    )  # fmt: skip
-
-    if with_bias:
-        assert bias is not None
         block = call.blocks.of_queries
-        blocks = (-(-num_queries // block.queries), -(-num_keys // block.keys))
-        options = call.options(block, False)
-        for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
-            del options[name]
-        kernels.bias_gradient_kernel[(blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)](
-            query, key, value, gradient, gradients[3], sums, deltas, row_keys, *call.added, *call.factors,
-            *inputs, strides(gradient), *strides(gradients[3])[:3], *strides(sums)[:3],
-            *call.added_strides,
-            batch, heads, *bias.shape[:2], call.group, num_queries, num_keys, *blocks, *offsets, **options,
+        num_blocks = -(-call.queries // block.queries)
+        numbers = (
+            *call.factors, *inputs, *call.strides_of(by_head, gradient, query_gradient), *of_sums, *call.added_strides,
+            *strides(key_tiles)[:3], heads, call.group, *sizes, num_blocks, *offsets,
         )  # fmt: skip
+        grid, options = (num_blocks * call.rows * heads,), call.options(block, key_tiles is not None)
+        launches = [Launch(kernels.query_gradient_kernel, grid, numbers, options)]
+
+        block = call.blocks.of_keys
+        num_blocks = -(-call.keys // block.keys)
+        numbers = (
+            *call.factors, *inputs, *call.strides_of(gradient, key_gradient, value_gradient), *of_sums,
+            *call.added_strides, *strides(query_tiles)[:3], key_heads, call.group, *sizes, num_blocks, *offsets,
+        )  # fmt: skip
+        grid, options = (num_blocks * call.rows * key_heads,), call.options(block, query_tiles is not None)
+        launches.append(Launch(kernels.key_gradient_kernel, grid, numbers, options))
+
+        if with_bias:
+            assert bias is not None
+            block = call.blocks.of_queries
+            blocks = (-(-call.queries // block.queries), -(-call.keys // block.keys))
+            options = call.options(block, False)
+            for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
+                del options[name]
+            numbers = (
+                *call.factors, *inputs, strides(gradient), *strides(gradients[3])[:3], *of_sums, *call.added_strides,
+                call.rows, heads, *bias.shape[:2], call.group, *sizes, *blocks, *offsets,
+            )  # fmt: skip
+            grid = (blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)
+            launches.append(Launch(kernels.bias_gradient_kernel, grid, numbers, options))
+        return launches
+
+    inputs, added = (query, key, value), (mask if window is None else window, bias)
+    shared = (sums, deltas, row_keys, *added)
+    tensors: list[tuple[Any, ...]] = [
+        (*inputs, output, output_gradient, query_gradient, *shared, key_tiles, starts),
+        (*inputs, output_gradient, key_gradient, value_gradient, *shared, query_tiles, starts),
+    ]
+    if with_bias:
+        tensors.append((*inputs, output_gradient, gradients[3], *shared))
+    facts = (
+        "backward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(), with_bias,
+        *facts_of(*inputs, mask, bias, key_tiles, output, output_gradient, sums),
+    )  # fmt: skip
+    launch(facts, tensors, plan)
     return gradients
 
 
@@ -344,6 +368,21 @@ def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:
     ], unit
 
 
+class _Rows(NamedTuple):
+    """The rows that are joined in a call: their number, or 0; all their tokens; the longest; the window of all rows."""
+
+    joined: int
+    tokens: int
+    longest: int
+    window: int | None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | None, window: int | None) -> _Rows:
+        if lengths is None:
+            return cls(0, 0, 0, window)
+        return cls(len(lengths), sum(lengths), max(lengths), window)
+
+
 class _Call:
     """The arguments that the kernels share."""
 
@@ -359,17 +398,16 @@ class _Call:
         probability: float,
         is_causal: bool,
         offsets: Sequence[int],
-        lengths: Sequence[int] | None,
-        window: int | None,
+        rows: _Rows,
     ) -> None:
-        joined = lengths is not None
+        window = rows.window
         self.rows, self.queries, self.keys = query.shape[0], query.shape[2], key.shape[2]
-        if lengths is not None:
+        if rows.joined:
             assert self.rows == 1, "rows are joined in a batch of 1"
             assert mask is bias is None, "joined rows have a window only"
             assert not any(offsets[1:]), "joined rows are whole"
-            assert sum(lengths) == self.queries == self.keys, "each token has a row"
-            self.rows, self.queries = len(lengths), max(lengths)
+            assert rows.tokens == self.queries == self.keys, "each token has a row"
+            self.rows, self.queries = rows.joined, rows.longest
             self.keys = self.queries
         assert query.dtype == key.dtype == value.dtype, "the kernels compute products of equal types"
         assert row_keys.shape == (self.rows,), "one key for each row"
@@ -383,7 +421,6 @@ class _Call:
         # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
         threshold = (levels - LANE_LEVELS // 2) << 16
         self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
-        self.added = (mask if window is None else window, bias)
         self.added_strides, unit = _in_units(self.strides(mask), self.strides(bias))
         kernels = _kernels()
         kind = kernels.NO_MASK if window is None else kernels.WINDOW
@@ -401,7 +438,7 @@ class _Call:
             "BIAS": bias is not None,
             "CAUSAL": is_causal,
             "DROPOUT": levels > 0,
-            "JOINED": joined,
+            "JOINED": rows.joined > 0,
             "UNIT": unit,
             "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
         }
@@ -419,6 +456,9 @@ class _Call:
                 else {"num_warps": block.warps, "num_stages": block.stages, "enable_fp_fusion": True}
             ),
         }
+
+    def strides_of(self, *tensors: Tensor) -> list[tuple[int, ...]]:
+        return [self.strides(tensor) for tensor in tensors]
 
     @staticmethod
     def strides(tensor: Tensor | None) -> tuple[int, ...]:

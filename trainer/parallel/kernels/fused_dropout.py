@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.kernels import kernel_support
+from trainer.parallel.kernels.launching import Launch, facts_of, launch
 from trainer.parallel.random import LANE_LEVELS, LANES, MAX_INDEX_DIMS, dropped_levels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,17 +59,25 @@ def _dropped(
     output: Tensor = _empty_result(x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual)
     if output.numel() == 0:
         return output
-    num_columns = x.shape[-1]
-    between, first = _of_two(x.shape[1 - len(offsets) : -1], 1), _of_two(offsets[1:-1], 0)
-    num_words = (offsets[-1] % LANES + num_columns + LANES - 1) // LANES
-    words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
-    levels = dropped_levels(probability)
-    _kernels().dropout_kernel[(x.numel() // num_columns, -(-num_words // words))](
-        x.contiguous(), output, None if residual is None else residual.contiguous(), row_keys.contiguous(),
-        token_rows, token_positions, 0 if token_rows is None else len(token_rows), *between, *first,
-        num_columns, offsets[-1] // LANES, levels - LANE_LEVELS // 2, LANE_LEVELS / (LANE_LEVELS - levels),
-        START=offsets[-1] % LANES, WORDS=words, **_options(words),
-    )  # fmt: skip
+    x, row_keys = x.contiguous(), row_keys.contiguous()
+
+    def plan() -> list[Launch]:
+        num_columns = x.shape[-1]
+        between, first = _of_two(x.shape[1 - len(offsets) : -1], 1), _of_two(offsets[1:-1], 0)
+        num_words = (offsets[-1] % LANES + num_columns + LANES - 1) // LANES
+        words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
+        levels = dropped_levels(probability)
+        numbers = (
+            0 if token_rows is None else len(token_rows), *between, *first, num_columns, offsets[-1] // LANES,
+            levels - LANE_LEVELS // 2, LANE_LEVELS / (LANE_LEVELS - levels),
+        )  # fmt: skip
+        grid = (x.numel() // num_columns, -(-num_words // words))
+        constants = {"START": offsets[-1] % LANES, "WORDS": words, **_options(words)}
+        return [Launch(_kernels().dropout_kernel, grid, numbers, constants)]
+
+    added = None if residual is None else residual.contiguous()
+    facts = ("dropout", x.device, output.dtype, *offsets, probability, *facts_of(x, added, token_rows))
+    launch(facts, [(x, output, added, row_keys, token_rows, token_positions)], plan)
     return output
 
 
