@@ -323,7 +323,7 @@ TINY_TASKS = {
         Padding(0),
     ),
     "embedding_duplicates": TinyTask(
-        {"type": "embedding", "texts": ["a", "b", "c"], "mask_duplicates": True},
+        {"type": "embedding", "texts": ["a", "b", "c"], "mask_duplicates": True, "dimensions": [16, 5]},
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_duplicates,
         Padding(0),

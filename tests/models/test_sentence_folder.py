@@ -1,4 +1,4 @@
-"""Folders that sentence-transformers wrote: the recipe agrees with their embedding, or is refused."""
+"""Folders that sentence-transformers wrote are taken as they are, or refused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 import trainer
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.base.errors import RecipeError, UsageError
+from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.models import sentence_folder
 from trainer.models.sentence_folder import embedding_notes
+from trainer.observe.metrics_file import read_metrics
+from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.check import check_parts
+from trainer.training.run import run
 
 SIZE, LENGTH = 16, 12
-PROMPTS = {"query": "word1: ", "document": ""}
+PROMPTS = {"query": "word1 ", "document": "word2 word3 ", "other": "word4 "}
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +50,13 @@ def save(base: Path, folder: Path, *modules: Any, **options: Any) -> Path:
     return folder
 
 
-def recipe_of(folder: Path, model: Path, length: int = LENGTH, **task: Any) -> Path:
-    """Write a recipe of pairs of texts for a folder of a model."""
-    data = {"max_length": length}
-    recipe = write_tiny_run(folder, model={"name_or_path": str(model), "config": None, "tokenizer": None}, data=data)
+def recipe_of(folder: Path, model: Path, length: int | None = LENGTH, **task: Any) -> Path:
+    """Write a recipe of pairs of texts for a folder of a model; a length of None leaves the key out."""
+    recipe = write_tiny_run(folder, model={"name_or_path": str(model), "config": None, "tokenizer": None})
     described = json.loads(recipe.read_text())
+    described["data"]["max_length"] = length
+    if length is None:
+        del described["data"]["max_length"]
     described["task"] = {"type": "embedding", "texts": ["a", "b"], **task}
     recipe.write_text(json.dumps(described))
     for split in ("train", "validation"):
@@ -63,34 +69,82 @@ def notes_of(folder: Path, model: Path, **keys: Any) -> list[str]:
     return embedding_notes(load_recipe(str(recipe_of(folder, model, **keys))).recipe)
 
 
-def test_a_recipe_that_agrees_has_the_embeddings_of_the_folder(base, tmp_path):
-    model = save(base, tmp_path / "model", Pooling(SIZE, "cls"))
-    recipe = recipe_of(tmp_path, model, pooling="cls", normalize=False)
-    assert embedding_notes(load_recipe(str(recipe)).recipe) == []
+FOLDERS = {
+    "cls": ([Pooling(SIZE, "cls")], {}),
+    "two poolings": ([Pooling(SIZE, ("max", "weightedmean")), Normalize()], {"prompts": PROMPTS}),
+    "prompts": ([Pooling(SIZE, "mean_sqrt_len_tokens"), Normalize()], {"prompts": PROMPTS}),
+}
+
+
+def embeddings_of(recipe: Path) -> torch.Tensor:
     with trainer.assemble(recipe) as parts:
-        split = parts.data.validation
-        found = [
-            (batch.rows, parts.engine.answer(batch)["embeddings"])
-            for batch in EvalLoader(split, 5, 0, 1, parts.data.preparation.batching)
-        ]
-        texts = list(parts.data.evaluated.rows["a"])
-    ours = torch.cat([part for _, part in found])[torch.cat([rows for rows, _ in found]).argsort()]
-    expected = SentenceTransformer(str(model), device="cpu").encode(texts, convert_to_tensor=True)
-    torch.testing.assert_close(ours[:, 0], expected, atol=1e-5, rtol=1e-5)
+        loader = EvalLoader(parts.data.validation, 5, 0, 1, parts.data.preparation.batching)
+        found = [(batch.rows, parts.engine.answer(batch)["embeddings"]) for batch in loader]
+    return torch.cat([part for _, part in found])[torch.cat([rows for rows, _ in found]).argsort()]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
+    """Losses and embeddings are those of a plain loop of sentence-transformers."""
+    modules, options = FOLDERS[name]
+    model = save(base, tmp_path / "model", *modules, **options)
+    recipe = recipe_of(tmp_path, model)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    plain = {"optimizer.weight_decay": 0, "optimizer.momentum": 0, "schedule.warmup": 0, "schedule.name": "constant"}
+    changed = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, **plain, "model.dropout": 0}
+    batch = {
+        "training.global_batch_size": 12,
+        "training.micro_batch_size": 5,
+        "training.max_steps": 3,
+        "training.max_grad_norm": "null",
+    }
+    resolved = load_recipe(str(recipe), [f"{key}={value}" for key, value in {**changed, **batch}.items()])
+    assert run(resolved, LaunchEnvironment("none")) == ExitCode.DONE
+    found = [record.loss for record in read_metrics(tmp_path / "run" / "metrics.jsonl").steps]
+    theirs = SentenceTransformer(str(model), device="cpu").eval()  # the recipe has no dropout
+    loss, losses = MultipleNegativesRankingLoss(theirs, scale=20.0), []
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    prompts = options.get("prompts", {"query": "", "document": ""})
+    for _ in range(3):
+        columns = [[prompts[kind] + row[key] for row in rows] for kind, key in (("query", "a"), ("document", "b"))]
+        value = loss([theirs.preprocess(column) for column in columns], None)
+        losses.append(value.item())
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    assert found == pytest.approx(losses, rel=1e-6)
+    exported = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    assert [type(module) for module in exported] == [type(module) for module in theirs]
+    assert exported[1].pooling_mode == theirs[1].pooling_mode
+    assert exported.prompts == theirs.prompts
+    assert exported.max_seq_length == LENGTH
+    again = recipe_of(tmp_path / "again", tmp_path / "run" / "model")
+    texts = [json.loads(line) for line in (tmp_path / "again" / "validation.jsonl").read_text().splitlines()]
+    found = embeddings_of(again)
+    for place, (encode, key) in enumerate(((exported.encode_query, "a"), (exported.encode_document, "b"))):
+        expected = encode([row[key] for row in texts], convert_to_tensor=True)
+        torch.testing.assert_close(found[:, place], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("modules", "task", "problem"),
     [
-        (lambda: [Pooling(SIZE, "cls"), Normalize()], {}, r'pooling cls, .* is "mean"; set it to "cls"'),
-        (lambda: [Pooling(SIZE, "lasttoken"), Normalize()], {}, r'pooling lasttoken, .* set it to "last"'),
         (
-            lambda: [Pooling(SIZE, "max"), Normalize()],
-            {},
-            r"pooling max, but `task.pooling` supports mean, cls, lasttoken",
+            lambda: [Pooling(SIZE, "cls"), Normalize()],
+            {"pooling": "mean"},
+            r'pooling cls, .* is "mean"; set it to "cls" or null',
         ),
-        (lambda: [Pooling(SIZE, ("cls", "mean")), Normalize()], {}, r"pooling cls \+ mean, but"),
-        (lambda: [Pooling(SIZE, "mean")], {}, r"does not scale .* `task.normalize` is true; set it to false"),
+        (
+            lambda: [Pooling(SIZE, ("cls", "mean")), Normalize()],
+            {"pooling": "cls"},
+            r'pooling cls \+ mean, but .* "cls"; set it to null',
+        ),
+        (
+            lambda: [Pooling(SIZE, "cls", include_prompt=False), Normalize()],
+            {},
+            r"leaves the prompt out of its pooling",
+        ),
+        (lambda: [Pooling(SIZE, "mean")], {"normalize": True}, r"does not scale .* is true; set it to false"),
         (lambda: [Pooling(SIZE), Normalize()], {"normalize": False}, r"that scales .* is false; set it to true"),
         (
             lambda: [Pooling(SIZE), Dense(SIZE, 8), Normalize()],
@@ -98,7 +152,7 @@ def test_a_recipe_that_agrees_has_the_embeddings_of_the_folder(base, tmp_path):
             r"modules Transformer, Pooling, Dense, Normalize, but",
         ),
     ],
-    ids=["cls", "last", "max", "two", "no normalisation", "normalisation", "dense"],
+    ids=["cls", "two", "prompt", "no normalisation", "normalisation", "dense"],
 )
 def test_another_embedding_is_refused(base, tmp_path, modules, task, problem):
     model = save(base, tmp_path / "model", *modules())
@@ -109,11 +163,10 @@ def test_another_embedding_is_refused(base, tmp_path, modules, task, problem):
     assert checked.problems == (str(refused.value),)
 
 
-def test_prompts_length_and_similarity_are_noted(base, tmp_path):
+def test_length_and_similarity_are_noted(base, tmp_path):
     options = {"prompts": PROMPTS, "default_prompt_name": "query", "similarity_fn_name": "dot"}
     model = save(base, tmp_path / "model", Pooling(SIZE), Normalize(), **options)
-    prompts, similarity, length = notes = notes_of(tmp_path, model, length=8)
-    assert "has none: query 'word1: '; sentence-transformers adds 'query' by default; write them into" in prompts
+    similarity, length = notes = notes_of(tmp_path, model, length=8)
     assert "is dot, but losses, metrics and the exported folder use the cosine" in similarity
     assert re.fullmatch(
         "texts are cut at `data.max_length` 8 tokens, also by the exported folder; .* cuts at 12", length
@@ -122,6 +175,17 @@ def test_prompts_length_and_similarity_are_noted(base, tmp_path):
     assert set(notes) <= set(check_parts(plan_run(resolved.recipe, 1)).notes)
     with trainer.assemble(resolved) as parts:
         assert set(notes) <= set(parts.data.preparation.notes)
+
+
+def test_a_default_length_and_another_prompt_are_refused(base, tmp_path):
+    model = save(base, tmp_path / "model", Pooling(SIZE), Normalize(), prompts=PROMPTS, default_prompt_name="other")
+    with pytest.raises(UsageError, match=r"cuts texts at 12 tokens, but `data.max_length` is 128 by default"):
+        notes_of(tmp_path, model, length=None)
+    with pytest.raises(UsageError, match=r"prompt 'word2 word3 ' \(document\), but `task.document_prompt` is"):
+        notes_of(tmp_path, model, document_prompt="word")
+    scored = {"score": "c", "loss": "cosent", "metrics": ["spearman"]}
+    with pytest.raises(UsageError, match=r"prompt 'word4 ' \(other\), but `task.query_prompt` is 'word1 '"):
+        notes_of(tmp_path, model, query_prompt="word1 ", **scored)
 
 
 OLDER = {
@@ -149,9 +213,10 @@ def write_older(base: Path, folder: Path, **changed: Any) -> Path:
 def test_files_of_older_versions(base, tmp_path):
     model = write_older(base, tmp_path / "model")
     assert SentenceTransformer(str(model), device="cpu")[1].pooling_mode == "cls"
-    assert notes_of(tmp_path, model, pooling="cls") == []
+    assert notes_of(tmp_path, model) == []
+    assert sentence_folder.sentence_folder(load_recipe(str(tmp_path / "recipe.json")).recipe).poolings == ("cls",)
     with pytest.raises(UsageError, match="pooling cls"):
-        notes_of(tmp_path, model)
+        notes_of(tmp_path, model, pooling="mean")
 
 
 @pytest.mark.parametrize(
@@ -197,5 +262,5 @@ def test_a_hub_that_cannot_be_reached_is_noted(base, tmp_path, monkeypatch):
 
 def test_all_differences_are_named_at_once(base, tmp_path):
     with pytest.raises(RecipeError) as refused:
-        notes_of(tmp_path, save(base, tmp_path / "model", Pooling(SIZE, "cls")))
+        notes_of(tmp_path, save(base, tmp_path / "model", Pooling(SIZE, "cls")), pooling="max", normalize=True)
     assert len(refused.value.problems) == 2

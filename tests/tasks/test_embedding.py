@@ -8,11 +8,13 @@ import pytest
 import torch
 from scipy import stats
 from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Pooling
 from torch.nn import functional as F
 from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, ModernBertConfig, XLNetConfig
 
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding
+from trainer.recipe.sentence import POOLINGS
 from trainer.tasks import embedding
 from trainer.tasks.metrics import retrieval
 from trainer.tasks.registry import build_task
@@ -89,20 +91,61 @@ def test_cosine_is_a_squared_error_of_each_row():
     torch.testing.assert_close(task.loss_sum(embeddings, scores), ((cosines - scores) ** 2).sum())
 
 
-def test_poolings_leave_padding_out():
-    states = torch.arange(24.0).view(2, 3, 4)
+def test_poolings_are_those_of_sentence_transformers():
+    states = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": torch.ones(1, 2, 3), "attention_mask": torch.tensor([[[1, 1, 0], [1, 1, 1]]])}
-    output = type("Output", (), {"last_hidden_state": states})
-    first, second = states
-    for pooling, expected in (
-        ("mean", (first[:2].mean(0), second.mean(0))),
-        ("cls", (first[0], second[0])),
-        ("last", (first[1], second[2])),
-    ):
+    output, texts = SimpleNamespace(last_hidden_state=states), inputs["attention_mask"][0]
+    for pooling, names in POOLINGS.items():
+        features = {"token_embeddings": states, "attention_mask": texts}
+        expected = Pooling(4, names.name)(features)["sentence_embedding"]
         scores = task_of(pooling=pooling, normalize=False).scores(output, inputs)
-        assert torch.equal(scores, torch.stack(expected)[None])
+        torch.testing.assert_close(scores, expected[None], atol=1e-6, rtol=1e-6)
         unit = task_of(pooling=pooling).scores(output, inputs)
         torch.testing.assert_close(unit.norm(dim=-1), torch.ones(1, 2))
+
+
+class _Known(torch.nn.Module):
+    """A model of sentence-transformers with given embeddings, one for each feature."""
+
+    def forward(self, features):
+        return {"sentence_embedding": features["embedding"]}
+
+    def get_embedding_dimension(self):
+        return 8
+
+    def __getitem__(self, _):
+        return self
+
+
+@pytest.mark.parametrize("loss", ["multiple_negatives", "cosent", "angle"])
+def test_nested_embeddings_against_sentence_transformers(loss):
+    """The sizes are odd too, for which the angle pads with a zero."""
+    embeddings, scores = embeddings_of(7), torch.tensor([0.2, 1.0, 0.2, 0.6, 0.0, 1.0, 0.4])
+    kinds = {
+        "multiple_negatives": losses.MultipleNegativesRankingLoss,
+        "cosent": losses.CoSENTLoss,
+        "angle": losses.AnglELoss,
+    }
+    model = _Known()
+    theirs = losses.MatryoshkaLoss(model, kinds[loss](model, scale=20.0), [8, 5, 2], [1, 0.5, 2])
+    labels = None if loss == "multiple_negatives" else scores
+    expected = theirs([{"embedding": texts} for texts in embeddings.unbind(1)], labels)
+    keys = {} if labels is None else SCORED
+    task = task_of(loss=loss, dimensions=[2, 8, 5], dimension_weights=[2, 1, 0.5], **keys)
+    found = task.joint_losses(embeddings, scores).mean()
+    torch.testing.assert_close(found, expected, atol=0, rtol=1e-6)
+    torch.testing.assert_close(gradient_of(found, embeddings), gradient_of(expected, embeddings))
+
+
+def test_metrics_are_those_of_each_size():
+    task = task_of(dimensions=[4, 2], metrics=["mrr"])
+    columns, embeddings = {"a": list("pqr"), "b": list("xyz")}, embeddings_of(3).detach()
+    found = task.split_metrics({"embeddings": embeddings}, split_of(**columns))
+    for size in (4, 2):
+        nested = task_of(metrics=["mrr"]).split_metrics({"embeddings": embeddings[..., :size]}, split_of(**columns))
+        assert found[f"mrr/{size}"] == nested["mrr"]
+    with pytest.raises(UsageError, match=r"at most the 3 values of an embedding, but is \[4, 2\]"):
+        task.for_configuration(BertConfig(hidden_size=3))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Folders of sentence-transformers: how their embeddings differ from those of a recipe.
+"""Folders of sentence-transformers: pooling, normalisation and prompts, which a recipe takes as they are.
 
-A recipe states its own embedding, so a folder with another one is refused. Differences that leave the embedding of a
-text as it is are notes.
+A key of the recipe that contradicts the folder is refused. Differences that leave the embedding of a text as it is are
+notes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.hub_files import find_file
 from trainer.recipe.schema import Embedding, Model, Recipe
+from trainer.recipe.sentence import DOCUMENT, POOLINGS, QUERY, prompt_of
 
 _MODULES = "modules.json"
 _SETTINGS = tuple(
@@ -23,38 +25,71 @@ _SETTINGS = tuple(
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _OWN_CODE = "sentence_transformers."
-_POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_POOLINGS = {names.name: pooling for pooling, names in POOLINGS.items()}
 """The value of `task.pooling` by the name in sentence-transformers."""
-_SWITCH = "pooling_mode_"  # the start of older keys, such as `pooling_mode_cls_token`: true
+_SWITCH = "pooling_mode_"  # the start of older keys
 _FOLDER = re.compile(r"\w[\w.-]*")  # the path of a module inside the folder
 _NO_LIMIT = 10**9  # tokenizers without a maximum length have an even larger one
 
 
-def embedding_notes(recipe: Recipe) -> list[str]:
-    """Return notes on the differences between the folder of a recipe's model and the recipe.
+@dataclass(frozen=True)
+class SentenceFolder:
+    """The embedding of a folder of sentence-transformers, and notes on its differences from the recipe.
+
+    `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
+    `default_prompt` is the name of the one that texts have by default.
+    """
+
+    poolings: tuple[str, ...]
+    normalize: bool
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+    notes: tuple[str, ...]
+
+
+def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
+    """Return the embedding of the folder of a recipe's model; None if it is no folder of sentence-transformers.
 
     Raises:
-        UsageError: the folder's embedding is another one, or a file cannot be read.
+        UsageError: a key of the recipe contradicts the folder, the task does not compute one of its modules, or a file
+            cannot be read.
         RecipeError: several of these hold.
+        OSError: the hub cannot be reached.
     """
     if not isinstance(recipe.task, Embedding) or recipe.model.is_random:
-        return []
-    try:
-        modules = _read(recipe.model, _MODULES, list)
-    except OSError:
-        return [
-            f"`model.name_or_path`: whether {recipe.model.name_or_path} has a {_MODULES} of sentence-transformers is"
-            " not checked: the hub cannot be reached"
-        ]
+        return None
+    modules = _read(recipe.model, _MODULES, list)
     if modules is None:
-        return []
+        return None
     folder = _Folder(recipe, recipe.task, modules)
     problems = Problems()
-    for check in (folder.require_modules, folder.require_pooling, folder.require_text):
+    poolings: tuple[str, ...] = ()
+    with problems.collect():
+        folder.require_modules()
+    with problems.collect():
+        poolings = folder.poolings()
+    for check in (folder.require_text, folder.require_length, folder.require_prompts):
         with problems.collect():
             check()
     problems.raise_all()
-    return list(folder.notes())
+    return SentenceFolder(poolings, folder.normalizes, folder.prompts, folder.default_prompt, tuple(folder.notes()))
+
+
+def embedding_notes(recipe: Recipe) -> list[str]:
+    """Return notes on the folder of a recipe's model; the errors are those of `sentence_folder`, but for `OSError`."""
+    try:
+        folder = sentence_folder(recipe)
+    except OSError:
+        return [unreachable(recipe)]
+    return [] if folder is None else list(folder.notes)
+
+
+def unreachable(recipe: Recipe) -> str:
+    """Return the note on a folder on the hub that cannot be reached."""
+    return (
+        f"`model.name_or_path`: whether {recipe.model.name_or_path} has a {_MODULES} of sentence-transformers is not"
+        " checked: the hub cannot be reached"
+    )
 
 
 class _Folder:
@@ -67,9 +102,17 @@ class _Folder:
         found = (_read(recipe.model, name, dict) for name in _SETTINGS)
         self._settings: dict[str, Any] = next((settings for settings in found if settings is not None), {})
 
+        config = _read(recipe.model, "config_sentence_transformers.json", dict) or {}
+        self._similarity = config.get("similarity_fn_name") or "cosine"
+        prompts = config.get("prompts")
+        self.prompts = {str(name): str(text) for name, text in prompts.items()} if isinstance(prompts, dict) else {}
+        default = config.get("default_prompt_name")
+        self.default_prompt = default if isinstance(default, str) else None
+        self.normalizes = self._names[-1:] == ["Normalize"]
+
     def require_modules(self) -> None:
         """Require the modules that the task computes, with the normalisation of the recipe."""
-        *others, last = [*self._names, None] if self._names[-1:] != ["Normalize"] else self._names
+        others = self._names[:-1] if self.normalizes else self._names
         if others != ["Transformer", "Pooling"]:
             raise UsageError(
                 f"{self._place} with the modules {listed(self._names, 10)}, but `task.type` embedding computes"
@@ -80,33 +123,41 @@ class _Folder:
             raise UsageError(
                 f"{self._place} with its model in {path!r}; move the files of that folder next to {_MODULES}"
             )
-        normalizes = last is not None
-        if normalizes != self._task.normalize:
+        if self._task.normalize not in (None, self.normalizes):
             raise UsageError(
-                f"{self._place} that {'scales' if normalizes else 'does not scale'} embeddings to a length of 1, but"
-                f" `task.normalize` is {json.dumps(self._task.normalize)}; set it to {json.dumps(normalizes)}"
+                f"{self._place} that {'scales' if self.normalizes else 'does not scale'} embeddings to a length of 1,"
+                f" but `task.normalize` is {json.dumps(self._task.normalize)}; set it to {json.dumps(self.normalizes)},"
+                " or to null"
             )
 
-    def require_pooling(self) -> None:
-        """Require the pooling of the recipe."""
+    def poolings(self) -> tuple[str, ...]:
+        """Return the poolings of the folder; refuse one that is unknown, or not that of the recipe."""
         if "Pooling" not in self._names:
-            return
+            return ()
         path = str(self._modules[self._names.index("Pooling")].get("path"))
         config = _read(self._recipe.model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
         if config is None:
             raise UsageError(f"{self._place}, but {path}/config.json, which names its pooling, is missing; add it")
-        found = _pooling_of(config)
-        name = _POOLINGS.get(found)
-        if name is None:
+        found = _poolings_of(config)
+        shown = " + ".join(found)
+        if unknown := [name for name in found if name not in _POOLINGS]:
             raise UsageError(
-                f"{self._place} with the pooling {found}, but `task.pooling` supports {listed(list(_POOLINGS), 10)};"
-                f" use another model, or remove {_MODULES} from a copy to train another pooling"
+                f"{self._place} with the pooling {unknown[0]}, but `task.pooling` supports"
+                f" {listed(list(_POOLINGS), 10)}; use another model, or remove {_MODULES} from a copy to train another"
+                " pooling"
             )
-        if name != self._task.pooling:
+        if config.get("include_prompt") is False:
             raise UsageError(
-                f'{self._place} with the pooling {found}, but `task.pooling` is "{self._task.pooling}"; set it to'
-                f' "{name}", or remove {_MODULES} from a copy to train another pooling'
+                f"{self._place} that leaves the prompt out of its pooling (`include_prompt`), which is not supported;"
+                " use another model"
             )
+        if self._task.pooling is not None and [_POOLINGS[name] for name in found] != [self._task.pooling]:
+            fix = f'"{_POOLINGS[found[0]]}" or null' if len(found) == 1 else "null"
+            raise UsageError(
+                f'{self._place} with the pooling {shown}, but `task.pooling` is "{self._task.pooling}"; set it to'
+                f" {fix}, or remove {_MODULES} from a copy to train another pooling"
+            )
+        return tuple(_POOLINGS[name] for name in found)
 
     def require_text(self) -> None:
         """Require the states and texts of the task: hidden states of the model, and texts as they are."""
@@ -122,44 +173,59 @@ class _Folder:
                 " hidden states; use another model"
             )
 
-    def notes(self) -> Iterator[str]:
-        """Iterate over notes on prompts, similarity and maximum length."""
-        model = self._recipe.model
-        config = _read(model, "config_sentence_transformers.json", dict) or {}
-        prompts = config.get("prompts")
-        shown = [f"{name} {text!r}" for name, text in prompts.items() if text] if isinstance(prompts, dict) else []
-        if shown:
-            default = config.get("default_prompt_name")
-            yield (
-                f"prompts of {model.name_or_path} are not added to texts, and the exported folder has none: "
-                + listed(shown, 10)
-                + (f"; sentence-transformers adds {default!r} by default" if default else "")
-                + "; write them into the data"
-            )
-        similarity = config.get("similarity_fn_name") or "cosine"
-        if similarity != "cosine":
-            yield (
-                f"the similarity of {model.name_or_path} is {similarity}, but losses, metrics and the exported folder"
-                " use the cosine"
-            )
+    def require_length(self) -> None:
+        """Require that the recipe states the maximum length, if its default is not that of the folder."""
+        longest, data = self._longest, self._recipe.data
+        if longest is None or longest == data.max_length or "max_length" in data.model_fields_set:
+            return
+        raise UsageError(
+            f"{self._place} that cuts texts at {longest} tokens, but `data.max_length` is {data.max_length} by default;"
+            f" set it to {longest}, or to the length that you want"
+        )
+
+    def require_prompts(self) -> None:
+        """Require that no prompt of the recipe is another one than that of the folder."""
+        for key, role in (("query_prompt", QUERY), ("document_prompt", DOCUMENT)):
+            name = prompt_of(role, self.prompts) if self._task.has_roles else self.default_prompt
+            own, known = getattr(self._task, key), self.prompts.get(name or "", "")
+            if own is not None and known and own != known:
+                raise UsageError(
+                    f"{self._place} with the prompt {known!r} ({name}), but `task.{key}` is {own!r}; set it to null, or"
+                    f" remove {_MODULES} from a copy to train another prompt"
+                )
+
+    @property
+    def _longest(self) -> int | None:
+        """The tokens at which the folder cuts texts; None: it names no number."""
         longest = self._settings.get("max_seq_length")
         if longest is None:
-            longest = (_read(model, "tokenizer_config.json", dict) or {}).get("model_max_length")
-        own = self._recipe.data.max_length
-        if isinstance(longest, int | float) and longest < _NO_LIMIT and longest != own:
+            longest = (_read(self._recipe.model, "tokenizer_config.json", dict) or {}).get("model_max_length")
+        return int(longest) if isinstance(longest, int | float) and longest < _NO_LIMIT else None
+
+    def notes(self) -> Iterator[str]:
+        """Iterate over notes on similarity and maximum length."""
+        name = self._recipe.model.name_or_path
+        if self._similarity != "cosine":
             yield (
-                f"texts are cut at `data.max_length` {own} tokens, also by the exported folder;"
-                f" {model.name_or_path} cuts at {longest}"
+                f"the similarity of {name} is {self._similarity}, but losses, metrics and the exported folder use the"
+                " cosine"
+            )
+        if self._longest not in (None, self._recipe.data.max_length):
+            yield (
+                f"texts are cut at `data.max_length` {self._recipe.data.max_length} tokens, also by the exported"
+                f" folder; {name} cuts at {self._longest}"
             )
 
 
-def _pooling_of(config: Mapping[str, Any]) -> str:
-    """Return the pooling of a `Pooling` module, by its name in sentence-transformers; several are joined by a plus."""
+def _poolings_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the poolings of a `Pooling` module, by their names in sentence-transformers."""
     modes = config.get("pooling_mode")
     if modes is None:
-        switches = [key.removeprefix(_SWITCH) for key, value in config.items() if key.startswith(_SWITCH) and value]
-        modes = [switch.removesuffix("_tokens").removesuffix("_token") for switch in switches] or ["mean"]
-    return modes if isinstance(modes, str) else " + ".join(map(str, modes if isinstance(modes, list) else [modes]))
+        found = [names.name for names in POOLINGS.values() if config.get(names.switch)]
+        known = {names.switch for names in POOLINGS.values()}
+        unknown = [key for key, value in config.items() if key.startswith(_SWITCH) and value and key not in known]
+        return [*found, *(key.removeprefix(_SWITCH) for key in unknown)] or ["mean"]
+    return [modes] if isinstance(modes, str) else [str(mode) for mode in modes if modes]
 
 
 def _read(model: Model, name: str, kind: type) -> Any:

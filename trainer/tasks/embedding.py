@@ -1,14 +1,14 @@
 """Sentence embeddings of pairs and tuples of texts, as in Sentence-BERT (Reimers and Gurevych 2019, arXiv:1908.10084).
 
-The losses `multiple_negatives` and `cosent` compare the rows of a global batch with each other. The engines therefore
-gather the embeddings of the whole batch (`trainer/engine/joint.py`).
+The losses `multiple_negatives`, `cosent` and `angle` compare the rows of a global batch with each other. The engines
+therefore gather the embeddings of the whole batch (`trainer/engine/joint.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,15 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.recipe.sentence import DOCUMENT, POOLINGS, QUERY, prompt_of
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import ROWS_PICTURED, TextTask
 from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.text.tied_texts import first_of_equal
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
 
-Pooling = Literal["mean", "cls", "last"]
-Loss = Literal["multiple_negatives", "cosine", "cosent"]
+Loss = Literal["multiple_negatives", "cosine", "cosent", "angle"]
 
 _DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
 """Model types that predict next tokens only if they are set up so; they see all tokens by default."""
@@ -38,32 +38,82 @@ _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, wh
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The texts before queries and documents; None: those of the model's folder, if any.
+
+    `others` are the prompts of the folder by name, and `default` is the name of the one for texts without a role.
+    """
+
+    query: str | None = None
+    document: str | None = None
+    others: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+
+    def of_folder(self, folder: SentenceFolder, has_roles: bool) -> Prompts:
+        """Return these prompts, completed by those of a folder.
+
+        Args:
+            folder: the folder.
+            has_roles: whether texts are queries and documents; if not, the folder's default prompt is for all.
+        """
+        known, default = folder.prompts, folder.default_prompt
+        names = [prompt_of(role, known) if has_roles else default for role in (QUERY, DOCUMENT)]
+        query, document = (known.get(name or "", "") for name in names)
+        return Prompts(
+            query if self.query is None else self.query,
+            document if self.document is None else self.document,
+            known,
+            default,
+        )
+
+    def as_json(self, has_roles: bool) -> dict[str, Any]:
+        """Return the prompts as a folder of sentence-transformers holds them."""
+        prompts, default = dict(self.others), self.default
+        query, document = self.query or "", self.document or ""
+        if has_roles or query != document:
+            for role, text in ((QUERY, query), (DOCUMENT, document)):
+                prompts[prompt_of(role, prompts) or role[0]] = text
+        elif query != prompts.get(default or "", ""):
+            default = "query"
+            prompts |= {"query": query, "document": document}
+        return {"prompts": prompts, "default_prompt_name": default}
+
+
+@dataclass(frozen=True)
 class EmbeddingTask(TextTask):
     """Embeddings of texts, trained by their cosine similarities.
 
     Attributes:
         text_columns: the columns of anchor, positive and negatives; after `without_labels`, the first column only.
         score_column: the column of the similarity of two texts; None for `multiple_negatives`.
-        pooling: how the states of the tokens become one embedding.
+        poolings: how the states of the tokens become one embedding; several are joined.
         normalize: whether embeddings have a length of 1.
         loss: the name of the loss.
         temperature: the divisor of cosine similarities.
         metric_names: the metrics to compute, the deciding one first.
         mask_duplicates: whether `multiple_negatives` leaves out negatives that are a right answer to the anchor. The
             labels of a row are then the numbers of its texts `[texts]`, equal for equal texts.
+        prompts: the texts before queries, which are those of the first column, and documents.
+        has_roles: whether texts are queries and documents; if not, they have one prompt.
+        query_column: the column of queries, after `without_labels`; None: the first one.
+        dimensions: numbers of values of nested embeddings, and the weight of the loss of each.
     """
 
     text_columns: tuple[str, ...]
     score_column: str | None
-    pooling: Pooling
+    poolings: tuple[str, ...]
     normalize: bool
     loss: Loss
     temperature: float
     metric_names: tuple[str, ...]
     mask_duplicates: bool = False
+    prompts: Prompts = Prompts()
+    has_roles: bool = True
+    query_column: str | None = None
+    dimensions: tuple[tuple[int, float], ...] = ()
 
     auto_class_name = "AutoModel"
-    beside_rows = ("pooling", "normalize", "temperature", "metric_names")
+    beside_rows = ("poolings", "normalize", "temperature", "metric_names", "dimensions")
     rows_are_labels = True
     unused_modules = ("pooler",)
 
@@ -85,12 +135,23 @@ class EmbeddingTask(TextTask):
                 f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
                 f" {config.model_type}, which has both; use another model"
             )
-        if self.pooling == "cls" and _is_causal(config):
+        size = getattr(config, "hidden_size", None)
+        if isinstance(size, int) and any(number > size * len(self.poolings) for number, _ in self.dimensions):
+            numbers = [number for number, _ in self.dimensions]
+            raise UsageError(
+                f"`task.dimensions` must be at most the {size * len(self.poolings)} values of an embedding, but is"
+                f" {numbers}; remove the larger ones"
+            )
+        if "cls" in self.poolings and _is_causal(config):
             raise UsageError(
                 f'`task.pooling` is "cls", but the first token of a {config.model_type} sees no other token, so texts'
                 ' with an equal first token have equal embeddings; use "last" or "mean"'
             )
         return self
+
+    def in_sentence_folder(self, folder: SentenceFolder) -> EmbeddingTask:
+        prompts = self.prompts.of_folder(folder, self.has_roles)
+        return replace(self, poolings=folder.poolings, normalize=folder.normalize, prompts=prompts)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_columns(features, self.text_columns, "task.texts", where)
@@ -110,7 +171,14 @@ class EmbeddingTask(TextTask):
             for place, text in enumerate(rows[column]):
                 if text is not None and not text.strip():
                     raise DataError(f"{cell(column, first_row + place, where)} is empty; leave the row out")
-        texts = [tokenise(rows, [column], tokenizer, max_length, where, first_row) for column in self.text_columns]
+        query = self.query_column or self.text_columns[0]
+        texts = [
+            tokenise(
+                rows, [column], tokenizer, max_length, where, first_row,
+                (self.prompts.query if column == query else self.prompts.document) or "",
+            )
+            for column in self.text_columns
+        ]  # fmt: skip
         features: dict[str, list[Any]] = {
             name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
         }
@@ -146,14 +214,7 @@ class EmbeddingTask(TextTask):
         """Return the embeddings `[batch, texts, hidden]` in fp32."""
         states = at_least_fp32(output.last_hidden_state)
         mask = inputs["attention_mask"].flatten(0, -2)
-        if self.pooling == "mean":
-            weights = mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-        elif self.pooling == "cls":
-            pooled = states[:, 0]
-        else:
-            last = mask.sum(1) - 1  # padding is on the right
-            pooled = states[torch.arange(len(states), device=states.device), last]
+        pooled = torch.cat([_pooled(states, mask, pooling) for pooling in self.poolings], dim=-1)
         if self.normalize:
             pooled = F.normalize(pooled, dim=-1)
         return pooled.view(len(inputs["input_ids"]), -1, pooled.shape[-1])
@@ -175,10 +236,20 @@ class EmbeddingTask(TextTask):
 
         `multiple_negatives` is the cross entropy of the own positive among the positives and negatives of all rows
         (Henderson et al. 2017, arXiv:1705.00652; van den Oord et al. 2018, arXiv:1807.03748). `cosent` is one loss for
-        all pairs of rows, so each row has the same (Su 2022, kexue.fm/archives/8847).
+        all pairs of rows, so each row has the same (Su 2022, kexue.fm/archives/8847); `angle` is the same for angles
+        (Li and Li 2023, arXiv:2309.12871). With `dimensions`, it is the sum over nested embeddings (Kusupati et al.
+        2022, arXiv:2205.13147).
         """
+        if not self.dimensions:
+            return self._losses(scores, labels)
+        parts = [weight * self._losses(scores[..., :size], labels) for size, weight in self.dimensions]
+        return torch.stack(parts).sum(0)
+
+    def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self.loss == "multiple_negatives":
             return _multiple_negatives(scores, self.temperature, labels if self.mask_duplicates else None)
+        if self.loss == "angle":
+            return _cosent(_angle_similarity(scores) / self.temperature, labels).expand(len(scores))
         cosines = F.cosine_similarity(scores[:, 0], scores[:, 1], dim=-1)
         if self.loss == "cosine":
             return (cosines - labels.to(cosines.dtype)).square()
@@ -194,11 +265,18 @@ class EmbeddingTask(TextTask):
         labels = predictions.get("labels", embeddings.new_zeros(len(embeddings)))
         with torch.no_grad():
             computed = {"loss": float(self.joint_losses(embeddings.double(), labels).mean())}
+        computed |= self._metrics(embeddings, labels, split)
+        for size, _ in self.dimensions:
+            nested = self._metrics(embeddings[..., :size], labels, split)
+            computed |= {f"{name}/{size}": value for name, value in nested.items()}
+        return computed
+
+    def _metrics(self, embeddings: Tensor, labels: Tensor, split: EvaluatedSplit) -> dict[str, float]:
         if self.score_column is None:
             found, others = self._retrieval(embeddings, split).ranks()
         else:
             found, others = _cosines(embeddings), labels.numpy()
-        return computed | {name: METRICS[name].compute(found, others) for name in self.metric_names}
+        return {name: METRICS[name].compute(found, others) for name in self.metric_names}
 
     def _retrieval(self, embeddings: Tensor, split: EvaluatedSplit) -> Retrieval:
         return Retrieval.of(embeddings, [split.rows[column] for column in self.text_columns])
@@ -222,7 +300,8 @@ class EmbeddingTask(TextTask):
         return {"texts": [dict(zip(columns, row, strict=True)) for row in shown]}
 
     def without_labels(self) -> EmbeddingTask:
-        return replace(self, text_columns=self.text_columns[:1], score_column=None, mask_duplicates=False)
+        first = self.text_columns[0]
+        return replace(self, text_columns=(first,), score_column=None, mask_duplicates=False, query_column=first)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"embeddings": logits.float()}
@@ -246,16 +325,43 @@ class EmbeddingTask(TextTask):
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{name}"}
             for place, (path, name) in enumerate(zip(paths, names, strict=True))
         ]
-        modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
-        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size}
-        pooling |= {f"pooling_mode_{mode}": name == self.pooling for name, mode in modes.items()}
+        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": True}
+        if list(self.poolings) == [name for name in POOLINGS if name in self.poolings]:
+            pooling |= {names.switch: pooling in self.poolings for pooling, names in POOLINGS.items()}
+        else:  # an order that versions before 5 do not have
+            pooling["pooling_mode"] = [POOLINGS[name].name for name in self.poolings]
+        prompts = self.prompts.as_json(self.has_roles)
         files: dict[str, Any] = {
             "modules.json": modules,
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-            "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+            "config_sentence_transformers.json": {"similarity_fn_name": "cosine", **prompts},
             "1_Pooling/config.json": pooling,
         }
         return files | ({"2_Normalize/config.json": {}} if self.normalize else {})
+
+
+def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """Return the embeddings `[texts, hidden]` of states `[texts, sequence, hidden]`; padding is on the right."""
+    if pooling == "cls":
+        return states[:, 0]
+    if pooling == "last":
+        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    if pooling == "max":
+        return states.masked_fill(weights == 0, -torch.inf).amax(1)
+    if pooling == "weighted_mean":
+        weights = weights * torch.arange(1, mask.shape[1] + 1, device=mask.device)[:, None]
+    total = weights.sum(1).clamp(min=1e-9)
+    return (states * weights).sum(1) / (total.sqrt() if pooling == "mean_sqrt_length" else total)
+
+
+def _angle_similarity(embeddings: Tensor) -> Tensor:
+    """Return the similarity of complex vectors `[rows]`; the second half of an embedding is the imaginary part."""
+    if embeddings.shape[-1] % 2:
+        embeddings = F.pad(embeddings, (0, 1))
+    first, second = F.normalize(embeddings[:, :2], dim=-1).unbind(1)
+    (real, imaginary), (other, other_imaginary) = first.chunk(2, -1), second.chunk(2, -1)
+    return ((first * second).sum(-1) + (imaginary * other - real * other_imaginary).sum(-1)).abs()
 
 
 def _is_causal(config: Any) -> bool:

@@ -22,7 +22,7 @@ from trainer.recipe.schema import (
     TokenClassification,
 )
 from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, CompletionColumns, Examples, TextColumn
-from trainer.tasks.embedding import EmbeddingTask
+from trainer.tasks.embedding import EmbeddingTask, Prompts
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.multi_label import MultiLabelTask
@@ -113,9 +113,18 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
             )
         case Embedding():
             return EmbeddingTask(
-                tuple(recipe.texts), recipe.score, recipe.pooling, recipe.normalize, recipe.loss, recipe.temperature,
-                metrics, recipe.mask_duplicates,
-            )  # fmt: skip
+                tuple(recipe.texts),
+                recipe.score,
+                (recipe.pooling or "mean",),
+                recipe.normalize is not False,
+                recipe.loss,
+                recipe.temperature,
+                metrics,
+                recipe.mask_duplicates,
+                prompts=Prompts(recipe.query_prompt, recipe.document_prompt),
+                has_roles=recipe.has_roles,
+                dimensions=_dimensions(recipe),
+            )
         case CausalLM():
             return CausalLMTask(
                 _examples(recipe),
@@ -179,6 +188,11 @@ def _examples(recipe: CausalLM) -> Examples:
         return CompletionColumns(recipe.prompt, recipe.completion)
     assert recipe.text is not None, "a rule requires one of them"
     return TextColumn(recipe.text)
+
+
+def _dimensions(recipe: Embedding) -> tuple[tuple[int, float], ...]:
+    sizes = recipe.dimensions or []
+    return tuple(zip(sizes, recipe.dimension_weights or [1.0] * len(sizes), strict=True))
 
 
 def _columns(text: str | list[str]) -> tuple[str, ...]:

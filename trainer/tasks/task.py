@@ -21,7 +21,7 @@ from trainer.recipe.schema import Generation
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
-from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Tokenizer
+from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, SentenceFolder, Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -297,6 +297,10 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         Raises:
             UsageError: the model does not fit the task.
         """
+        return self
+
+    def in_sentence_folder(self, folder: SentenceFolder) -> Self:
+        """Return the task with the embedding of the model's folder of sentence-transformers."""
         return self
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:

@@ -57,3 +57,25 @@ class EvaluatedSplit:
     encoded: EncodedRows
     tokenizer: Tokenizer | None  # None: the rows are images
     where: str = ""
+
+
+class SentenceFolder(Protocol):
+    """The part of `trainer.models.sentence_folder.SentenceFolder` that tasks use."""
+
+    @property
+    def poolings(self) -> tuple[str, ...]:
+        """The values of `task.pooling` with embeddings that are joined."""
+        ...
+
+    @property
+    def normalize(self) -> bool: ...
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """The texts that come before other texts, by name."""
+        ...
+
+    @property
+    def default_prompt(self) -> str | None:
+        """The name of the prompt of texts without another one."""
+        ...

@@ -135,7 +135,7 @@ def _standing_in(recipe: Recipe, local: LocalParts) -> Preparation:
 
 
 _ANY_CONFIGURATION = SimpleNamespace(
-    model_type="gpt2", decoder_start_token_id=0, forced_bos_token_id=None, is_encoder_decoder=False
+    model_type="gpt2", decoder_start_token_id=0, forced_bos_token_id=None, is_encoder_decoder=False, is_causal=False
 )
 
 

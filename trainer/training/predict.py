@@ -33,7 +33,7 @@ from trainer.training.evaluate import progress_bar, with_class_names
 from trainer.training.evaluation import RowTensors, in_row_order
 from trainer.training.prediction_files import Chunk, InputRows, Output, Request, naming_resumption, print_note
 from trainer.training.process_group import joined_ranks, open_mesh
-from trainer.training.row_encoding import Preparation, load_preparation, require_fitting_rotations
+from trainer.training.row_encoding import Preparation, fitted, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Prediction:
                 raise UsageError(f"`--column` names texts to embed, but `task.type` is {recipe.task.type}; remove it")
             task = replace(task, text_columns=tuple(dict.fromkeys(columns)))
         require_fitting_rotations(recipe, preparation.config, task)
-        task = task.for_configuration(preparation.config)
+        task = fitted(task, preparation)
         refuse_generation_in_parts(task, plan)
         return preparation, task
 

@@ -27,7 +27,7 @@ from trainer.models.configuration import (
     vocabulary_size,
 )
 from trainer.models.image_processor import ImageProcessor, load_image_processor
-from trainer.models.sentence_folder import embedding_notes
+from trainer.models.sentence_folder import SentenceFolder, sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
 from trainer.tasks.classes import NamedClasses
@@ -57,6 +57,11 @@ class Preparation(Protocol):
     @property
     def config(self) -> Any:
         """The configuration of transformers."""
+        ...
+
+    @property
+    def sentence_folder(self) -> SentenceFolder | None:
+        """The model's folder of sentence-transformers; None: it is none."""
         ...
 
     @property
@@ -118,9 +123,15 @@ def load_preparation(recipe: Recipe) -> Preparation:
         require_fit(recipe, config)
     with problems.collect():
         tokenizer = tokenizer_of(recipe)
+    folder, notes = None, []
     with problems.collect():
-        notes = embedding_notes(recipe)
+        try:
+            folder = sentence_folder(recipe)
+        except OSError:
+            notes = [unreachable(recipe)]
     problems.raise_all()
+    if folder is not None:
+        notes = list(folder.notes)
     if isinstance(recipe.task, Seq2SeqLM):
         name_target_language(config, tokenizer)
     size = vocabulary_size(config)
@@ -128,7 +139,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     labels = checkpoint_labels(recipe.model, config)
     processes = recipe.data.preparation_processes
     return TextPreparation(
-        tokenizer, recipe.data.max_length, size, labels, tuple(notes), config, processes, recipe.data.pad_to
+        tokenizer, recipe.data.max_length, size, labels, tuple(notes), config, processes, recipe.data.pad_to, folder
     )
 
 
@@ -180,7 +191,7 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
-    task = build_task(recipe.task).resolve(train.rows, train.where).for_configuration(preparation.config)
+    task = fitted(build_task(recipe.task).resolve(train.rows, train.where), preparation)
     converted = task.conversion_notes(train.rows.features)
     if not isinstance(task, NamedClasses):
         return task, converted
@@ -190,12 +201,23 @@ def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tupl
     return ordered, [*converted, *notes]
 
 
+def fitted(task: Task, preparation: Preparation) -> Task:
+    """Return a task with the parts of the model's configuration and folder that it needs.
+
+    Raises:
+        UsageError: the model does not fit the task.
+    """
+    folder = preparation.sentence_folder
+    return (task.in_sentence_folder(folder) if folder else task).for_configuration(preparation.config)
+
+
 @dataclass(frozen=True)
 class TextPreparation:
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
 
     It refuses a token without an embedding by name, because on a GPU such a token kills the process in a kernel.
-    Batches are padded to a multiple of `pad_to` tokens.
+    Batches are padded to a multiple of `pad_to` tokens. `sentence_folder` is the model's folder, if it is one of
+    sentence-transformers.
     """
 
     tokenizer: Any
@@ -206,6 +228,7 @@ class TextPreparation:
     config: Any = None
     num_processes: int | None = None
     pad_to: int = 1
+    sentence_folder: SentenceFolder | None = None
     _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
 
     normalisation = None
@@ -304,6 +327,7 @@ class ImagePreparation:
     notes = ()
     text_tokenizer = None
     padding_token = None
+    sentence_folder = None
 
     @property
     def batching(self) -> Normalisation:

@@ -122,7 +122,7 @@ def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Con
     elif training.micro_batch_tokens is not None and training.micro_batch_size and training.changed("micro_batch_size"):
         yield clash(f"is set, but `{rows}` is {training.micro_batch_size}; set one of them to null", key, rows)
     compares = isinstance(task, Embedding) and (
-        task.loss == "cosent" or (task.loss == "multiple_negatives" and len(task.texts) == 2)
+        task.loss in ("cosent", "angle") or (task.loss == "multiple_negatives" and len(task.texts) == 2)
     )
     if isinstance(task, Embedding) and compares and training.global_batch_size == 1:
         text = f"must be at least 2 for the loss {task.loss}, which compares rows with each other, but is 1"

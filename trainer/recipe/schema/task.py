@@ -67,14 +67,25 @@ class Embedding(TaskKeys):
     texts: Annotated[list[str], Field(min_length=2)]
     """The columns of the texts of a row: anchor and positive, and perhaps hard negatives of the anchor."""
     score: str | None = None
-    """The column of the similarity of the two texts, which the losses `cosine` and `cosent` need."""
-    pooling: Literal["mean", "cls", "last"] = "mean"
-    """The embedding: the mean of the states of all tokens, or that of the first or last token."""
-    normalize: bool = True
-    """Scale embeddings to a length of 1."""
-    loss: Literal["multiple_negatives", "cosine", "cosent"] = "multiple_negatives"
+    """The column of the similarity of the two texts, which the losses `cosine`, `cosent` and `angle` need."""
+    pooling: Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_length"] | None = None
+    """The embedding from the states of all tokens: their mean, maximum, mean with weights 1, 2, 3 and so on, or sum /
+    sqrt(tokens); or the state of the first or last token. null: that of the model's folder; mean without one."""
+    normalize: bool | None = None
+    """Scale embeddings to a length of 1; null: as the model's folder does; true without one."""
+    query_prompt: str | None = None
+    """The text before each text of the first column; null: that of the model's folder, if any."""
+    document_prompt: str | None = None
+    """The text before each text of the other columns; null: that of the model's folder, if any."""
+    loss: Literal["multiple_negatives", "cosine", "cosent", "angle"] = "multiple_negatives"
     """multiple_negatives: find the positive among those and the negatives of the whole global batch; cosine: squared
-    error of cosine and score; cosent: order all pairs of rows of the global batch by score."""
+    error of cosine and score; cosent: order all pairs of rows of the global batch by score; angle: cosent with angles
+    in complex space."""
+    dimensions: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
+    """Matryoshka embeddings: the loss is the sum of the losses of the first values of each embedding, for these numbers
+    of values; metrics are also computed for each. null: all values."""
+    dimension_weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """The weight of the loss of each of `dimensions`; null: 1 for each."""
     mask_duplicates: bool = False
     """For `multiple_negatives`: texts of other rows that equal the anchor, its positive or the positive of an equal
     anchor are not its negatives."""
@@ -87,9 +98,15 @@ class Embedding(TaskKeys):
     positives and negatives of the split; mean reciprocal rank of the first positive; rank correlation of cosine and
     score."""
 
+    @property
+    def has_roles(self) -> bool:
+        """Whether texts are queries and documents; scored pairs have no order."""
+        return self.score is None
+
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         yield from repeated("task.texts", [*self.texts, *([self.score] if self.score else [])])
+        yield from self._of_dimensions()
         if self.loss == "multiple_negatives":
             yield from self._without_scores()
             return
@@ -108,10 +125,17 @@ class Embedding(TaskKeys):
         if self.loss == "cosine" and self.changed("temperature"):
             yield clash("does not apply to the loss cosine; remove it", "task.temperature", "task.loss")
 
+    def _of_dimensions(self) -> Iterator[Contradiction]:
+        yield from repeated("task.dimensions", self.dimensions or [])
+        if self.dimension_weights is not None and len(self.dimension_weights) != len(self.dimensions or []):
+            number, expected = len(self.dimension_weights), len(self.dimensions or [])
+            text = f"must have one weight for each of `task.dimensions`, {expected}, but has {number}"
+            yield clash(text, "task.dimension_weights", "task.dimensions")
+
     def _without_scores(self) -> Iterator[Contradiction]:
         if self.score is not None:
             problem = f"is {shown_value(self.score)}, but the loss multiple_negatives reads no score"
-            yield clash(f"{problem}; remove it, or use the loss cosent or cosine", "task.score", "task.loss")
+            yield clash(f"{problem}; remove it, or use the loss cosent, angle or cosine", "task.score", "task.loss")
         if "spearman" in self.metrics:
             text = 'has "spearman", which needs scores, but the loss is multiple_negatives; use "mrr"'
             yield clash(text, "task.metrics", "task.loss")

@@ -1,0 +1,32 @@
+"""Names in folders of sentence-transformers, which the schema, tasks and models share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class PoolingNames(NamedTuple):
+    """The name of a pooling, and its key in files of versions before 5."""
+
+    name: str
+    switch: str
+
+
+POOLINGS = {
+    "cls": PoolingNames("cls", "pooling_mode_cls_token"),
+    "max": PoolingNames("max", "pooling_mode_max_tokens"),
+    "mean": PoolingNames("mean", "pooling_mode_mean_tokens"),
+    "mean_sqrt_length": PoolingNames("mean_sqrt_len_tokens", "pooling_mode_mean_sqrt_len_tokens"),
+    "weighted_mean": PoolingNames("weightedmean", "pooling_mode_weightedmean_tokens"),
+    "last": PoolingNames("lasttoken", "pooling_mode_lasttoken"),
+}
+"""The values of `task.pooling`, in the order in which the files of older versions join them."""
+
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
+"""The names of the prompt of a text by its role; the first one that a folder has counts."""
+
+
+def prompt_of(role: tuple[str, ...], known: Collection[str]) -> str | None:
+    """Return the name of the prompt of a role, of those that a folder has; None: it has none."""
+    return next((name for name in role if name in known), None)
