@@ -34,6 +34,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
 from trainer.models.families.table import layers_of
+from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements, Split
@@ -108,6 +109,7 @@ def shard(
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
     if shards is not None:
         _fill(model, shards, torch.device("cpu") if how.offloads else mesh.device)
+    move_buffers(model, mesh.device)
     if rounded:
         _gather_rounded(model, rounded, COMPUTE_DTYPES[how.precision])
     return {
@@ -117,7 +119,7 @@ def shard(
 
 
 def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> None:
-    """Move the rows of `shards` to the sharded parameters of a model on `meta`, and its buffers to `device`."""
+    """Move the rows of `shards` to the sharded parameters of a model on `meta`, which then are on `device`."""
     filled: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
     state = {}
     for name, empty in model.named_parameters(remove_duplicate=False):
@@ -125,16 +127,12 @@ def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> 
             assert isinstance(empty, DTensor)
             rows = shards[name].to(device, empty.dtype)
             assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
-            whole = DTensor.from_local(
-                rows, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
-            )
-            filled[empty] = nn.Parameter(whole, requires_grad=empty.requires_grad)
+            # `from_local` would move offloaded rows to the device of the mesh.
+            whole = DTensor(rows, empty._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            filled[empty] = nn.Parameter(whole, empty.requires_grad)
         state[name] = filled[empty]
     model.load_state_dict(state, strict=False, assign=True)
     shards.clear()  # where rows are padded, the parameter has a copy
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
 
 
 def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ from trainer.engine.state import (
 )
 from trainer.models.checkpointing import not_recorded
 from trainer.models.draw import Gather, whole_already
-from trainer.models.names import aliases, replace_in
+from trainer.models.names import aliases, move_buffers, replace_in
 from trainer.models.place import PlacedModel, ShardChoice
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import RankBatch
@@ -414,6 +414,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
     model = built.model
     if built.shards is not None:
         _partition(built, mesh, plan, deepspeed)
+    move_buffers(model, mesh.device)  # DeepSpeed moves no model that is partitioned
     placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
         name: replace(placement, shape=tuple(getattr(model.get_parameter(name), "ds_shape", placement.shape)))
         for name, placement in built.placements.items()

@@ -44,6 +44,9 @@ PACKED = "packed"
 
 _CUT = "context_cut"
 
+_TILES = "visible_tiles"
+"""The attribute of a mask with its visible tiles."""
+
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 
 
@@ -195,8 +198,8 @@ def _fused(
     if mask is not None and mask.requires_grad:  # the kernel computes the gradient of a bias only
         bias = mask if bias is None else bias + mask
         mask = None
-    mask, bias = _expanded(mask, shape), _expanded(bias, shape)
-    tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+    whole, mask, bias = mask, _expanded(mask, shape), _expanded(bias, shape)
+    tiles = _tiles(whole, mask, inputs) or (None, None)
     if row_keys is None:
         row_keys = site.keys.row_keys(site.name, shape)
     offsets = site.offsets(shape)[1:]
@@ -204,6 +207,19 @@ def _fused(
         query, key, value, row_keys, mask, bias, tiles[0], tiles[1], scale, dropout, is_causal, offsets
     )[0]
     return output
+
+
+def _tiles(whole: Tensor | None, mask: Tensor | None, inputs: _Inputs) -> tuple[Tensor, Tensor] | None:
+    """Return the visible tiles of `mask`, which is `whole` with all its sizes; layers that share `whole` share them."""
+    query, key, value = inputs[:3]
+    if whole is None or torch.compiler.is_compiling():
+        return fused_attention.visible_tiles(mask, query, key, value)
+    facts = (whole._version, inputs.shape)
+    found: tuple[Any, tuple[Tensor, Tensor] | None] | None = getattr(whole, _TILES, None)
+    if found is None or found[0] != facts:
+        found = (facts, fused_attention.visible_tiles(mask, query, key, value))
+        setattr(whole, _TILES, found)
+    return found[1]
 
 
 def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:

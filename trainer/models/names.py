@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -27,6 +28,13 @@ def replace_in(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> 
     """Replace the parameter or submodule `name` of a model."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, value)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model to `device`; its parameters stay."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def prefixes(name: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.kernels import kernel_support
+from trainer.parallel.kernels.launching import Launch, facts_of, launch
 
 _TILE = 1024  # elements of one program: four blocks, one for each warp
 
@@ -36,10 +37,12 @@ def _raise_maxima(
 ) -> None:  # fmt: skip
     """Raise the maxima of blocks, fp32 `[2, blocks]`, to the new moments of a part; see `_update`."""
     if gradient.numel():
-        _kernels().maxima_kernel[_grid(gradient)](
+        arguments = (
             maxima.view(torch.int32), gradient, first, second, scales, tuple(values), blocks, gradient.numel(),
-            scales.shape[1], _shares(betas), **_options(width),
+            scales.shape[1], _shares(betas),
         )  # fmt: skip
+        facts = ("8-bit maxima", width, *arguments[-3:-1], *facts_of(maxima, gradient, first, second, scales, blocks))
+        launch(facts, [arguments], lambda: [Launch(_kernels().maxima_kernel, _grid(gradient), (), _options(width))])
 
 
 @torch.library.impl("trainer::adamw_8bit", ("cpu", "cuda"))
@@ -70,10 +73,13 @@ def _update(
         decay: the factor of the weights.
     """
     if gradient.numel():
-        _kernels().update_kernel[_grid(gradient)](
+        arguments = (
             weight, gradient, first, second, scales, tuple(values), tuple(codes), blocks, maxima, corrections, flag,
-            gradient.numel(), scales.shape[1], _shares(betas), eps, decay, **_options(width),
+            gradient.numel(), scales.shape[1], _shares(betas), eps, decay,
         )  # fmt: skip
+        of_tensors = facts_of(weight, gradient, first, second, scales, blocks, maxima, corrections, flag)
+        facts = ("8-bit update", width, gradient.numel(), scales.shape[1], *of_tensors)
+        launch(facts, [arguments], lambda: [Launch(_kernels().update_kernel, _grid(gradient), (), _options(width))])
 
 
 @torch.library.register_fake("trainer::raise_maxima_8bit")  # type: ignore[untyped-decorator]

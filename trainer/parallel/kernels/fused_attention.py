@@ -131,7 +131,7 @@ def _attend(
         return [Launch(_kernels().forward_kernel, grid, numbers, call.options(block, key_tiles is not None))]
 
     facts = (
-        "forward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(),
+        "forward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype),
         *facts_of(query, key, value, mask, bias, key_tiles),
     )  # fmt: skip
     added = (mask if window is None else window, bias)
@@ -231,7 +231,7 @@ def backward_of(
     if with_bias:
         tensors.append((*inputs, output_gradient, gradients[3], *shared))
     facts = (
-        "backward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(), with_bias,
+        "backward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype), with_bias,
         *facts_of(*inputs, mask, bias, key_tiles, output, output_gradient, sums),
     )  # fmt: skip
     launch(facts, tensors, plan)
@@ -347,9 +347,9 @@ def fused_attention(
     return found
 
 
-def _precision() -> str:
-    """Return the precision of products of fp32, as torch's own products have it."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+def _precision(dtype: torch.dtype) -> str:
+    """Return the precision of products; those of fp32 have that of torch's own."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
@@ -440,7 +440,7 @@ class _Call:
             "DROPOUT": levels > 0,
             "JOINED": rows.joined > 0,
             "UNIT": unit,
-            "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(),
+            "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(query.dtype),
         }
 
     def options(self, block: attention_blocks.Block, with_tiles: bool) -> dict[str, Any]:
