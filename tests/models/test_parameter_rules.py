@@ -34,7 +34,7 @@ def groups_of(
     described = describe(recipe.model, recipe.training, ModelUse(head))
     whole = described.on_meta()
     described.adapt(whole)
-    return parameter_groups(whole, recipe.optimizer)
+    return parameter_groups(whole, recipe)
 
 
 class TestMatching:

@@ -154,5 +154,5 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path):
     base = base_folder(tmp_path / "base", "llama", HEAD)
     described = json.loads((base / "config.json").read_text()) | {"quantization_config": NF4.to_dict()}
     (base / "config.json").write_text(json.dumps(described, default=str))
-    with pytest.raises(UsageError, match=r"is that of quantised weights, which are not read; name the model"):
+    with pytest.raises(UsageError, match=r"is that of quantised weights \(bitsandbytes\), which are not read; name"):
         build_tiny(tiny_recipe(task=task, model={**llama, "config": None, "name_or_path": str(base)}))

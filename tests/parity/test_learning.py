@@ -1,4 +1,4 @@
-"""Parity of controls of the learning: groups of parameters with every optimizer, and averages of the weights."""
+"""Parity of controls of the learning: groups and first steps of parameters, averages of the weights, and noise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, train_tiny
+from tests.helpers.training import TINY_BERT, TINY_TASKS, Curve, tiny_recipe, train_tiny
 from tests.helpers.turns import once
 from tests.parity.cases import TOLERANCES, WIDE, assert_same_curve, largest_difference
 from tests.parity.test_tasks import LAYOUTS
@@ -30,6 +30,19 @@ FEATURES: dict[str, dict[str, Any]] = {
         for name in ("adamw_8bit", "muon", "adafactor", "sgd", "schedule_free_adamw")
     },
     "ema": {"optimizer": {"name": "sgd", "learning_rate": 0.1}, "training": {"ema_decay": 0.7}},
+    "unfrozen": {
+        "model": {"freeze": ["embeddings", "*.bias", "layer.0"], "unfreeze_at_step": 2},
+        "optimizer": GROUPS,
+        "training": {"ema_decay": 0.7},
+    },
+    "neftune": {
+        "task": TINY_TASKS["causal_lm"].keys,
+        "model": {**TINY_TASKS["causal_lm"].model, "neftune_alpha": 5},
+    },
+    "neftune_packed": {
+        "task": TINY_TASKS["causal_lm_packed"].keys,
+        "model": {**TINY_TASKS["causal_lm_packed"].model, "neftune_alpha": 5},
+    },
     "ema_adafactor": {"optimizer": {"name": "adafactor"}, "training": {"ema_decay": 0.7}},
 }
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -37,7 +50,13 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (2, {"parallel": {"strategy": name}}) for name in ("zero1", "zero2", "zero3")},
     "zero2-accumulated": (2, {"parallel": {"strategy": "zero2"}, "training": {"micro_batch_size": 2}}),
 }
-QUICK = (("adamw", "fsdp-accumulated"), ("adamw", "pipeline"), ("ema", "fsdp-accumulated"))
+QUICK = (
+    ("adamw", "fsdp-accumulated"),
+    ("adamw", "pipeline"),
+    ("ema", "fsdp-accumulated"),
+    ("unfrozen", "fsdp-accumulated"),
+    ("neftune", "pipeline"),
+)
 SLOW = (
     *(("adamw", layout) for layout in ("ddp", "zero1", "zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
     ("adamw_8bit", "fsdp-accumulated"),
@@ -48,11 +67,15 @@ SLOW = (
     ("schedule_free_adamw", "zero2"),
     *(("ema", layout) for layout in ("zero1", "zero2-accumulated", "tensor-sequence-accumulated", "pipeline")),
     ("ema_adafactor", "fsdp-accumulated"),
+    *(("unfrozen", layout) for layout in ("ddp", "tensor-sequence-accumulated", "pipeline")),
+    *(("neftune", layout) for layout in ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "context")),
+    ("neftune_packed", "zero2-accumulated"),
 )
 
 
 def recipe_of(feature: str, keys: dict[str, Any]) -> Recipe:
-    sections = {"model": {"config": BERT, "dropout": 0.1}, **FEATURES[feature], **keys}
+    model = {"config": BERT, "dropout": 0.1, **FEATURES[feature].get("model", {})}
+    sections = {**FEATURES[feature], "model": model, **keys}
     training = {"max_steps": STEPS, **FEATURES[feature].get("training", {}), **keys.get("training", {})}
     return tiny_recipe(**{**sections, "training": training})
 

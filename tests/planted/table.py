@@ -915,8 +915,8 @@ _ENGINE = [
         "dropout_keyed_by_rank",
         "Dropout is keyed by the data-parallel rank.",
         "engine/forward.py",
-        "MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed)",
-        'MicrobatchKey(self._step, microbatch.text_rows + 1000 * self._mesh.index("dp"), microbatch.packed)',
+        "key = MicrobatchKey(self._step, microbatch.text_rows, ",
+        'key = MicrobatchKey(self._step, microbatch.text_rows + 1000 * self._mesh.index("dp"), ',
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(

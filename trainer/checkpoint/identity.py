@@ -49,7 +49,9 @@ def identity(
 def is_partly_frozen(identity: Mapping[str, Any]) -> bool:
     """Return whether a training leaves weights as they are, so that its checkpoints do not hold them."""
     model = identity.get("model")
-    return isinstance(model, Mapping) and bool(model.get("adapter") or model.get("freeze"))
+    if not isinstance(model, Mapping):
+        return False
+    return bool(model.get("adapter") or (model.get("freeze") and not model.get("unfreeze_at_step")))
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

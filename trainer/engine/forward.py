@@ -21,6 +21,7 @@ from trainer.models.attention import PACKED, padding_known
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
+from trainer.models.embedding_noise import add_noise
 from trainer.models.families.table import layers_of
 from trainer.models.generation import generate
 from trainer.models.layer_hooks import pack_layers
@@ -44,6 +45,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> None
         UsageError: the device does not support the precision; activation checkpointing or compilation does not find
             the layers of the model, or its compiler; or the layers cannot work without padding.
     """
+    if plan.recipe.model.neftune_alpha is not None:
+        add_noise(built, plan.recipe.model.neftune_alpha)
     if plan.recipe.data.packing:
         pack_layers(built.model)
     how = plan.recipe.activation_checkpointing
@@ -230,7 +233,8 @@ class ModelForward:
 
     def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
-        key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed)
+        mask = microbatch.inputs.get("attention_mask")
+        key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed, mask)
         with self._watch, self._keys.use(key) if self._keys else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
         self._end_first_pass()

@@ -63,6 +63,10 @@ class NativeEngine(Engine):
         optimizer = build_optimizer(plan.recipe.optimizer, trained)
         super().__init__(forward, models, optimizer, placements, mesh, plan, total_steps)
         self._schedule = schedule
+        # Parameters of `freeze` before the step that unfreezes them.
+        names = built[0].groups.late
+        self._late = [parameter for name, parameter in self.parameters.items() if placements[name].name in names]
+        self._late_until = plan.recipe.model.unfreeze_at_step or 0
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._sent_in = sent_dtype(plan.recipe.parallel.communication)
@@ -77,6 +81,9 @@ class NativeEngine(Engine):
         loss = self._mesh.begin_sum_(share, "dp")
         sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
         self._schedule.complete_gradients_()
+        if self._step < self._late_until:
+            for parameter in self._late:
+                parameter.grad = None
         norm = global_grad_norm(self._placed, self._mesh)
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         # On its way to the host before the update, which the device then runs while the host reads.

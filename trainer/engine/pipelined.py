@@ -200,7 +200,7 @@ class PipelinedForward(ModelForward):
         rows = inputs.pop(_ROWS)
         labels, hidden = inputs.pop(_LABELS, None), inputs.pop(_HIDDEN, None)
         keys = built.dropout_keys
-        key = MicrobatchKey(self._step, text_rows(rows, inputs))
+        key = MicrobatchKey(self._step, text_rows(rows, inputs), mask=inputs.get("attention_mask"))
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
         known = padding_known(None if hidden is None else int(hidden.sum()) > 0)

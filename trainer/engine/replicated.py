@@ -37,7 +37,8 @@ class LossReplica(nn.Module):
 
     def forward(self, step: int, rows: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
         """Return the sum of losses of this copy's rows, `[1]`."""
-        with self._keys.use(MicrobatchKey(step, rows)) if self._keys else nullcontext():
+        key = MicrobatchKey(step, rows, mask=inputs.get("attention_mask"))
+        with self._keys.use(key) if self._keys else nullcontext():
             output = self.model(**self._task.model_inputs(inputs), **self._constants)
         return self._task.loss_sum(self._task.scores(output, inputs), labels).unsqueeze(0)
 

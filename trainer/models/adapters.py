@@ -49,16 +49,9 @@ def adapt(
     Raises:
         UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
     """
-    if recipe.freeze is not None:
-        frozen = matched_parameters(model, recipe.freeze, "model.freeze")
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in frozen:
-                parameter.requires_grad_(False)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(
-                f"`model.freeze` must leave a parameter to train, but {listed(recipe.freeze, 3)} match all; remove a"
-                " pattern"
-            )
+    if recipe.freeze is not None and recipe.unfreeze_at_step is None:
+        for parameter in frozen_parameters(model, recipe.freeze):
+            parameter.requires_grad_(False)
     if recipe.adapter is not None:
         _add_products(model, recipe.adapter, seed, drawn)
         if recipe.adapter.trainable_tokens is not None:
@@ -70,6 +63,21 @@ def adapt(
         for name, start in starts.items():
             if not weights[name].is_meta:
                 _begin(model, name, weights[name], start, gather)
+
+
+def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter, str]:
+    """Return the parameters that `model.freeze` matches by any of their names, with their first names.
+
+    Raises:
+        UsageError: a pattern matches nothing, or no other parameter is trained.
+    """
+    matched = matched_parameters(model, patterns, "model.freeze")
+    found = {parameter: names[0] for parameter, names in aliases(model).items() if matched.intersection(names)}
+    if all(parameter in found for parameter in model.parameters() if parameter.requires_grad):
+        raise UsageError(
+            f"`model.freeze` must leave a parameter to train, but {listed(patterns, 3)} match all; remove a pattern"
+        )
+    return found
 
 
 def _quantize(model: nn.Module, kind: str) -> None:

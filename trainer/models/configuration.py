@@ -344,10 +344,11 @@ def _require_plain(recipe: Model, config: Any) -> None:
     """
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
     _require_sizes(vars(config), place, "mend its config.json")
-    if getattr(config, "quantization_config", None):
+    if quantised := getattr(config, "quantization_config", None):
+        kind = str(quantised.get("quant_method", "")) if isinstance(quantised, Mapping) else ""
         raise UsageError(
-            f"{place} is that of quantised weights, which are not read; name the model that they were made of, and set"
-            " `model.quantization`"
+            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which are not read; name the model"
+            " that they were made of, and set `model.quantization`"
         )
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         name = getattr(config, key, None)

@@ -1,4 +1,6 @@
-"""Learning rates and weight decays of single parameters: `optimizer.groups` and `optimizer.layer_decay`.
+"""Learning rates, weight decays and first steps of single parameters.
+
+The keys are `optimizer.groups`, `optimizer.layer_decay` and `model.unfreeze_at_step`.
 
 Rules are found on the whole model, before it is cut, so every layout has the same.
 """
@@ -13,11 +15,11 @@ from torch import nn
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
-from trainer.models.adapters import matched_parameters
+from trainer.models.adapters import frozen_parameters, matched_parameters
 from trainer.models.families.family import matches
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import aliases
-from trainer.recipe.schema import OptimizerSection
+from trainer.recipe.schema import OptimizerSection, Recipe
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,24 @@ class ParameterGroups:
     Args:
         rules: the rule of each parameter, by name; empty: all parameters have the values of the optimizer.
         table: the header and the rows of a table of the trained parameters; empty without rules.
+        late: the parameters without an update before the step `model.unfreeze_at_step`, by name.
     """
 
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
     table: tuple[tuple[str, ...], ...] = ()
+    late: frozenset[str] = frozenset()
 
 
-def has_groups(optimizer: OptimizerSection) -> bool:
-    """Return whether parameters differ in learning rate or weight decay."""
+def has_groups(recipe: Recipe) -> bool:
+    """Return whether parameters differ in learning rate, weight decay or first step."""
+    return _has_rules(recipe.optimizer) or recipe.model.unfreeze_at_step is not None
+
+
+def _has_rules(optimizer: OptimizerSection) -> bool:
     return optimizer.groups is not None or optimizer.layer_decay is not None
 
 
-def parameter_groups(model: nn.Module, optimizer: OptimizerSection) -> ParameterGroups:
+def parameter_groups(model: nn.Module, recipe: Recipe) -> ParameterGroups:
     """Return the groups of the parameters of a whole model, perhaps on `meta`.
 
     A group's own learning rate does not decay over layers.
@@ -62,8 +70,11 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerSection) -> Parameter
         UsageError: a pattern matches nothing, two groups match one parameter, all matches of a group are frozen, or
             the layers of the model are unknown.
     """
-    if not has_groups(optimizer):
-        return ParameterGroups()
+    optimizer, late = recipe.optimizer, frozenset[str]()
+    if recipe.model.unfreeze_at_step is not None and recipe.model.freeze is not None:
+        late = frozenset(frozen_parameters(model, recipe.model.freeze).values())
+    if not _has_rules(optimizer):
+        return ParameterGroups(late=late)
     rules = {name: ParameterRule("others", 1.0, optimizer.weight_decay) for name, _ in model.named_parameters()}
     if optimizer.layer_decay is not None:
         for name, (part, power) in _heights(model).items():
@@ -86,7 +97,7 @@ def parameter_groups(model: nn.Module, optimizer: OptimizerSection) -> Parameter
                 rate = rules[name].rate if own is None else own / optimizer.learning_rate
                 rules[name] = ParameterRule(origin, rate, decay)
     problems.raise_all()
-    return ParameterGroups(rules, _table(model, optimizer, rules))
+    return ParameterGroups(rules, _table(model, optimizer, rules), late)
 
 
 def _table(

@@ -43,12 +43,14 @@ REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's o
 class MicrobatchKey:
     """The key of the masks of one microbatch: the optimizer step, and the indices `[batch]` (int64) of its rows.
 
-    `packed` are the tokens of the rows, if layers process them without padding.
+    `packed` are the tokens of the rows, if layers process them without padding. `mask` is 1 for the tokens of each row
+    and 0 for its padding, `[batch, positions]`; None: rows have no padding.
     """
 
     step: int
     rows: Tensor
     packed: PackedTokens | None = None
+    mask: Tensor | None = None
 
 
 _Call = tuple[str, int]
@@ -233,6 +235,11 @@ class DropoutKeys:
     def packed(self) -> PackedTokens | None:
         """The tokens of the current microbatch, if layers process them without padding."""
         return self._now.draws.key.packed if self._now.draws else None
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask of the tokens of the current microbatch; see `MicrobatchKey`."""
+        return self._now.draws.key.mask if self._now.draws else None
 
     def _next_row_keys(self, site: str) -> Tensor:
         draws = self._now.draws

@@ -242,6 +242,25 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
     *_excludes(
+        Condition("model.neftune_alpha", "a number", lambda value: value is not None),
+        (
+            _is("training.layout_invariant_dropout", False),
+            "the noise is drawn as layout-invariant dropout is",
+            "leave it true",
+        ),
+        form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
+    ),
+    *_excludes(
+        Condition("model.unfreeze_at_step", "a number", lambda value: value is not None),
+        (
+            _ZERO,
+            "DeepSpeed updates all weights of a flat buffer at once",
+            "use ddp, fsdp or hsdp",
+        ),
+        (_is("cuda_graphs", True), "a graph writes all gradients in place", "set it to false"),
+        form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
+    ),
+    *_excludes(
         Condition("training.ema_decay", "a share", lambda value: value is not None),
         (_is("optimizer.name", "schedule_free_adamw"), "it averages the weights itself", "set the decay to null"),
         (

@@ -312,10 +312,10 @@ def assemble(
         described, loading = describe_model(recipe, data), partial(partitioned_loading, plan, mesh.device)
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, loading, node) for cut in cuts]
-        if has_groups(recipe.optimizer):
+        if has_groups(recipe):
             whole = described.on_meta()
             described.adapt(whole, built[0].lacking)
-            groups = parameter_groups(whole, recipe.optimizer)
+            groups = parameter_groups(whole, recipe)
             built = [replace(part, groups=groups) for part in built]
     if adapt is not None:
         built = [replace(part, origin=None) for part in built]

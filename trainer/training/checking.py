@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,8 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
         with problems.collect():
             described.adapt(model, lacking)
             notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
-            groups = parameter_groups(model, recipe.optimizer)
+            groups = parameter_groups(model, recipe)
+            notes += _late_notes(model, groups.late, recipe.model.unfreeze_at_step)
     if model is not None and recipe.data.packing:
         with problems.collect():
             check_packing(model)
@@ -139,6 +140,11 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
     if found is None:
         problems.raise_all()
     return CheckedModel(stages, tuple(notes), groups)
+
+
+def _late_notes(model: nn.Module, late: Collection[str], step: int | None) -> list[str]:
+    number = sum(model.get_parameter(name).numel() for name in late)
+    return [f"{number:,} parameters of `model.freeze` are trained after step {step:,}"] if number and step else []
 
 
 def _trained_notes(model: nn.Module) -> list[str]:

@@ -72,6 +72,8 @@ def _card(
         model = f"A LoRA adapter of PEFT in `{config['dtype']}` for the `{architecture}` of its base model"
         lines = _use_adapter(architecture, adapter)
     use = "\n".join(lines)
+    decay = _part(recipe, "training").get("ema_decay")
+    averages = f"\n- weights: exponential moving averages with a decay of {_plain(decay)}" if decay is not None else ""
     text = f"""---
 {_head(recipe, task_type, tag, adapter is not None).to_yaml().strip()}
 ---
@@ -81,7 +83,7 @@ def _card(
 {model}, trained with `trainer`.
 
 - task: {f"`{task_type}`" if tag else "unknown"}
-- trained for: {trained}
+- trained for: {trained}{averages}
 - best evaluation: {_best(progress)}
 - layout: {_layout(recipe, layout)}
 

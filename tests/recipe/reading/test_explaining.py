@@ -32,6 +32,11 @@ Minimal = dict[str, Any]
             "data.group_by_length=True",
             '`data.group_by_length` must be true or false, but is "True"; write true without quotes',
         ),
+        (
+            'model.adapter={"type": "lora", "rank_pattern": {"query": 0}}',
+            "`model.adapter.rank_pattern` must be an object of names, each with an integer of at least 1, but is"
+            ' {"query": 0}',
+        ),
         ("data.subset=3", '`data.subset` must be text, or null, but is 3; write "3"'),
         (
             "evaluation.every=500",

@@ -66,7 +66,7 @@ _DEEPSPEED: dict[str, Counterpart] = {
     "offload_optimizer_nvme_path": none(say.NO_NVME, None, "none"),
     "offload_param_nvme_path": none(say.NO_NVME, None, "none"),
     "gradient_accumulation_steps": none(say.ACCUMULATION, None),
-    "gradient_clipping": mapped("training.max_grad_norm", None, note=say.NO_CLIPPING, value=convert_by.clipping),
+    "gradient_clipping": mapped("training.max_grad_norm", None, note=say.NO_CLIPPING, value=convert_by.above_zero),
     "zero3_init_flag": same(say.OWN_PART, None, True, False),
     "zero3_save_16bit_model": same(say.WHOLE_MODEL, None, True, False),
     "deepspeed_moe_layer_cls_names": none(say.NO_EXPERTS, None),
@@ -88,7 +88,7 @@ _MEGATRON: dict[str, Counterpart] = {
     **alike(none(say.EACH_LAYER, None), "recompute_method recompute_num_layers"),
     "use_distributed_optimizer": mapped("parallel.strategy", None, False, note="zero1"),
     "use_custom_fsdp": mapped("parallel.strategy", None, False, note="fsdp"),
-    "gradient_clipping": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.clipping),
+    "gradient_clipping": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.above_zero),
     "optimizer_cpu_offload": mapped(
         "parallel.offload", None, False, note='"optimizer", under zero1 to zero3', value=convert_by.switch("optimizer")
     ),

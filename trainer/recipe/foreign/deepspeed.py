@@ -154,7 +154,7 @@ DEEPSPEED: dict[str, Counterpart] = {
     "gradient_accumulation_steps": none(say.ACCUMULATION, None),
     "managed_gradient_accumulation": none("the trainer marks the last microbatch of a step", True),
     "gradient_clipping": mapped(
-        "training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.unless_auto(convert_by.clipping)
+        "training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.unless_auto(convert_by.above_zero)
     ),
     **_OPTIMIZER,
     **_SCHEDULER,

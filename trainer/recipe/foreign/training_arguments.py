@@ -52,7 +52,7 @@ FIELDS: dict[str, Counterpart] = {
     "adam_beta2": mapped("optimizer.betas", 0.999, note=say.BOTH_BETAS),
     "adam_epsilon": mapped("optimizer.epsilon", 1e-8),
     "optim_target_modules": refused("GaLore and APOLLO are not supported", None),
-    "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.clipping),
+    "max_grad_norm": mapped("training.max_grad_norm", 1.0, note=say.NO_CLIPPING, value=convert_by.above_zero),
     "label_smoothing_factor": mapped("task.label_smoothing", 0.0, note="of classifications"),
     # precision, memory and speed
     **alike(mapped("precision", False, note=say.WORD_OF_PRECISION), "bf16 fp16"),
@@ -73,7 +73,12 @@ FIELDS: dict[str, Counterpart] = {
     "use_liger_kernel": none("the kernels are torch's own", False),
     "liger_kernel_config": none("the kernels are torch's own", None),
     "use_cache": same("training uses no key-value cache", False),
-    "neftune_noise_alpha": refused("noise on embeddings is not supported", None),
+    "neftune_noise_alpha": mapped(
+        "model.neftune_alpha",
+        None,
+        note="L is the length of each row, not of the padded batch",
+        value=convert_by.above_zero,
+    ),
     "torch_empty_cache_steps": none("torch manages the cache of its allocator", None),
     # logging
     "logging_strategy": mapped("logging.every", "steps", note=say.ONE_INTERVAL),

@@ -83,9 +83,10 @@ def chosen(values: Mapping[str, Any], names: str) -> Value:
     return lambda value: values.get(text(value), Todo(f"{value} has no counterpart: {names}"))
 
 
-def clipping(value: object) -> float | None:
-    norm = 0 if value is None else number(value)
-    return norm if norm > 0 else None
+def above_zero(value: object) -> float | None:
+    """Return a number above 0; None for any other, which turns the feature off."""
+    found = 0 if value is None else number(value)
+    return found if found > 0 else None
 
 
 def unless_auto(convert: Value) -> Value:

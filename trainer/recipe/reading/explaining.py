@@ -138,6 +138,8 @@ def rule_in_words(schema: Schema) -> str:
             return "null"
         case "array":
             return f"a list of {_item_count(schema)}, each {rule_in_words(schema['items'])}"
+        case "object" if isinstance(schema.get("additionalProperties"), Mapping):
+            return f"an object of names, each with {rule_in_words(schema['additionalProperties'])}"
     return "an object"
 
 

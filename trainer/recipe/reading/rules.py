@@ -83,6 +83,9 @@ def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradictio
     if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
         text = "is missing, and random weights (`model.config`) have no tokenizer; set it"
         yield clash(text, "model.tokenizer", "model.config")
+    if model.neftune_alpha is not None and task.type != "causal_lm":
+        text = f"applies to causal language models, but `task.type` is {task.type}; set it to null"
+        yield clash(text, "model.neftune_alpha", "task.type")
     if not reads_text and model.tokenizer is not None:
         yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", "model.tokenizer", "task.type")
 
@@ -203,6 +206,13 @@ def _of_data_and_evaluation(data: Data, evaluation: Evaluation) -> Iterator[Cont
                 yield clash(text, f"evaluation.{key}", "evaluation.every", "data.validation")
 
 
+def _of_model_and_training(model: Model, training: Training) -> Iterator[Contradiction]:
+    first, last = model.unfreeze_at_step, training.max_steps
+    if first is not None and last is not None and first >= last:
+        text = f"must be below `training.max_steps` {last}, but is {first}; use an earlier step, or null"
+        yield clash(text, "model.unfreeze_at_step", "training.max_steps")
+
+
 def _of_logging_and_training(logging: Logging, training: Training) -> Iterator[Contradiction]:
     first, last = logging.profile.steps if logging.profile else (1, 1)
     if training.max_steps is not None and training.max_steps < first <= last:
@@ -214,6 +224,7 @@ _RULES: Mapping[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
     ("distillation", "task", "parallel"): _of_distillation,
     ("task", "parallel"): _of_task_and_parallel,
     ("model", "parallel"): _of_model_and_parallel,
+    ("model", "training"): _of_model_and_training,
     ("task", "model"): _of_task_and_model,
     ("task", "data"): _of_task_and_data,
     ("task", "training"): _of_task_and_training,

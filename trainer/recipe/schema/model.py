@@ -78,8 +78,13 @@ class Model(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the model's
     configuration."""
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Add uniform noise to the embeddings of tokens in training of a causal_lm, such as 5 (NEFTune, Jain et al. 2023);
+    null: none. The noise of a row of L tokens is within `alpha / sqrt(L * width)`."""
     freeze: Patterns | None = None
     """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
+    unfreeze_at_step: Annotated[int, Field(ge=1)] | None = None
+    """Train the weights of `freeze` too after this number of steps; null: never."""
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
     quantization: Literal["nf4", "int8"] | None = None
@@ -89,7 +94,7 @@ class Model(Section):
     @property
     def is_partly_frozen(self) -> bool:
         """Whether the recipe freezes weights; checkpoints then hold the trained ones and a digest of the others."""
-        return self.adapter is not None or self.freeze is not None
+        return self.adapter is not None or (self.freeze is not None and self.unfreeze_at_step is None)
 
     @property
     def is_random(self) -> bool:
@@ -114,6 +119,8 @@ class Model(Section):
         if self.adapter is not None and self.freeze is not None:
             text = "has no use with `model.adapter`, which freezes all other weights; remove it"
             yield clash(text, "model.freeze", "model.adapter")
+        if self.unfreeze_at_step is not None and self.freeze is None:
+            yield clash("has no use without `model.freeze`; remove it", "model.unfreeze_at_step", "model.freeze")
         start, keys = self.adapter and self.adapter.start, ("model.adapter.start", "model.quantization")
         if start == "loftq" and self.quantization is None:
             yield clash(

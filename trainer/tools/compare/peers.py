@@ -112,7 +112,7 @@ class PeerTraining:
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
         named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
-        rules = parameter_groups(self.model, self.recipe.optimizer).rules
+        rules = parameter_groups(self.model, self.recipe).rules
         trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model), rules=rules)
         made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:
@@ -386,7 +386,8 @@ def require_able(peer: str, recipe: Recipe, processes: int) -> None:
         "activation_checkpointing": recipe.activation_checkpointing != "none",
         "precision": recipe.precision == "fp16",
         "weights": recipe.weights != "fp32",
-        "model.adapter and freeze": recipe.model.is_partly_frozen,
+        "model.adapter and freeze": recipe.model.adapter is not None or recipe.model.freeze is not None,
+        "model.neftune_alpha": recipe.model.neftune_alpha is not None,
         "distillation": recipe.distillation is not None,
         "training.micro_batch_tokens": recipe.training.micro_batch_tokens is not None,
         "training.global_batch_size": recipe.training.global_batch_size
