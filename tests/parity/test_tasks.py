@@ -130,3 +130,21 @@ def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
     world_size, keys = LAYOUTS[layout]
     for found in ranks(world_size).run(train, task, keys):
         assert_same_training(found, reference(task))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", CHUNKED)
+@pytest.mark.parametrize("parallel", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "hsdp", "shard": 1}])
+def test_blocks_of_the_vocabulary_under_other_strategies(ranks: RankPools, task: str, parallel: dict[str, Any]):
+    for found in ranks(2).run(train, task, {"parallel": parallel}):
+        assert_same_training(found, reference(task))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("task", CHUNKED)
+def test_blocks_of_the_vocabulary_in_16_bits(task: str, precision: str):
+    whole = train(task, {"precision": precision, "task_keys": {"vocabulary_chunk": None}})
+    found = train(task, {"precision": precision})
+    for curve, expected in zip(found, whole, strict=True):
+        assert_same_curve(curve, expected, TOLERANCES[precision])

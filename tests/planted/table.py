@@ -920,6 +920,22 @@ _ENGINE = [
         _parity("ddp-2ranks-fp32-accumulated-dropout"),
     ),
     Defect(
+        "noise_of_the_padded_length",
+        "The scale of the noise on embeddings is that of the padded batch.",
+        "models/embedding_noise.py",
+        "lengths = keys.mask.sum(-1).clamp(min=1)",
+        "lengths = keys.mask.new_full((len(keys.mask),), num_positions)",
+        ("models/test_embedding_noise.py",),
+    ),
+    Defect(
+        "unfrozen_a_step_early",
+        "Weights of `model.freeze` are trained one step before they should be.",
+        "engine/native.py",
+        "if self._step < self._late_until:",
+        "if self._step < self._late_until - 1:",
+        ("engine/test_unfreezing.py",),
+    ),
+    Defect(
         "filler_is_trained",
         "A row that only fills a rank's turn is trained.",
         "engine/forward.py",
@@ -1475,8 +1491,8 @@ _CONVERT = [
         "no_clipping_becomes_zero",
         "A largest norm of 0, which means no clipping, stays 0.",
         "recipe/foreign/values.py",
-        "norm if norm > 0 else None",
-        "norm",
+        "found if found > 0 else None",
+        "found",
         ("tools/convert/test_convert.py",),
     ),
     Defect(
