@@ -21,6 +21,9 @@ TASKS = (
     "masked_lm",
     "causal_lm",
     "causal_lm_packed",
+    "preference",
+    "preference_orpo",
+    "preference_kto",
     "embedding",
     "embedding_duplicates",
     "seq2seq_lm",
@@ -52,7 +55,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
-VARIANTS = ("embedding_duplicates", "seq2seq_lm_bart", "weighted_classification", "multi_label", "sequence_regression")
+VARIANTS = (
+    "embedding_duplicates",
+    "seq2seq_lm_bart",
+    "weighted_classification",
+    "multi_label",
+    "sequence_regression",
+    "preference_orpo",
+    "preference_kto",
+)
 """Tasks that differ from another one by a key or a family."""
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
 """Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""

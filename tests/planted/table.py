@@ -727,7 +727,7 @@ _TASKS = [
     Defect(
         "prompt_trained",
         "The tokens of a prompt are trained, too.",
-        "tasks/causal_lm.py",
+        "tasks/text/chats.py",
         "[False] * len(before)",
         "[True] * len(before)",
         ("tasks/test_causal_lm.py::test_only_completions_are_trained",),

@@ -33,9 +33,9 @@ from trainer.data.tokenised_split import encode_split
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation
-from trainer.tasks import causal_lm
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
+from trainer.tasks.text import chats
 
 WHERE = "`rows.jsonl`"
 TEXTS = ["a file is read", "open", "", "the name of a directory that holds many files"]
@@ -261,7 +261,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize("template", [ENDLESS + PLAIN_TEMPLATE, MARKED_TEMPLATE + ENDLESS])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_endless_template_is_refused(chatty, tmp_path, monkeypatch, template, processes):
-    monkeypatch.setattr(causal_lm, "_TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr(chats, "_TEMPLATE_SECONDS", 0.05)
     monkeypatch.setattr(tokenised_split, "_ROWS_AT_ONCE", 1)
     chatty.chat_template = template
     split = Split(rows_of(messages=[CHAT] * 3), WHERE)

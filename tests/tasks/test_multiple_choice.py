@@ -30,7 +30,7 @@ def encode(task, rows, tokenizer, max_length=64, first_row=0):
     rows = datasets.Dataset.from_list(rows)
     task = task.resolve(rows, WHERE)
     rows = rows.select_columns(list(task.columns))
-    return task.for_split(rows).encode(rows, tokenizer, max_length, WHERE, first_row)
+    return task.for_split(rows, first_row).encode(rows, tokenizer, max_length, WHERE, first_row)
 
 
 def row(choices=("a file", "a folder"), label=1, **columns):

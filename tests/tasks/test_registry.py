@@ -24,6 +24,7 @@ COLUMNS = {  # instead of those of `INPUTS`
     "token_classification": {"words": "first", "tags": "second"},
     "causal_lm": {"prompt": "first", "completion": "second"},
     "multiple_choice": {"context": "first"},
+    "preference": {"prompt": "first", "chosen": "other", "rejected": "second"},
 }
 
 
@@ -33,7 +34,7 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     inputs = COLUMNS.get(name) or {key: value for key, value in INPUTS.items() if key in section.model_fields}
     task = build_task(section(type=name, **inputs))
     assert task.columns[:1] == ("first",)
-    assert task.columns[-1] == ("label" if "label" in section.model_fields else "second")
+    assert task.columns[-1] == ("label" if "label" in section.model_fields and name != "preference" else "second")
     assert isinstance(task, TextTask) != isinstance(task, ImageTask)
     for member in (member for member in vars(Task) if not member.startswith("_")):
         assert hasattr(task, member), f"{type(task).__name__} lacks {member}"

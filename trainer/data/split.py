@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -119,11 +119,20 @@ class EncodedSplit:
         ragged = [column.lengths_of(row_ids) for name, column in self.ragged.items() if name != "labels"]
         return np.stack([texts, *ragged], axis=1)
 
+    def with_array(self, name: str, values: FlatArray) -> EncodedSplit:
+        """Return the split with another column of `arrays`, `[rows, ...]`."""
+        reopen = None if self.reopen is None else partial(_with_array, self.reopen, name, values)
+        return replace(self, arrays={**self.arrays, name: values}, reopen=reopen)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would copy the whole data set to each spawned worker.
         if self.reopen is not None:
             return self.reopen, ()
         return EncodedSplit, tuple(getattr(self, one.name) for one in fields(self))
+
+
+def _with_array(reopen: Callable[[], EncodedSplit], name: str, values: FlatArray) -> EncodedSplit:
+    return reopen().with_array(name, values)
 
 
 def encode_rows(

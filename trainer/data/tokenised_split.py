@@ -66,7 +66,7 @@ class RowEncoder(Protocol):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
-    def for_split(self, rows: Dataset) -> Self: ...
+    def for_split(self, rows: Dataset, first_row: int) -> Self: ...
 
     def packer(self, max_length: int) -> RowPacker | None: ...
 
@@ -108,7 +108,7 @@ def encode_split(
     at_once, processes = _sizes(rows, num_processes)
 
     def write(writer: EntryWriter) -> None:
-        task, packer = encoder.for_split(rows), encoder.packer(max_length)
+        task, packer = encoder.for_split(rows, split.first_row), encoder.packer(max_length)
         ends = np.cumsum(split.sources or (len(rows),)).tolist()
         spans = [
             (first_row, min(first_row + at_once, end))

@@ -30,7 +30,7 @@ from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -299,17 +299,17 @@ class ModelForward:
         return replace(ready, packed=packed)
 
     def _num_labels(self, microbatch: Microbatch) -> int | None:
-        """Return the number of valid labels; None if they are on a GPU, for which the host would wait."""
+        """Return the number of labelled tokens; None if they are on a GPU, for which the host would wait."""
         if microbatch.num_labels is not None or microbatch.labels.device.type != "cpu":
             return microbatch.num_labels
-        return int(self._task.num_valid(microbatch.labels))
+        return int((microbatch.labels != IGNORED_LABEL).sum())
 
     def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
         inputs, packed = microbatch.inputs, {PACKED: microbatch.packed} if self._packs else {}
         head = self._head.use(labels, microbatch.num_labels) if self._head and labels is not None else nullcontext()
         with head, padding_known(microbatch.is_padded):
             output = call(**self._task.model_inputs(inputs), **self._constants, **packed)
-        return self._task.scores(output, inputs)
+        return self._task.scores(output, inputs, labels)
 
     def _set_training(self, mode: bool) -> None:
         if self._model.training != mode:

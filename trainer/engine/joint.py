@@ -55,7 +55,7 @@ def joint_losses(
     """
     shape = (num_rows, *scores[0].shape[1:])
     every = torch.zeros(shape, dtype=scores[0].dtype, device=mesh.device)
-    of_row = microbatches[0].labels.shape[1:]
+    of_row = task.row_labels(microbatches[0].labels).shape[1:]
     has_labels = 0 not in of_row
     labels = torch.zeros((num_rows, *of_row) if has_labels else num_rows, dtype=torch.float64, device=mesh.device)
     for microbatch, part in zip(microbatches, scores, strict=True):
@@ -63,7 +63,7 @@ def joint_losses(
             rows = to_device(microbatch.rows, mesh.device)
             every[rows] = part.to(mesh.device)
             if has_labels:
-                labels[rows] = to_device(microbatch.labels, mesh.device).to(labels.dtype)
+                labels[rows] = to_device(task.row_labels(microbatch.labels), mesh.device).to(labels.dtype)
     # Each row is on one rank, and the others add zeros, so the sum gathers the rows in their order, without rounding.
     mesh.sum_(every, "dp")
     mesh.sum_(labels, "dp")

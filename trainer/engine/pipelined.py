@@ -38,7 +38,7 @@ from trainer.tasks.task import Task
 
 _ROWS = "microbatch_rows"  # sent with the inputs: the indices of the rows, which key dropout
 _HIDDEN = "microbatch_hidden"  # stays on the host: the positions of padding, so that full rows need no mask
-_LABELS = "microbatch_labels"  # sent with the inputs, for a head that works in chunks of tokens
+_LABELS = "microbatch_labels"  # sent with the inputs, for the scores and for a head that works in chunks of tokens
 
 
 @dataclass(frozen=True)
@@ -211,13 +211,11 @@ class PipelinedForward(ModelForward):
                 {**self._task.model_inputs(inputs), **self._constants},
             )
         if not isinstance(output, tuple):
-            return self._task.scores(output, inputs)
+            return self._task.scores(output, inputs, labels)
         return tuple(tensor.to(self._sent_in or self._own_type) for tensor in output)
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
-        tensors = {**rows.inputs, _ROWS: rows.rows}
-        if self._task.takes_token_scores:
-            tensors[_LABELS] = rows.labels
+        tensors = {**rows.inputs, _ROWS: rows.rows, _LABELS: rows.labels}
         inputs = {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
         hidden = hidden_positions(rows.inputs)
         return inputs if hidden is None else {**inputs, _HIDDEN: hidden}

@@ -40,7 +40,7 @@ class LossReplica(nn.Module):
         key = MicrobatchKey(step, rows, mask=inputs.get("attention_mask"))
         with self._keys.use(key) if self._keys else nullcontext():
             output = self.model(**self._task.model_inputs(inputs), **self._constants)
-        return self._task.loss_sum(self._task.scores(output, inputs), labels).unsqueeze(0)
+        return self._task.loss_sum(self._task.scores(output, inputs, labels), labels).unsqueeze(0)
 
 
 class ReplicatedForward(ModelForward):

@@ -26,7 +26,7 @@ class Microbatch:
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
     `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
     `ahead` is a copy on that device that was begun before. `is_padded` is the result of `has_padding`, if it is known,
-    and `num_labels` the number of labels that enter the loss.
+    and `num_labels` the number of labelled tokens.
     """
 
     inputs: dict[str, Tensor]

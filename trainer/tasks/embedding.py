@@ -210,7 +210,7 @@ class EmbeddingTask(TextTask):
         """Return the inputs `[batch * texts, sequence]`: the model reads each text by itself."""
         return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
 
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the embeddings `[batch, texts, hidden]` in fp32."""
         states = at_least_fp32(output.last_hidden_state)
         mask = inputs["attention_mask"].flatten(0, -2)

@@ -96,7 +96,7 @@ class MultipleChoiceTask(TextTask):
                 f" holds {type_name(feature)}"
             )
 
-    def for_split(self, rows: Dataset) -> MultipleChoiceTask:
+    def for_split(self, rows: Dataset, first_row: int) -> MultipleChoiceTask:
         if len(self.choice_columns) > 1:
             return replace(self, num_texts=len(self.choice_columns))
         (column,) = self.choice_columns
@@ -300,7 +300,7 @@ class MultipleChoiceTask(TextTask):
             fix += ', or set `task.label_format` to "number" if labels count from 1'
         return f"must name one of the {num_choices} choices, by {needed}, but is {label!r}; {fix}"
 
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the score of each choice, of shape `[batch, num_texts]`."""
         scores = at_least_fp32(output.logits)
         numbers = torch.arange(scores.shape[1], device=scores.device)

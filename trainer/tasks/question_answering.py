@@ -138,7 +138,7 @@ class QuestionAnsweringTask(TextTask):
             found.setdefault("cut_target", []).append(is_cut)
         return found
 
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the scores of start and end, of shape `[batch, sequence, 2]`.
 
         Padding gets no probability, because its amount depends on the layout.

@@ -14,6 +14,7 @@ from trainer.recipe.schema import (
     ImageClassification,
     MaskedLM,
     MultipleChoice,
+    Preference,
     QuestionAnswering,
     Seq2SeqLM,
     SequenceClassification,
@@ -27,6 +28,7 @@ from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.multi_label import MultiLabelTask
 from trainer.tasks.multiple_choice import MultipleChoiceTask
+from trainer.tasks.preference import LabelledColumns, PairColumns, PreferenceTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
@@ -46,6 +48,7 @@ PIPELINE_TAGS = {
     "question_answering": "question-answering",
     "multiple_choice": "multiple-choice",
     "image_classification": "image-classification",
+    "preference": "text-generation",
     "embedding": "feature-extraction",
 }
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
@@ -58,6 +61,7 @@ PEFT_TASK_TYPES = {
     "token_classification": "TOKEN_CLS",
     "question_answering": "QUESTION_ANS",
     "embedding": "FEATURE_EXTRACTION",
+    "preference": "CAUSAL_LM",
 }
 """The task types of PEFT; it has none for the other tasks."""
 
@@ -134,6 +138,8 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 train_on=recipe.train_on,
                 settings=recipe.generation,
             )
+        case Preference():
+            return _preference(recipe, metrics)
         case Seq2SeqLM():
             return Seq2SeqLMTask(
                 recipe.source,
@@ -179,6 +185,24 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 label_smoothing=recipe.label_smoothing,
                 positive=recipe.positive,
             )
+
+
+def _preference(recipe: Preference, metrics: tuple[str, ...]) -> PreferenceTask:
+    columns: PairColumns | LabelledColumns
+    if recipe.loss.type == "kto":
+        assert recipe.prompt is not None, "a rule requires it"
+        columns = LabelledColumns(recipe.prompt, recipe.completion, recipe.label)
+    else:
+        columns = PairColumns(recipe.prompt, recipe.chosen, recipe.rejected)
+    return PreferenceTask(
+        columns,
+        recipe.loss,
+        metrics,
+        recipe.tools,
+        recipe.generation,
+        labels_prompts=recipe.loss.type == "orpo",
+        vocabulary_chunk=recipe.vocabulary_chunk,
+    )
 
 
 def _examples(recipe: CausalLM) -> Examples:

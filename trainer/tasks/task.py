@@ -63,12 +63,13 @@ class Loss(ABC):
         """Return the keyword arguments of the model for the inputs of a microbatch."""
         return {name: tensor for name, tensor in inputs.items() if name not in self.beside_inputs}
 
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the tensor that `loss_sum` and `predictions` take as `logits`.
 
         Args:
             output: the output of the model.
             inputs: the inputs of the microbatch.
+            labels: its labels; None for rows without labels.
         """
         logits: Tensor = output.logits
         return logits
@@ -91,6 +92,19 @@ class Loss(ABC):
         `joint_losses` then computes the loss in training, and `split_metrics` returns the `loss` of an evaluation.
         """
         return False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `scores` reads the input `reference`: the result of `reference_of` for the model at the start."""
+        return False
+
+    def reference_of(self, predictions: Mapping[str, Tensor]) -> Tensor:
+        """Return the input `reference` `[rows, ...]` from the predictions of the model at the start of a training."""
+        raise NotImplementedError
+
+    def row_labels(self, labels: Tensor) -> Tensor:
+        """Return the labels that `joint_losses` needs, of one shape in all microbatches; `[batch, 0]`: none."""
+        return labels
 
     def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
         """Return the losses of all rows of a global batch `[rows]`, for tasks with `rows_depend`.
@@ -325,8 +339,13 @@ class TextTask(Task):
     labels_are_tokens = False
     own_lengths: tuple[str, ...] = ()
 
-    def for_split(self, rows: Dataset) -> Self:
-        """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split."""
+    def for_split(self, rows: Dataset, first_row: int) -> Self:
+        """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split.
+
+        Args:
+            rows: the rows.
+            first_row: the value of `first_row` with which `encode` gets `rows[0]`.
+        """
         return self
 
     @abstractmethod

@@ -54,6 +54,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
+from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
@@ -336,6 +337,7 @@ def assemble(
         model_files,
     )
     engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)
+    data = with_reference(recipe, data, engine, mesh)
     return Assembly(plan, mesh, data, built, engine, saved, progress or Progress())
 
 

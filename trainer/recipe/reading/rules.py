@@ -24,6 +24,7 @@ from trainer.recipe.schema import (
     Logging,
     Model,
     Parallel,
+    Preference,
     QuestionAnswering,
     ScheduleSection,
     Section,
@@ -146,8 +147,11 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
     if parallel.strategy == "dp" and isinstance(getattr(task, "vocabulary_chunk", None), int):
         text = "is a number, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
         yield clash(text, "task.vocabulary_chunk", strategy)
-    if parallel.strategy == "dp" and isinstance(task, Embedding) and task.loss != "cosine":
-        problem = f"the loss {task.loss} compares all rows of the batch"
+    joint: str | None = task.loss if isinstance(task, Embedding) and task.loss != "cosine" else None
+    if isinstance(task, Preference) and task.loss.type == "kto":
+        joint = "kto"
+    if parallel.strategy == "dp" and joint is not None:
+        problem = f"the loss {joint} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"
         yield clash(text, strategy, "task.loss")
 

@@ -11,6 +11,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
+from trainer.recipe.schema.preference import Preference
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
 
@@ -288,4 +289,5 @@ TaskSection = (
     | TokenClassification
     | QuestionAnswering
     | MultipleChoice
+    | Preference
 )

@@ -26,6 +26,7 @@ class Metric:
     With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens. For retrieval, they are the rank of each right candidate, from 1, and the number of its query, from 0.
+    For preferences, they are values of the chosen answers and of the rejected ones.
     For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
     lists of accepted answers.
     """
@@ -122,6 +123,10 @@ def _mrr(ranks: Values, queries: Values) -> float:
     return float(np.mean(inverse))
 
 
+def _mean(values: Values) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1),
@@ -139,6 +144,11 @@ METRICS: dict[str, Metric] = {
     "recall_at_5": Metric(_recall_at(5)),
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
+    "reward_accuracy": Metric(lambda chosen, rejected: _mean(chosen > rejected)),
+    "reward_margin": Metric(lambda chosen, rejected: _mean(chosen) - _mean(rejected)),
+    "chosen_logps": Metric(lambda own, _: _mean(own)),
+    "rejected_logps": Metric(lambda own, _: _mean(own), greater_is_better=False),
+    "kl": Metric(lambda own, _: _mean(own), greater_is_better=False),
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
     "exact_match": Metric(squad.exact_match),
     "token_f1": Metric(squad.token_f1),

@@ -106,7 +106,7 @@ class PeerTraining:
 
     def loss_sum(self, output: Any, rows: Microbatch) -> Tensor:
         """Return the loss of rows, summed over their valid labels, from the output of the model."""
-        loss = self.task.loss_sum(self.task.scores(output, rows.inputs), rows.labels)
+        loss = self.task.loss_sum(self.task.scores(output, rows.inputs, rows.labels), rows.labels)
         return loss * 0.0 if rows.filler else loss
 
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:

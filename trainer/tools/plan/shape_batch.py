@@ -19,6 +19,7 @@ from trainer.recipe.schema import (
     Embedding,
     ImageClassification,
     MultipleChoice,
+    Preference,
     QuestionAnswering,
     Recipe,
     Seq2SeqLM,
@@ -60,6 +61,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
         inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if isinstance(section, MultipleChoice):
             inputs["num_choices"] = torch.full((rows,), shape[1])
+        if isinstance(section, Preference):
+            inputs |= _beside_answers(section, shape)
         if isinstance(section, CausalLM) and section.packing == "documents":
             inputs["position_ids"] = (torch.arange(length) % ceil(length / 2)).repeat(rows, 1)  # two documents a row
         else:
@@ -74,6 +77,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(target, dtype=torch.long)
         case Embedding():
             labels = torch.zeros(rows) if section.score else torch.zeros(rows, 0)
+        case Preference():
+            labels = torch.zeros(rows, 2, length, dtype=torch.long)
         case QuestionAnswering():
             labels = torch.zeros(rows, 2, dtype=torch.long)
         case _:
@@ -82,6 +87,16 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
     if recipe.data.packing:  # the padding of a blank mask cannot be read
         packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
     return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed, num_labels=labels.numel())
+
+
+def _beside_answers(section: Preference, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the columns that the model does not take."""
+    beside: dict[str, Tensor] = {"reference": torch.zeros(shape[:2])} if section.loss.has_reference else {}
+    if section.loss.type == "orpo":
+        beside["answer"] = torch.ones(shape, dtype=torch.long)
+    if section.loss.type == "kto":
+        beside["desirable"] = torch.zeros(shape[0], dtype=torch.long)
+    return beside
 
 
 def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:

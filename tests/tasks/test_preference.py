@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import copy
+from itertools import chain
+
+import datasets
+import pytest
+import torch
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.recipe.schema import Preference
+from trainer.tasks.registry import build_task
+
+WHERE = "`rows.jsonl`"
+TURNS = "{% if tools %}[tools] {{ tools[0].name }}\n{% endif %}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n"
+TEMPLATE = TURNS + "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+
+
+def task_of(**keys):
+    return build_task(Preference(type="preference", **keys))
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def chatty(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def encode(task, rows, tokenizer, max_length=100, batch=2):
+    rows = datasets.Dataset.from_list(rows)
+    task = task.resolve(rows, WHERE).for_split(rows, 0)
+    spans = [range(first, min(first + batch, len(rows))) for first in range(0, len(rows), batch)]
+    parts = [task.encode(rows.select(span), tokenizer, max_length, WHERE, span.start) for span in spans]
+    return {name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
+
+
+def trained(features, tokenizer, row, text):
+    labels = features["labels"][row][text]
+    return tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
+
+
+PAIR = {"prompt": "a file", "chosen": " is read", "rejected": " is open"}
+CHAT = [turn("user", "open a file"), turn("assistant", "is it open"), turn("user", "the name")]
+
+
+def test_both_answers_have_the_tokens_of_the_prompt(tokenizer):
+    features = encode(task_of(), [PAIR], tokenizer)
+    assert [trained(features, tokenizer, 0, text) for text in (0, 1)] == ["is read", "is open"]
+    (first, second) = features["input_ids"][0]
+    assert first[:3] == second[:3]
+    of_orpo = encode(task_of(loss={"type": "orpo"}), [PAIR], tokenizer)
+    assert of_orpo["input_ids"] == features["input_ids"]
+    marked = [label for label, own in zip(of_orpo["labels"][0][0], of_orpo["answer"][0][0], strict=True) if own]
+    assert marked == [label for label in features["labels"][0][0] if label != IGNORED_LABEL]
+    assert IGNORED_LABEL not in of_orpo["labels"][0][0]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_kto_pairs_each_prompt_with_the_answer_before(tokenizer, batch):
+    words = ["read", "open", "file", "name", "many"]
+    rows = [{"prompt": "the", "completion": f" {word}", "label": word != "file"} for word in words]
+    features = encode(task_of(loss={"type": "kto"}), rows, tokenizer, batch=batch)
+    found = [[trained(features, tokenizer, row, text) for text in (0, 1)] for row in range(len(words))]
+    assert found == [[word, words[index - 1]] for index, word in enumerate(words)]
+    assert features["desirable"] == [1, 1, 0, 1, 1]
+
+
+def test_chats_with_a_prompt_and_chats_that_start_alike_are_the_same(chatty):
+    chosen, rejected = turn("assistant", "is read"), turn("assistant", "is open")
+    apart = [{"prompt": CHAT, "chosen": [chosen], "rejected": [rejected], "tools": '[{"name": "directory"}]'}]
+    whole = [{"chosen": [*CHAT, chosen], "rejected": [*CHAT, rejected], "tools": '[{"name": "directory"}]'}]
+    one = encode(task_of(tools="tools"), apart, chatty)
+    assert one == encode(task_of(prompt=None, tools="tools"), whole, chatty)
+    assert [trained(one, chatty, 0, text) for text in (0, 1)] == ["is read", "is open"]
+    assert "directory" in chatty.decode(one["input_ids"][0][0])
+    assert one != encode(task_of(), apart, chatty)
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "problem"),
+    [
+        ({}, {**PAIR, "rejected": " "}, "empty completion"),
+        ({"prompt": None}, PAIR, "they are texts"),
+        ({}, {**PAIR, "chosen": [turn("assistant", "is read")]}, "must all be texts or all be messages"),
+        ({}, {"prompt": "a", "chosen": "b"}, "names the column `rejected`"),
+        ({"tools": "prompt2"}, {**PAIR, "prompt2": "x"}, "applies to chats"),
+        ({"loss": {"type": "kto"}}, {"prompt": "a", "completion": " read", "label": 3}, "must be true or false"),
+        ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[1:2]}, "must start with the same message"),
+        ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must go on in different ways"),
+        ({}, {"prompt": CHAT, "chosen": CHAT[:1], "rejected": CHAT[:1]}, "ends with a turn of the assistant"),
+    ],
+)
+def test_rows_that_cannot_be_compared_are_refused(chatty, keys, row, problem):
+    with pytest.raises(DataError, match=problem):
+        encode(task_of(**keys), [row], chatty)
+
+
+def test_metrics_by_hand():
+    """Rewards of the first pair are 0.1 * (2, -1), of the second 0.1 * (0, 1)."""
+    scores = torch.zeros(2, 2, 5)
+    scores[..., 0] = torch.tensor([[-3.0, -6.0], [-4.0, -4.0]])  # log-probabilities
+    scores[..., 1] = torch.tensor([[-5.0, -5.0], [-4.0, -5.0]])  # of the reference
+    scores[..., 2] = 1.0
+    task = task_of()
+    expected = {"reward_accuracy": 0.5, "reward_margin": 0.1, "chosen_logps": -3.5, "rejected_logps": -5.0}
+    assert task.metrics({"scores": scores}) == pytest.approx(expected)
+    kto = task_of(loss={"type": "kto"}, metrics=["reward_accuracy", "reward_margin", "kl"])
+    scores[0, :, 4] = 1.0  # the first row is desirable; answers to other prompts have the mean log-ratio 0
+    found = kto.metrics({"scores": scores})
+    assert {name: found[name] for name in ("reward_accuracy", "reward_margin", "kl")} == pytest.approx(
+        {"reward_accuracy": 0.5, "reward_margin": 0.2, "kl": 0.0}
+    )
+    sigmoid = torch.sigmoid(torch.tensor([0.2, 0.0]))
+    assert found["loss"] == pytest.approx(float((1 - sigmoid).mean()))
+
+
+def test_predictions_of_chats_with_tools_are_refused():
+    with pytest.raises(UsageError, match="describes no tools"):
+        task_of(tools="tools").without_labels()

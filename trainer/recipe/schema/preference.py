@@ -1,0 +1,119 @@
+"""The section `task` of learning from preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.paths import shown_value
+from trainer.recipe.schema.language import Generation
+from trainer.recipe.schema.section import Contradiction, Section, clash
+from trainer.recipe.schema.task_keys import VocabularyKeys
+
+_BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
+_NUMBERS = {
+    "label_smoothing": ("dpo",),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""The losses that read a number."""
+
+
+class PreferenceLoss(Section):
+    """The loss of preferences, with its numbers.
+
+    The reference of dpo, ipo and kto is the model at the start of the training.
+    """
+
+    type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """dpo (Rafailov et al. 2023), ipo (Azar et al. 2023), simpo (Meng et al. 2024), orpo (Hong et al. 2024) for pairs;
+    kto (Ethayarajh et al. 2024) for single answers with a label. simpo and orpo need no reference."""
+    beta: Annotated[float, Field(gt=0)] | None = None
+    """Strength of the divergence from the reference; simpo: scale of the rewards; orpo: weight of the odds ratio;
+    ipo: tau. null: 2.0 for simpo, else 0.1."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """dpo: probability that a preference is wrong (conservative DPO, Mitchell 2023)."""
+    gamma: float = Field(0.5, ge=0)
+    """simpo: margin of the rewards."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of answers with a true label."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """kto: weight of answers with a false label."""
+
+    @property
+    def scale(self) -> float:
+        """The value of `beta`."""
+        return _BETAS[self.type] if self.beta is None else self.beta
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the model at the start."""
+        return self.type not in ("simpo", "orpo")
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        for key in self.changed(*_NUMBERS):
+            if self.type not in _NUMBERS[key]:
+                text = f"applies to the loss {_NUMBERS[key][0]}, but `task.loss.type` is {self.type}; remove it"
+                yield clash(text, f"task.loss.{key}", "task.loss.type")
+
+
+class Preference(VocabularyKeys):
+    """Prefer one answer of a prompt to another one: DPO and its kin; KTO learns from single answers with a label.
+
+    A column holds texts, or messages, which the tokenizer's chat template writes.
+    """
+
+    type: Literal["preference"]
+    loss: PreferenceLoss = PreferenceLoss()
+    """The loss, with its numbers."""
+    prompt: str | None = "prompt"
+    """The column that holds prompts; null: `chosen` and `rejected` hold whole chats, which start with the same
+    messages."""
+    chosen: str = "chosen"
+    """The column that holds the better answers."""
+    rejected: str = "rejected"
+    """The column that holds the worse answers."""
+    completion: str = "completion"
+    """kto: the column that holds the answers."""
+    label: str = "label"
+    """kto: the column that holds whether an answer is desirable: true or false, or 1 or 0."""
+    tools: str | None = None
+    """The column that holds the tools of a chat, as lists of JSON schemas or their text, for the chat template."""
+    generation: Generation = Generation()
+    """The length of the texts of `trainer predict`, and their search."""
+    metrics: list[Literal["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps", "kl"]] = Field(
+        default=["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps"], min_length=1
+    )
+    """Share of pairs in which the chosen answer has the higher reward (kto: of answers on the right side of the
+    divergence); difference of the mean rewards of chosen and rejected answers; mean log-probability of an answer;
+    kto: the estimated divergence from the reference."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        yield from self.loss.contradictions()
+        yield from self.generation.contradictions()
+        kind = self.loss.type
+        unread = ("chosen", "rejected") if kind == "kto" else ("completion", "label")
+        for key in self.changed(*unread):
+            other = "other losses" if kind == "kto" else "the loss kto"
+            yield clash(
+                f"applies to {other}, but `task.loss.type` is {kind}; remove it", f"task.{key}", "task.loss.type"
+            )
+        used = ["prompt", *(("completion", "label") if kind == "kto" else ("chosen", "rejected")), "tools"]
+        seen: dict[str, str] = {}
+        for key in used:
+            column = getattr(self, key)
+            if column is not None and column in seen:
+                text = f"is {shown_value(column)}, which is also `task.{seen[column]}`; name another column"
+                yield clash(text, f"task.{key}", f"task.{seen[column]}")
+            seen.setdefault(column, key)
+        if kind == "kto" and self.prompt is None:
+            yield clash(
+                "is null, but single answers have no common start; name a column", "task.prompt", "task.loss.type"
+            )
+        if "kl" in self.metrics and kind != "kto":
+            text = f'has "kl", which only the loss kto estimates, but `task.loss.type` is {kind}; remove it'
+            yield clash(text, "task.metrics", "task.loss.type")

@@ -1,0 +1,366 @@
+"""Learning from preferences: one answer to a prompt is better than another one, or is desirable or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
+from trainer.recipe.schema import Generation, PreferenceLoss
+from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, TextColumn
+from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
+from trainer.tasks.text.chats import Tokens, features_of, given, holds_messages, tokens_of_answer, tokens_of_pair
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.token_labels import TokenLabels
+from trainer.tasks.types import Dataset, Tokenizer
+
+_ANSWER, _REFERENCE, _DESIRABLE = "answer", "reference", "desirable"
+"""Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
+reference; and KTO's labels."""
+
+
+@dataclass(frozen=True)
+class PairColumns:
+    """The columns of pairs: the better answer and the worse one. Without a prompt, they are whole chats."""
+
+    prompt: str | None
+    chosen: str
+    rejected: str
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """The columns of answers, by the recipe's keys."""
+        return {"chosen": self.chosen, "rejected": self.rejected}
+
+
+@dataclass(frozen=True)
+class LabelledColumns:
+    """The columns of single answers, and whether they are desirable."""
+
+    prompt: str
+    completion: str
+    label: str
+
+    @property
+    def answers(self) -> dict[str, str]:
+        return {"completion": self.completion}
+
+
+@dataclass(frozen=True)
+class PreferenceTask(TokenLabels):
+    """A loss over the log-probabilities of two answers of each row.
+
+    Row `i` of KTO has its own answer, and that of row `i - 1`, for the estimate of the divergence. For the other fields
+    see `TokenLabels`.
+
+    Attributes:
+        loss: the loss.
+        examples: the columns.
+        tools: the column of tools; None: chats have none.
+        settings: the texts of `trainer predict`.
+        labels_prompts: whether the tokens of prompts have labels too, for a loss over whole texts.
+        is_chat: whether columns hold messages; known after `resolve`.
+        others: all rows of the split and the index of the first one, from `for_split`.
+    """
+
+    examples: PairColumns | LabelledColumns
+    loss: PreferenceLoss
+    metric_names: tuple[str, ...]
+    tools: str | None = None
+    settings: Generation = field(default_factory=Generation)
+    labels_prompts: bool = False
+    is_chat: bool = False
+    vocabulary: VocabularyCut | None = None
+    vocabulary_chunk: int | Literal["auto"] | None = None
+    takes_token_scores: bool = False
+    others: tuple[Dataset, int] | None = None
+
+    auto_class_name = "AutoModelForCausalLM"
+    rows_are_labels = True
+    beside_inputs = (_ANSWER, _REFERENCE, _DESIRABLE)
+    beside_rows = ("loss", "metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores", "others")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        examples = self.examples
+        label = (examples.label,) if isinstance(examples, LabelledColumns) else ()
+        beside = (column for column in (examples.prompt, self.tools) if column is not None)
+        return (*beside, *examples.answers.values(), *label)
+
+    @property
+    def rows_depend(self) -> bool:
+        return isinstance(self.examples, LabelledColumns)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss.has_reference
+
+    def resolve(self, train: Dataset, where: str) -> PreferenceTask:
+        self.check_columns(train.features, where)
+        return replace(self, is_chat=self._holds_chats(train.features))
+
+    def for_configuration(self, config: Any) -> PreferenceTask:
+        if config.is_encoder_decoder:
+            raise UsageError(
+                f"`task.type` is preference, which needs a decoder, but the model is of type {config.model_type}, which"
+                " has an encoder too; use another model"
+            )
+        replace(self._predicting(), continues=False).for_configuration(config)
+        return self
+
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        if self.tools is None and self.is_chat and "tools" in features:
+            return ["column `tools` is not read; name it in `task.tools` to describe the tools in chats"]
+        return []
+
+    def _text_columns(self) -> dict[str, str]:
+        prompt = {} if self.examples.prompt is None else {"prompt": self.examples.prompt}
+        return {**prompt, **self.examples.answers}
+
+    def _holds_chats(self, features: Mapping[str, Any]) -> bool:
+        return any(_is_chat(features[column]) for column in self._text_columns().values())
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        for key, column in self._text_columns().items():
+            require_columns(features, [column], f"task.{key}", where)
+            if not _is_chat(features[column]) and getattr(features[column], "dtype", None) not in STRING_TYPES:
+                raise DataError(
+                    f"`task.{key}` must name a column of strings or of messages, but column `{column}` of {where} holds"
+                    f" {type_name(features[column])}"
+                )
+        kinds = {column: _is_chat(features[column]) for column in self._text_columns().values()}
+        if len(set(kinds.values())) > 1:
+            texts, chats = (
+                ", ".join(f"`{name}`" for name, of in kinds.items() if of == kind) for kind in (False, True)
+            )
+            raise DataError(
+                f"prompts and answers of {where} must all be texts or all be messages, but {texts} holds texts, and"
+                f" {chats} messages; set `task.prompt` to null if the answers are whole chats, or convert a column"
+            )
+        if self.examples.prompt is None and not any(kinds.values()):
+            raise DataError(
+                f"`task.prompt` is null, so the answers of {where} must be chats that start with the same messages, but"
+                " they are texts; name the column of the prompts"
+            )
+        if self.tools is not None:
+            require_columns(features, [self.tools], "task.tools", where)
+            if not any(kinds.values()):
+                raise DataError(f"`task.tools` applies to chats, but the answers of {where} are texts; remove it")
+        if isinstance(self.examples, LabelledColumns):
+            require_columns(features, [self.examples.label], "task.label", where)
+
+    def for_split(self, rows: Dataset, first_row: int) -> PreferenceTask:
+        return replace(self, others=(rows, first_row))
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Return two texts of each row: the prompt with each answer; their labels are the next tokens of answers.
+
+        Raises:
+            DataError: a cell is null, empty or cut by `max_length`; a label is not true or false; a chat has no answer.
+            UsageError: the tokenizer has no end token or no chat template.
+        """
+        for column in self.columns:
+            values = rows[column]
+            if None in values and column != self.tools:
+                place = cell(column, first_row + list(values).index(None), where)
+                raise DataError(f"{place} is null; fill it, or leave the row out")
+        found: list[tuple[str, Tokens]] = []
+        texts = [self._cells(rows, column) for column in self._text_columns().values()]
+        tools = [None] * len(rows) if self.tools is None else self._cells(rows, self.tools)
+        before = self._answer_before(rows, first_row) if isinstance(self.examples, LabelledColumns) else None
+        for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
+            places = [cell(column, first_row + row, where) for column in self.examples.answers.values()]
+            if before is not None:
+                prompt, own = of_row
+                answers, places, before = [own, before], places * 2, own
+            elif self.examples.prompt is None:
+                prompt, *answers = _divided(of_row[0], of_row[1], places[0])
+            else:
+                prompt, *answers = of_row
+            described = _tools(of_tools, cell(self.tools, first_row + row, where)) if self.tools else None
+            for place, answer in zip(places, answers, strict=True):
+                if self.is_chat:
+                    tokens = tokens_of_answer(_list(prompt), _list(answer), tokenizer, described, place)
+                else:
+                    tokens = tokens_of_pair(prompt, answer, tokenizer, place)
+                found.append((place, tokens))
+        features = features_of(found, max_length)
+        if self.labels_prompts:
+            features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
+            features["labels"] = [ids[1:][:max_length] for _, (ids, _) in found]
+        paired: dict[str, list[Any]] = {
+            name: [list(pair) for pair in zip(values[::2], values[1::2], strict=True)]
+            for name, values in features.items()
+        }
+        paired["cut"] = [any(pair) for pair in paired["cut"]]
+        if isinstance(self.examples, LabelledColumns):
+            paired[_DESIRABLE] = _desirable(rows, self.examples.label, where, first_row)
+        return paired
+
+    def _cells(self, rows: Dataset, column: str) -> list[Any]:
+        return list(given(rows[column], [rows.features[column]]))
+
+    def _answer_before(self, rows: Dataset, first_row: int) -> Any:
+        """Return the answer of the row before `rows`; the last row of the split comes before its first one."""
+        assert isinstance(self.examples, LabelledColumns)
+        every, first = self.others or (rows, first_row)
+        index = (first_row - first - 1) % len(every)
+        (answer,) = self._cells(every.select([index]), self.examples.completion)
+        return answer
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs `[batch * 2, sequence]`: the model reads each answer by itself."""
+        return {name: tensor.flatten(0, -2) for name, tensor in super().model_inputs(inputs).items()}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
+        """Return the scores `[batch, 2, 5]` of the answers: the fields of `Answers`, in fp32 at least."""
+        assert labels is not None, "rows without labels have generated texts"
+        if self.takes_token_scores:
+            losses = output.logits[..., 0].view(labels.shape)
+        else:
+            losses = self._cross_entropy(output.logits.view(*labels.shape, -1), labels, "none")
+        labelled = (labels != IGNORED_LABEL).to(losses.dtype)
+        answer = inputs[_ANSWER].to(losses.dtype) if self.labels_prompts else labelled
+        logps = -(losses * answer).sum(-1)
+        reference = inputs[_REFERENCE].to(logps.dtype) if _REFERENCE in inputs else torch.zeros_like(logps)
+        lengths = answer.sum(-1).clamp(min=1)
+        nll = losses.sum(-1) / labelled.sum(-1).clamp(min=1)
+        desirable = torch.zeros_like(logps)
+        if _DESIRABLE in inputs:
+            desirable = desirable + inputs[_DESIRABLE].to(logps.dtype)[:, None]
+        return torch.stack([logps, reference, lengths, nll, desirable], -1)
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        return torch.tensor(len(labels), device=labels.device)
+
+    def row_labels(self, labels: Tensor) -> Tensor:
+        return labels[:, :0, 0]
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, summed over the rows.
+
+        Args:
+            logits: the scores `[rows, 2, 5]`; of the whole batch if `rows_depend`.
+            labels: not read.
+        """
+        return self.joint_losses(logits, labels).sum()
+
+    def joint_losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row `[rows]`; arguments are those of `loss_sum`, in the order of the global batch."""
+        answers = Answers.of(scores)
+        if self.rows_depend:
+            return labelled_losses(answers, self.loss, divergence(answers))
+        return pair_losses(answers, self.loss)
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"scores": logits.float()}
+
+    def reference_of(self, predictions: Mapping[str, Tensor]) -> Tensor:
+        return predictions["scores"][..., 0]
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the metrics; with `rows_depend` also the loss of the split as one batch."""
+        scores = predictions["scores"].double()
+        answers = Answers.of(scores)
+        gained, logps = rewards(answers, self.loss), answers.logps
+        found: dict[str, float] = {}
+        if isinstance(self.examples, LabelledColumns):
+            is_desirable, kl = answers.desirable > 0.5, divergence(answers)
+            found["loss"] = float(self.joint_losses(scores, scores).mean())
+            sides = (is_desirable, ~is_desirable)
+            compared = [gained[side, 0].numpy() for side in sides]
+            probable = [logps[side, 0].numpy() for side in sides]
+            signs = torch.where(is_desirable, 1.0, -1.0)
+            distances = (signs * (gained[:, 0] - self.loss.scale * kl)).numpy()
+            ordered = (distances, np.zeros_like(distances))
+            divergences = kl[None].numpy()
+        else:
+            compared, probable = [of.numpy() for of in gained.unbind(1)], [of.numpy() for of in logps.unbind(1)]
+            ordered, divergences = (compared[0], compared[1]), np.zeros(1)
+        arguments = {
+            "reward_accuracy": ordered,
+            "reward_margin": compared,
+            "chosen_logps": (probable[0], probable[1]),
+            "rejected_logps": (probable[1], probable[0]),
+            "kl": (divergences, divergences),
+        }
+        return found | {name: METRICS[name].compute(*arguments[name]) for name in self.metric_names}
+
+    def _predicting(self) -> CausalLMTask:
+        column = self.examples.prompt or next(iter(self.examples.answers.values()))
+        examples = ChatColumn(column) if self.is_chat else TextColumn(column, "prompt")
+        task = CausalLMTask(examples, "none", (), settings=self.settings)
+        return task.without_labels()
+
+    def without_labels(self) -> CausalLMTask:  # type: ignore[override]
+        """Return the task that continues prompts."""
+        if self.tools is not None:
+            raise UsageError("`task.tools` is set, but `trainer predict` describes no tools; predict without it")
+        return self._predicting()
+
+
+def _is_chat(feature: Any) -> bool:
+    if holds_messages(feature) or type_name(feature) == SEVERAL_TYPES:
+        return True
+    return isinstance(feature, Mapping) and "role" in feature
+
+
+def _list(messages: Any) -> list[Any]:
+    return messages if isinstance(messages, list) else [messages]
+
+
+def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the messages that two chats start with, and the rest of each.
+
+    Raises:
+        DataError: they have none in common, or nothing else.
+    """
+    one, other = _list(chosen), _list(rejected)
+    shorter = min(len(one), len(other))
+    number = next((at for at in range(shorter) if one[at] != other[at]), shorter)
+    if number in (0, shorter):
+        problem = "start with the same message" if number == 0 else "go on in different ways"
+        raise DataError(
+            f"{place} and the rejected chat must {problem}, since `task.prompt` is null; mend the row, or leave it out"
+        )
+    return one[:number], one[number:], other[number:]
+
+
+def _tools(value: Any, place: str) -> Sequence[dict[str, Any]] | None:
+    """Return the tools of a chat.
+
+    Raises:
+        DataError: they are no list of objects.
+    """
+    if value is None:
+        return None
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place} must be a list of JSON schemas, or its text, but is {value!r}; correct it")
+    return tools or None
+
+
+def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:
+    """Return 1 for each desirable row, else 0.
+
+    Raises:
+        DataError: a label is not true, false, 1 or 0.
+    """
+    for place, value in enumerate(rows[column]):
+        if not isinstance(value, bool | int) or value not in (0, 1):
+            raise DataError(f"{cell(column, first_row + place, where)} must be true or false, but is {value!r}")
+    return [int(value) for value in rows[column]]

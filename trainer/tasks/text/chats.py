@@ -1,0 +1,406 @@
+"""Chats in the template of a tokenizer, and prompts with their completions: their tokens, and those to train."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.tasks.text.columns import SEVERAL_TYPES, type_name
+from trainer.tasks.text.windows import require_fast
+from trainer.tasks.types import Tokenizer
+
+Turns = Literal["all", "last", "each"]
+
+Tools = Sequence[dict[str, Any]] | None
+"""The tools of a chat, as JSON schemas; None: it has none."""
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_TEMPLATE_SECONDS = 10
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def end_token(tokenizer: Tokenizer) -> int:
+    """Return the id of the token after a document: the end token, or else the separator, as of BERT's tokenizers.
+
+    Raises:
+        UsageError: the tokenizer has neither.
+    """
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return int(token)
+    raise UsageError(
+        f"the tokenizer `{tokenizer.name_or_path}` has no end token, which separates documents;"
+        ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
+    )
+
+
+Tokens = tuple[list[int], list[bool]]
+"""The tokens of an example, and whether each is trained, that is predicted from the tokens before it."""
+
+
+def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict[str, list[Any]]:
+    """Return the features of examples, each with its place for messages, cut to `max_length` tokens of input."""
+    features: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
+    for _, (ids, trained) in examples:
+        labels = [token if wanted else IGNORED_LABEL for token, wanted in zip(ids[1:], trained[1:], strict=True)]
+        features["input_ids"].append(ids[:-1][:max_length])
+        features["labels"].append(labels[:max_length])
+        features["cut"].append(len(labels) > max_length)
+    lost = [row for row, labels in enumerate(features["labels"]) if all(label == IGNORED_LABEL for label in labels)]
+    if lost:
+        place, (_, trained) = examples[lost[0]]
+        before = trained.index(True)
+        raise DataError(
+            f"{place} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
+            f" before the first one, and the same holds for {len(lost)} of {len(examples)} rows from here on that were"
+            " read together; increase `data.max_length`, or leave these rows out"
+        )
+    return features
+
+
+def tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
+    """Return the tokens of a prompt, its completion and the end token.
+
+    The prompt has the tokens that it has alone, as when the model is asked to complete it.
+    """
+    if not completion.strip():
+        raise DataError(f"{place} is an empty completion; fill it, or leave the row out")
+    end = end_token(tokenizer)
+    before, whole = (
+        without_end(tokenizer(text, verbose=False)["input_ids"], end) for text in (prompt, prompt + completion)
+    )
+    if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
+        whole = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
+    if not before:  # the first token is predicted from a token, so an empty prompt without a start token needs one
+        before, whole = [end], [end, *whole]
+    return [*whole, end], [False] * len(before) + [True] * (len(whole) + 1 - len(before))
+
+
+def without_end(ids: list[int], end: int) -> list[int]:
+    return ids[:-1] if ids[-1:] == [end] else ids
+
+
+def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str) -> list[Tokens]:
+    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns.
+
+    Only `each` gives more than one example: one for each turn of the assistant, as the template writes it when it is
+    the last one. Reasoning models read their earlier turns in another form, without the reasoning.
+    """
+    messages = _messages(chat, tokenizer, place)
+    places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places:
+        raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
+    require_fast(tokenizer, "`task.messages`")
+    if train_on == "all":
+        texts = [_turns(messages, tokenizer, place)]
+    else:
+        texts = [_last_turn(messages[: index + 1], tokenizer, place) for index in places]
+        texts = texts if train_on == "each" else texts[-1:]
+    found = []
+    for text, turns in texts:
+        ids, spans = _spans(text, tokenizer)
+        trained = _trained(spans, turns)
+        if not any(trained[1:]):
+            raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
+        found.append((ids, trained))
+    return found
+
+
+def tokens_of_answer(
+    prompt: Sequence[Any], answer: Sequence[Any], tokenizer: Tokenizer, tools: Tools, place: str
+) -> Tokens:
+    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns in its answer.
+
+    Args:
+        prompt: the messages before the answer.
+        answer: the messages of the answer.
+        tokenizer: a fast tokenizer.
+        tools: the tools that the template describes.
+        place: the cell of the answer, for messages.
+    """
+    messages = _messages([*prompt, *answer], tokenizer, place)
+    own = sum(message["role"] == "assistant" for message in messages[len(prompt) :])
+    if not own or messages[-1]["role"] != "assistant":
+        raise DataError(f"{place} must be an answer that ends with a turn of the assistant; leave the row out")
+    require_fast(tokenizer, "a chat")
+    find = _last_turn if len(answer) == 1 else _turns
+    text, turns = find(messages, tokenizer, place, tools)
+    ids, spans = _spans(text, tokenizer)
+    trained = _trained(spans, turns[-own:])
+    if not any(trained[1:]):
+        raise DataError(f"{place} is an answer without tokens; fill it, or leave the row out")
+    return ids, trained
+
+
+def _spans(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text that a chat template wrote, and the start and end of each token in the text."""
+    made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return list(made["input_ids"]), list(made["offset_mapping"])
+
+
+def _trained(spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether each token holds a character of a turn; it may begin with the blank before the turn.
+
+    Some tokenizers leave the blank out of the span. A token of blanks before the turn then has an empty span, at the
+    start of the turn, and is not trained.
+    """
+    return [any(first < end and start < last for first, last in turns) for start, end in spans]
+
+
+def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
+    """Return notes on the first token of an answer and the end token behind it, if they are not trained.
+
+    Such a token stands outside of the template's `{% generation %}` marks.
+    """
+    question, answer = "What is it?", "Nothing."
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
+    try:
+        find = _turns if train_on == "all" else _last_turn
+        text, turns = find(chat, tokenizer, "a chat of four messages")
+    except TrainerError:
+        return []  # the template wants other chats
+    ids, spans = _spans(text, tokenizer)
+    trained = _trained(spans, turns)
+    first = text.rfind(answer)
+    behind = first + len(answer)
+    behind += len(text[behind:]) - len(text[behind:].lstrip())
+    special = _special(tokenizer)
+    notes = []
+    for token, own, (start, end) in zip(ids, trained, spans, strict=True):
+        if own or first < 0:
+            continue
+        if start <= first < end:
+            notes.append("the first token of an answer is not trained")
+        elif start <= behind < end and token in special:
+            notes.append(f"the token {text[behind:end]!r} behind an answer is not trained, so answers may not end")
+    where = f"the chat template of `{tokenizer.name_or_path}`"
+    return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
+
+
+def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str) -> str:
+    """Return the text of a chat up to the start of its next turn of the assistant."""
+    messages = _messages(chat, tokenizer, place)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
+    return _text_of(messages, tokenizer, place, add_generation_prompt=True)
+
+
+def turn_end(tokenizer: Tokenizer) -> list[int]:
+    """Return the special token that ends a turn of the assistant in the chat template; empty if there is none."""
+    content = "content"
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    after = _text_of(chat, tokenizer, "a chat of two messages").rpartition(content)[2]
+    first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
+    return [token for token in first if token in _special(tokenizer)]
+
+
+def _special(tokenizer: Tokenizer) -> set[int]:
+    return {token for token, described in tokenizer.added_tokens_decoder.items() if described.special}
+
+
+def _require_template(tokenizer: Tokenizer) -> None:
+    if not tokenizer.chat_template:
+        raise UsageError(
+            f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
+            ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
+        )
+
+
+def item_of(feature: Any) -> Any:
+    """Return the type of the items of a column of lists; None for other columns."""
+    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+
+
+def holds_messages(feature: Any) -> bool:
+    """Return whether a column holds lists of messages."""
+    message = item_of(feature)
+    return type_name(message) == SEVERAL_TYPES or (isinstance(message, Mapping) and "role" in message)
+
+
+def given(value: Any, feature: Any) -> Any:
+    """Return a value without the nulls of structs, which Arrow writes for absent keys; JSON keeps its own nulls."""
+    if isinstance(value, dict) and isinstance(feature, Mapping):
+        return {key: given(inner, feature[key]) for key, inner in value.items() if inner is not None}
+    if (item := item_of(feature)) is not None and value is not None:
+        return [given(inner, item) for inner in value]
+    return value
+
+
+def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> list[dict[str, Any]]:
+    """Return the messages as the template reads them: without null keys, as transformers does, and with their parts.
+
+    Raises:
+        DataError: a message has no known role, no content, another one than text, or calls that the template lacks.
+        UsageError: the tokenizer has no template.
+    """
+    _require_template(tokenizer)
+    messages = []
+    for number, message in enumerate(chat if isinstance(chat, list) else [chat], start=1):
+        if not isinstance(message, dict | None):
+            raise DataError(f"{place}, message {number}, must be an object with a role, but is {message!r}; correct it")
+        given = {key: value for key, value in (message or {}).items() if value is not None}
+        role = given.get("role")
+        if role not in ROLES:
+            raise DataError(
+                f"{place}, message {number}, must have a role of {', '.join(ROLES)}, but has {role!r}; rename it"
+            )
+        if "content" not in given and role != "assistant":
+            raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
+        if given.get("weight", 1) != 1:
+            raise DataError(
+                f"{place}, message {number}, has the weight {given['weight']}, but all turns are trained alike; leave"
+                " the row out, or remove the weight"
+            )
+        if given.get("tool_calls") and "tool_calls" not in tokenizer.get_chat_template():
+            raise DataError(
+                f"{place}, message {number}, has tool calls, which the chat template of `{tokenizer.name_or_path}` does"
+                " not write; add them to a copy of the template, or leave the row out"
+            )
+        if not isinstance(content := given.get("content", ""), str):
+            given["content"] = _content(content, tokenizer, f"{place}, message {number},")
+        messages.append(given)
+    return messages
+
+
+def _content(content: Any, tokenizer: Tokenizer, place: str) -> Any:
+    """Return the parts of a content for a template that reads parts, or else their joined text."""
+    if not isinstance(content, list):
+        raise DataError(f"{place} must have a text or a list of texts as content, but has {content!r}; write a text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise DataError(
+                f'{place} must have parts of the type "text", but has one of {kind!r}; leave the part or the row out'
+            )
+    return content if _reads_parts(tokenizer) else "".join(part["text"] for part in content)
+
+
+def _reads_parts(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes the text of a part, and not its list."""
+    text = "part of a message"
+    chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    try:
+        written = _text_of(chat, tokenizer, "a chat of one message")
+    except TrainerError:
+        return False
+    return text in written and not re.search(r"""['"]text['"]""", written)
+
+
+def _turns(
+    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and the start and end of each turn of the assistant in it.
+
+    The turns are those that the template marks, or else follow from the texts of the beginnings of the chat. The token
+    mask of transformers is not used: it includes later turns if a turn ends in a space that no token covers.
+    """
+    if _GENERATION_MARK.search(template := tokenizer.get_chat_template()):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors(place):
+            texts, marked = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **tokenizer.special_tokens_map,
+            )
+        return texts[0], list(marked[0])
+    whole = _text_of(messages, tokenizer, place, tools)
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            until, (turn,) = _last_turn(messages[: index + 1], tokenizer, place, tools)
+            if not whole.startswith(until):
+                raise UsageError(
+                    f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes earlier messages when later"
+                    f" ones follow ({place}, message {index + 1}), so the assistant's turns cannot be found; set"
+                    " `task.train_on` to last or each, or add {% generation %} marks to a copy of the template"
+                )
+            turns.append(turn)
+    return whole, turns
+
+
+def _last_turn(
+    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat that ends with a turn of the assistant, and the start and end of that turn.
+
+    The turn follows the prompt of a generation. If the template writes another one, such as the start of a reasoning,
+    the turn starts with its content: there, the texts of two contents differ.
+    """
+    if _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        text, turns = _turns(messages, tokenizer, place, tools)
+        return text, turns[-1:]
+    until = _text_of(messages, tokenizer, place, tools)
+    before = _text_of(messages[:-1], tokenizer, place, tools, add_generation_prompt=True)
+    if not until.startswith(before):
+        one, other = (
+            _text_of([*messages[:-1], {"role": "assistant", "content": content}], tokenizer, place, tools)
+            for content in ("a", "b")
+        )
+        pairs = enumerate(zip(one, other, strict=False))
+        before = one[: next((at for at, (left, right) in pairs if left != right), None)]
+    if not until.startswith(before):
+        raise UsageError(
+            f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes the messages before a turn of the"
+            f" assistant ({place}, message {len(messages)}), so the turn cannot be found; add"
+            " {% generation %} marks to a copy of the template"
+        )
+    return until, [(len(before), len(until))]
+
+
+def _text_of(
+    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None, **options: Any
+) -> str:
+    """Return the text of messages; empty without one, as before a chat that the assistant begins."""
+    if not messages:
+        return ""
+    with _template_errors(place):
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+
+
+class _SlowTemplateError(BaseException):
+    """Error of a chat template that runs too long; a template cannot catch it."""
+
+
+def _stop_template(*_: Any) -> None:
+    raise _SlowTemplateError
+
+
+@contextmanager
+def _template_errors(place: str) -> Iterator[None]:
+    """Name the chat of errors in its template, and end a template that runs too long.
+
+    The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
+    main thread only; a template in another thread has no limit.
+    """
+    has_limit = threading.current_thread() is threading.main_thread()
+    try:
+        if has_limit:
+            before = signal.signal(signal.SIGVTALRM, _stop_template)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS)
+        try:
+            yield
+        finally:
+            if has_limit:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+                signal.signal(signal.SIGVTALRM, before)
+    except _SlowTemplateError:
+        raise UsageError(
+            f"the chat template of the tokenizer must write a chat within {_TEMPLATE_SECONDS} seconds, but was still"
+            f" running for {place}; mend a copy of the template (`model.tokenizer`), or leave the row out"
+        ) from None
+    except Exception as error:  # a template may raise any error, for example on roles that do not alternate
+        raise DataError(
+            f"{place} is a chat that the tokenizer's template refuses: {error}; mend the chat, or leave the row out"
+        ) from error

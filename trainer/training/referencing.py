@@ -1,0 +1,124 @@
+"""The reference of a loss: outputs of the model at the start of a training, computed once for each row and kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.base.digests import digest_of
+from trainer.base.distribution import versions
+from trainer.base.errors import storage_error
+from trainer.data.loader import EvalLoader
+from trainer.data.split import EncodedSplit
+from trainer.engine.engine import Engine
+from trainer.engine.results import EvalResult
+from trainer.engine.state import OPTIMIZER_PREFIX
+from trainer.parallel.copying import one_behind
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.shards.boxes import TensorPart
+from trainer.parallel.shards.digest import joined, own_digest
+from trainer.ranks.environment import cache_folder
+from trainer.recipe.schema import Recipe
+from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.run_data import PreparedData
+
+REFERENCE = "reference"
+"""The column of the reference."""
+
+
+def with_reference(recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh) -> PreparedData:
+    """Return the data with the column `reference`, if the loss of its task has a reference. All ranks must call it.
+
+    The model computes it as in an evaluation, in the layout of the training. A later run with the same model, rows,
+    precision and versions of packages reads it from the cache.
+
+    Args:
+        recipe: the recipe.
+        data: the data of the recipe.
+        engine: the engine, before the first step and before a checkpoint is loaded.
+        mesh: the ranks.
+
+    Raises:
+        TrainerError: the cache cannot be written.
+    """
+    if not data.task.has_reference:
+        return data
+    state = engine.state()
+    weights = joined(mesh.all_gather(own_digest(_weights(chain(state.parts, state.frozen)))))
+    facts = [weights, versions(), recipe.precision, recipe.weights, recipe.tf32, mesh.device.type]
+    cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
+
+    def completed(split: EncodedSplit) -> EncodedSplit:
+        place = cache / f"{REFERENCE}-{digest_of([*facts, split.content_hash])[:32]}.npy"
+        known: Tensor | None = mesh.share(_read(place, len(split)) if mesh.rank == 0 else None)
+        if known is None:
+            computed = _compute(recipe, data, split, engine, mesh)
+            mesh.on_rank_zero(lambda: None if computed is None else _write(place, computed))
+            known = mesh.share(computed)
+        assert known is not None, "rank 0 has it"
+        return split.with_array(REFERENCE, known.numpy())
+
+    validation = None if data.validation is None else completed(data.validation)
+    return replace(data, train=completed(data.train), validation=validation)
+
+
+def _weights(parts: Iterator[TensorPart]) -> Iterator[TensorPart]:
+    return (part for part in parts if not part.name.startswith(OPTIMIZER_PREFIX))
+
+
+def _compute(
+    recipe: Recipe, data: PreparedData, split: EncodedSplit, engine: Engine, mesh: ParallelMesh
+) -> Tensor | None:
+    """Return the reference of each row on rank 0; None on other ranks."""
+    batching, size = data.preparation.batching, recipe.evaluation.batch_size
+    loader = EvalLoader(split, size, mesh.index("dp"), mesh.size("dp"), batching)
+    here = RowTensors()
+
+    def begin(microbatch: Microbatch) -> Callable[[], tuple[Tensor, EvalResult]]:
+        read = engine.begin_eval(microbatch)
+        return lambda: (microbatch.rows, read())
+
+    for rows, result in one_behind(map(begin, loader)):
+        here.add(rows, result.predictions)
+    gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
+    if gathered is None:
+        return None
+    return data.task.reference_of(in_row_order(gathered, len(split))).float()
+
+
+def _read(place: Path, num_rows: int) -> Tensor | None:
+    """Return the values of a file; None if there is none, or it is damaged."""
+    try:
+        values = np.load(place, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    is_whole = values.dtype == np.float32 and values.shape[:1] == (num_rows,) and bool(np.isfinite(values).all())
+    return torch.from_numpy(values) if is_whole else None
+
+
+def _write(place: Path, values: Tensor) -> None:
+    """Write values, whole or not at all.
+
+    Raises:
+        TrainerError: the folder cannot be written.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".reference-", delete=False) as file:
+            np.save(file, values.numpy())
+        os.replace(file.name, place)
+    except OSError as error:
+        raise storage_error(
+            f"`data.cache` must be a folder that can be written, but the reference cannot be kept in `{place.parent}`:"
+            f" {error}; make room or name another folder",
+            error,
+        ) from error
