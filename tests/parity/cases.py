@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.training import (
+    NUM_ROWS,
     RANK_STRATEGIES,
     TINY_BERT,
     TINY_RESNET,
@@ -29,8 +30,11 @@ from trainer.recipe.strategies import STRATEGIES
 
 GLOBAL_BATCH_SIZE = 12
 SHORT = 6  # steps; an epoch has five
+FEW_ROWS, FEW_STEPS = 26, 4  # an epoch has two whole batches and an incomplete one; one step is of the next epoch
 # Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), and without image models.
 TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "bart", "vit", "resnet")]
+# Families that lie over ranks as another one does: `tests/models` compares their outputs and gradients each time.
+NEAR_FAMILIES = ("xlm-roberta", "electra", "mistral", "qwen2")
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "bart", "vit")
 # Also compared after one step of gradient descent: the model that runs with all strategies, and convolutions.
 SGD_FAMILIES = ("bert", "resnet")
@@ -90,6 +94,7 @@ class Case:
     optimizer: str = "adamw"
     context: int = 1
     weights: str = "fp32"  # how they are stored
+    has_few_rows: bool = False  # in addition to the layouts that cut the model
 
     def __str__(self) -> str:
         words = [self.strategy, f"{self.world_size}ranks", self.precision]
@@ -125,18 +130,24 @@ class Case:
         return self.precision if self.gradients == "fp32" else self.gradients
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows of the data: few where layouts cut the model, because their steps take long."""
+        is_cut = self.tensor > 1 or self.stages > 1 or self.context > 1
+        return FEW_ROWS if is_cut or self.has_few_rows else NUM_ROWS
+
+    @property
     def num_steps(self) -> int:
         """The number of steps to train, at most 20.
 
-        One case of each strategy has 20 steps. 6 steps cover an epoch, with its incomplete last batch, and one step of
-        the next. 3 steps cover gradient, moments and schedule if only the model family differs from another case.
+        One case of each strategy has 20 steps. The others cover an epoch, with its incomplete last batch, and one step
+        of the next. 3 steps cover gradient, moments and schedule if only the model family differs from another case.
         """
-        if self.world_size == 1:
-            return 20 if self.model_type == "bert" else SHORT
-        if self.tensor == self.stages == self.context == 1 and self.model_type == "bert":
-            return 20 if self.precision == "fp32" and not self.is_extra else SHORT
-        is_family = self.model_type not in ("bert", *IMAGE_FAMILIES) and self.world_size == 2
-        return 3 if is_family else SHORT
+        if self.num_rows == FEW_ROWS:
+            is_family = self.model_type not in ("bert", *IMAGE_FAMILIES) and self.world_size == 2
+            return 3 if is_family else FEW_STEPS
+        if self.model_type != "bert":
+            return SHORT
+        return 20 if self.world_size == 1 or (self.precision == "fp32" and not self.is_extra) else SHORT
 
     def recipe(self, sgd: bool = False) -> Recipe:
         """Return a recipe of 20 steps with AdamW, or of one step of gradient descent without clipping."""
@@ -209,14 +220,16 @@ def tensor_matrix() -> Iterator[Case]:
             continue
         for index, (world_size, tensor, sequence, accumulates, checkpointing, precision) in enumerate(shapes):
             dropout = 0.1 if (index + RANK_STRATEGIES.index(strategy)) % 2 else 0.0
-            yield Case(
-                strategy, world_size, accumulates, precision, checkpointing, dropout, tensor=tensor, sequence=sequence
-            )
+            # Without data ranks, strategies differ in their engine only.
+            is_nightly = world_size == tensor == 4 and strategy not in ("ddp", "zero3")
+            how = {"tensor": tensor, "sequence": sequence, "is_nightly": is_nightly}
+            yield Case(strategy, world_size, accumulates, precision, checkpointing, dropout, **how)
     for model_type in TEXT_FAMILIES:
         sequence = FAMILIES[model_type].tensor.sequence_parallel
         dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
         # Without accumulation: it is part of the engine and does not depend on the family.
-        yield Case("ddp", 2, False, "fp32", "full", dropout, tensor=2, sequence=sequence, model_type=model_type)
+        how = {"tensor": 2, "sequence": sequence, "is_nightly": model_type in NEAR_FAMILIES}
+        yield Case("ddp", 2, False, "fp32", "full", dropout, model_type=model_type, **how)
 
 
 def context_matrix() -> Iterator[Case]:
@@ -232,7 +245,8 @@ def context_matrix() -> Iterator[Case]:
     yield case("ddp", 2, accumulates=True, checkpointing="selective")
     yield case("ddp", 4, 4, task="masked_lm", precision="bf16")
     yield case("zero2", 2, precision="bf16", checkpointing="full")
-    yield case("fsdp", 8, stages=2, num_layers=4, schedule="interleaved_1f1b", checkpointing="full")
+    interleaved = {"stages": 2, "num_layers": 4, "schedule": "interleaved_1f1b", "checkpointing": "full"}
+    yield case("fsdp", 8, **interleaved, is_nightly=True)
     # Three ranks do not divide the four heads, and four do not divide the two key and value heads of a Llama.
     yield case("ddp", 3, 3, task="masked_lm", accumulates=True, checkpointing="selective")
     yield case("ddp", 3, 3, model_type="modernbert", dropout=0.0)  # with a sliding window
@@ -248,7 +262,8 @@ def context_matrix() -> Iterator[Case]:
     yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm")
     for model_type in (*TEXT_FAMILIES, "vit"):
         if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
-            yield case("ddp", 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
+            dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
+            yield case("ddp", 2, model_type=model_type, dropout=dropout, is_nightly=model_type in NEAR_FAMILIES)
 
 
 def pipeline_matrix() -> Iterator[Case]:
@@ -270,7 +285,8 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", accumulates=True, dropout=0.0)
     yield case("fsdp", 4, 2, "interleaved_1f1b", num_layers=4, checkpointing="full")
     for strategy in ("ddp", "fsdp", "hsdp"):
-        yield case(strategy, 8, 2, "1f1b", tensor=2, sequence=True, num_layers=4, checkpointing="full")
+        how = {"tensor": 2, "sequence": True, "num_layers": 4, "checkpointing": "full"}
+        yield case(strategy, 8, 2, "1f1b", **how, is_nightly=strategy == "ddp")
     # T5 has two encoder and two decoder layers.
     for task, model_type, layers in (("masked_lm", "bert", 4), ("sequence_classification", "t5", None)):
         for schedule in ("1f1b", "interleaved_1f1b"):
@@ -279,7 +295,8 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("ddp", 4, 2, "1f1b", task="masked_lm", num_layers=4, tensor=2, sequence=True)
     for model_type in TEXT_FAMILIES:
         if FAMILIES[model_type].stages is not None:
-            yield case("ddp", 2, 2, model_type=model_type, dropout=0.1 if model_type in DROPOUT_FAMILIES else 0.0)
+            dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
+            yield case("ddp", 2, 2, model_type=model_type, dropout=dropout, is_nightly=model_type in NEAR_FAMILIES)
 
 
 def communication_matrix() -> Iterator[Case]:
@@ -332,14 +349,17 @@ def weights_matrix() -> Iterator[Case]:
     for weights in ("bf16_compensated", "bf16_stochastic"):
         facts = {"precision": "bf16", "checkpointing": "none", "dropout": 0.1, "weights": weights}
         case = partial(Case, accumulates=True, **facts)
+        # Both kinds round the same sums, so that one of them runs under each cut, and the other one under some.
+        is_nightly = weights == "bf16_stochastic"
         yield case("ddp", 2)
         yield case("fsdp", 3)  # which does not divide the matrices
-        yield case("hsdp", 4, num_layers=4)
-        yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
+        yield case("hsdp", 4, num_layers=4, is_nightly=is_nightly)
+        yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2", is_nightly=is_nightly)  # blocks of q, k and v
         yield case("ddp", 2, tensor=2, task="masked_lm")
-        yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm", schedule="zero_bubble")
-        yield case("fsdp", 4, stages=2, num_layers=4, task="masked_lm")
-        yield Case("ddp", 4, False, context=2, **facts)
+        how = {"stages": 2, "num_layers": 4, "task": "masked_lm"}
+        yield case("ddp", 4, schedule="zero_bubble", **how, is_nightly=is_nightly)
+        yield case("fsdp", 4, **how)
+        yield Case("ddp", 4, False, context=2, **facts, is_nightly=is_nightly)
 
 
 def image_cases() -> Iterator[Case]:
@@ -371,15 +391,15 @@ class Outcome:
 def train(case: Case) -> Outcome:
     """Train a case on this rank."""
     if case.model_type not in SGD_FAMILIES or case.optimizer != "adamw" or case.weights != "fp32":
-        return Outcome(train_tiny(case.recipe(), num_steps=case.num_steps), None, None)
+        return Outcome(train_tiny(case.recipe(), num_rows=case.num_rows, num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
     in_fp64 = (
         case.precision == case.gradients == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
     )
     return Outcome(
-        train_tiny(case.recipe(), num_steps=case.num_steps),
-        train_tiny(case.recipe(sgd=True)),
-        train_tiny(case.recipe(sgd=True), torch.float64) if in_fp64 else None,
+        train_tiny(case.recipe(), num_rows=case.num_rows, num_steps=case.num_steps),
+        train_tiny(case.recipe(sgd=True), num_rows=case.num_rows),
+        train_tiny(case.recipe(sgd=True), torch.float64, num_rows=case.num_rows) if in_fp64 else None,
     )
 
 
@@ -416,7 +436,7 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
         outcomes: The outcomes of all ranks.
         case: The case that they trained.
     """
-    same = {"task": case.task, "num_layers": case.num_layers}
+    same = {"task": case.task, "num_layers": case.num_layers, "has_few_rows": case.num_rows == FEW_ROWS}
     same |= {"gradients": case.gradients} if case.gradients != "fp32" else {}
     same |= {"optimizer": case.optimizer} if case.optimizer != "adamw" else {}
     same |= {"weights": case.weights} if case.weights != "fp32" else {}

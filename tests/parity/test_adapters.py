@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.helpers.training import (
     tiny_training,
     train_tiny,
 )
-from tests.parity.cases import TOLERANCES, assert_same_curve
+from tests.parity.cases import FEW_ROWS, FEW_STEPS, GLOBAL_BATCH_SIZE, TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
@@ -35,7 +36,7 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.recipe.schema import Recipe
 from trainer.training.export import export
 
-STEPS = 6
+DONE_STEPS = FEW_STEPS - 2  # before a checkpoint
 LORA = {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}
 BERT = {**TINY_BERT, "initializer_range": 0.2}
 LLAMA = {
@@ -119,7 +120,7 @@ ADAPTER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def recipe_of(case: str, sgd: bool, keys: dict[str, Any]) -> Recipe:
-    steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": STEPS}
+    steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": FEW_STEPS}
     training = {**steps, **keys.get("training", {})}
     # With `B` zero, the gradient of `A` is zero in the first step, so gradient descent takes two.
     if sgd:
@@ -128,7 +129,9 @@ def recipe_of(case: str, sgd: bool, keys: dict[str, Any]) -> Recipe:
 
 
 def train(case: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
-    return train_tiny(recipe_of(case, False, keys)), train_tiny(recipe_of(case, True, keys))
+    recipes = (recipe_of(case, sgd, keys) for sgd in (False, True))
+    curve, sgd = (train_tiny(recipe, num_rows=FEW_ROWS) for recipe in recipes)
+    return curve, sgd
 
 
 @cache
@@ -144,21 +147,38 @@ QUICK = {("bert", cut) for cut in ("fsdp-accumulated", "zero3", "pipeline")}
 QUICK |= {("masked-lm", "tensor-sequence-accumulated"), ("dora", "zero3"), ("started", "tensor-sequence-accumulated")}
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
-PAIRS = [
-    pytest.param(case, layout, marks=() if (case, layout) in QUICK else pytest.mark.slow)
-    for case in CASES
-    for layout in ADAPTER_LAYOUTS
-    if (
-        layout in ("fsdp-accumulated", "zero3-tensor")
-        if case.startswith("deberta")
-        else layout == "interleaved"
-        if case == "deep"
-        else layout in QUANTIZED[case]
-        if case in QUANTIZED
-        else layout not in ("interleaved", "hsdp-pipeline")
-        and (case == "bert" or layout in CUTS or (case, layout) == ("tokens", "context"))
-    )
-]
+NIGHTLY = {
+    "masked-lm": ("zero3", "fsdp-tensor-pipeline"),
+    "tokens": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
+    "dora": ("fsdp-accumulated", "pipeline"),
+    "started": ("zero3", "pipeline"),
+    "llama": ("fsdp-accumulated", "zero3", "pipeline", "fsdp-tensor-pipeline"),
+    "deberta-own": ("fsdp-accumulated",),
+    "frozen": ("fsdp-accumulated", "fsdp-tensor-pipeline"),
+    "nf4": ("zero1", "ring"),
+}
+"""Layouts that cut a case as another layout does, or another case with the same modules."""
+
+
+def _layouts(case: str) -> Iterable[str]:
+    if case.startswith("deberta"):
+        return ("fsdp-accumulated", "zero3-tensor")
+    if case == "deep":
+        return ("interleaved",)
+    if case in QUANTIZED:
+        return QUANTIZED[case]
+    if case == "bert":
+        return (layout for layout in ADAPTER_LAYOUTS if layout not in ("interleaved", "hsdp-pipeline"))
+    return (*CUTS, "context") if case == "tokens" else CUTS
+
+
+def _marks(case: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
+    if layout in NIGHTLY.get(case, ()):
+        return (pytest.mark.nightly,)
+    return () if (case, layout) in QUICK else (pytest.mark.slow,)
+
+
+PAIRS = [pytest.param(case, layout, marks=_marks(case, layout)) for case in CASES for layout in _layouts(case)]
 
 
 @pytest.mark.parametrize(("case", "layout"), PAIRS)
@@ -170,7 +190,7 @@ def test_any_layout_is_one_process(ranks: RankPools, case: str, layout: str):
 
 @cache
 def low_precision_reference(precision: str, num_layers: int) -> Curve:
-    return train_tiny(low_precision_recipe(precision, num_layers, {}))
+    return train_tiny(low_precision_recipe(precision, num_layers, {}), num_rows=FEW_ROWS)
 
 
 def low_precision_recipe(precision: str, num_layers: int, keys: dict[str, Any]) -> Recipe:
@@ -194,7 +214,7 @@ def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str, 
     world_size, keys = ADAPTER_LAYOUTS[layout]
     num_layers = 4 if layout == "interleaved" else 2
     recipe = low_precision_recipe(precision, num_layers, keys)
-    for found in ranks(world_size).run(train_tiny, recipe):
+    for found in ranks(world_size).run(train_tiny, recipe, num_rows=FEW_ROWS):
         assert_same_curve(found, low_precision_reference(precision, num_layers), TOLERANCES[precision])
 
 
@@ -223,17 +243,18 @@ RESUMED = [
 
 
 def save(case: str, keys: dict[str, Any], folder: Path) -> None:
-    with tiny_training(recipe_of(case, False, keys)) as training:
-        training.steps(STEPS - 2)
+    with tiny_training(recipe_of(case, False, keys), num_rows=FEW_ROWS) as training:
+        training.steps(DONE_STEPS)
         saver = saver_of(case, training, folder)
         training.mesh.on_rank_zero(CheckpointStore(folder, 1).open)
-        saver.progress = Progress(STEPS - 2, 4 * 12)
+        saver.progress = Progress(DONE_STEPS, DONE_STEPS * GLOBAL_BATCH_SIZE)
         saver.save()
         saver.finish()
 
 
 def resume(case: str, keys: dict[str, Any], folder: Path, shift: float = 0.0) -> list[float]:
-    with tiny_training(recipe_of(case, False, keys), start_sample=4 * 12) as training:
+    done = {"num_rows": FEW_ROWS, "start_sample": DONE_STEPS * GLOBAL_BATCH_SIZE}
+    with tiny_training(recipe_of(case, False, keys), **done) as training:
         for parameter in training.model.parameters():
             if shift and not parameter.requires_grad:
                 parameter.detach().add_(shift)

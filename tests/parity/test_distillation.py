@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT, Curve, tiny_training, train_tiny
-from tests.parity.cases import TOLERANCES, assert_same_curve
-from tests.parity.test_tasks import LAYOUTS, assert_same_training, recipe_of
+from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
+from tests.parity.test_tasks import LAYOUTS, assert_same_training, recipe_of, train
 from trainer.parallel.microbatch import IGNORED_LABEL
 
 TEMPERATURE, WEIGHT = 2.0, 0.7
@@ -66,11 +66,6 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def taught_by(folder: Path) -> dict[str, Any]:
     return {"distillation": {"teacher": str(folder), "temperature": TEMPERATURE, "weight": WEIGHT}}
-
-
-def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
-    """Train on this rank: steps of AdamW, and one step of gradient descent, which shows the gradient's scale."""
-    return train_tiny(recipe_of(task, **keys)), train_tiny(recipe_of(task, sgd=True, **keys))
 
 
 @cache
@@ -132,7 +127,8 @@ def test_it_is_a_plain_loop(teachers: dict[str, Path], task: str):
     "task", [pytest.param(task, marks=() if task == "causal_lm" else pytest.mark.nightly) for task in TEACHERS]
 )
 def test_accumulation_on_one_process_changes_nothing(teachers: dict[str, Path], task: str):
-    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}, **taught_by(teachers[task])))
+    recipe = recipe_of(task, training={"micro_batch_size": 5}, **taught_by(teachers[task]))
+    found = train_tiny(recipe, num_rows=FEW_ROWS)
     assert_same_curve(found, reference(task, teachers[task])[0])
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_TASKS, Curve, sgd_sections, tiny_recipe, train_tiny
-from tests.parity.cases import TOLERANCES, assert_same_curve, largest_difference
+from tests.parity.cases import FEW_ROWS, FEW_STEPS, TOLERANCES, assert_same_curve, largest_difference
 from trainer.recipe.schema import Recipe
 
-STEPS = 6  # an epoch with an incomplete last batch, and a step of the next
 TASKS = (
     "sequence_regression",
     "masked_lm",
@@ -92,7 +91,7 @@ def _quick(task: str) -> tuple[str, ...]:
 
 
 def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
-    """Return a recipe with dropout 0.1, of `STEPS` steps of AdamW or of one step of gradient descent."""
+    """Return a recipe with dropout 0.1, of `FEW_STEPS` steps of AdamW or of one step of gradient descent."""
     tiny = TINY_TASKS[task]
     chunk = {"vocabulary_chunk": 7} if task in CHUNKED and "distillation" not in keys else {}
     sections = {
@@ -100,13 +99,15 @@ def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = No
         "model": {**tiny.model, "dropout": 0.1},
         **keys,
     }
-    steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": STEPS}
+    steps: dict[str, Any] = {"max_steps": 1, "max_grad_norm": None} if sgd else {"max_steps": FEW_STEPS}
     return tiny_recipe(**sections, **(sgd_sections() if sgd else {}), training={**steps, **(training or {})})
 
 
 def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
     """Train on this rank: steps of AdamW, and one step of gradient descent, which shows the gradient's scale."""
-    return train_tiny(recipe_of(task, **keys)), train_tiny(recipe_of(task, sgd=True, **keys))
+    recipes = (recipe_of(task, sgd=sgd, **keys) for sgd in (False, True))
+    curve, sgd = (train_tiny(recipe, num_rows=FEW_ROWS) for recipe in recipes)
+    return curve, sgd
 
 
 @cache
@@ -125,7 +126,8 @@ def assert_same_training(found: tuple[Curve, Curve], expected: tuple[Curve, Curv
     "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
 )
 def test_accumulation_on_one_process_changes_nothing(task: str):
-    assert_same_curve(train_tiny(recipe_of(task, training={"micro_batch_size": 5})), reference(task)[0])
+    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}), num_rows=FEW_ROWS)
+    assert_same_curve(found, reference(task)[0])
 
 
 @pytest.mark.parametrize(
