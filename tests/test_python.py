@@ -143,6 +143,7 @@ class TestRanks:
         assert ended.stdout.count("result finished 8 ") == 2
         assert ended.stdout.count("refused") == 2
 
+    @pytest.mark.slow
     def test_an_interrupt_saves_and_stops_them(self, tmp_path):
         file = write_tiny_run(tmp_path, training={"max_steps": 100_000}, evaluation={"every": None})
         text = f"""

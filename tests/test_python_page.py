@@ -77,6 +77,7 @@ def test_errors(scripts: Path, capsys: pytest.CaptureFixture[str]):
     assert "`precision` must be one of" in first + second
 
 
+@pytest.mark.slow
 def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
     runpy.run_path("two_ranks.py")
     shown = capsys.readouterr().out

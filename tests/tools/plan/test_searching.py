@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.forking import forking
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, recipe_of
 from trainer.base.errors import TrainerError, UsageError
@@ -107,6 +108,7 @@ def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest
     alone = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
     monkeypatch.setattr(searching, "_LAYOUTS_OF_A_WORKER", 1)
     monkeypatch.setattr(searching, "available_cores", lambda: 2)
+    monkeypatch.setattr(searching, "get_context", lambda _: forking())  # its processes have imported torch
     with mock.patch.object(searching, "plan_recipe", side_effect=AssertionError("planned in this process")):
         found = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
     assert [(choice.overrides, choice.seconds, choice.made.needed) for choice in found.choices] == [
