@@ -170,7 +170,8 @@ class TestStalls:
     TIMEOUT = "parallel.stall_timeout=8 seconds"
 
     @pytest.mark.alone
-    @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 3)])
     def test_a_stopped_rank_is_told_of_and_ends_with_the_others(self, tmp_path, rank, world_size):
         recipe = write_tiny_run(tmp_path, training={"global_batch_size": 12})
         process = start(
