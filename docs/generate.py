@@ -357,7 +357,10 @@ def with_spread(quartiles: Sequence[float]) -> str:
 
 def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
     """Return a table for each device, from the results of `make gpu`."""
-    found = [f"{result['device']}, torch {result['torch']}:\n\n{_gpu_table(result)}" for result in results]
+    found = []
+    for result in results:
+        note = f" ({result['note']})" if "note" in result else ""
+        found.append(f"{result['device']}, torch {result['torch']}{note}:\n\n{_gpu_table(result)}")
     return "\n\n".join(found) or "No run on a GPU is stored yet."
 
 

@@ -29,7 +29,11 @@ SAMPLE = ("trainer", "run", "bert_sample", "--processes", "1", "evaluation.every
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
 FILES = ("ahead", "graphs", "dropout", "draw", "eight_bits", "attention", "tensor", "strategies", "pipeline")
-SAME_LOSSES = (("run", "run_resumed", 0.0), ("run", "run_torchrun", 1e-5), ("run_bf16", "run_graphs", 1e-3))
+SAME_LOSSES = (
+    ("run", "run_resumed", 0.0),
+    *(("run", name, 1e-5) for name in ("run_torchrun", "run_offloaded", "run_zero3")),
+    ("run_bf16", "run_graphs", 1e-3),
+)
 """Two runs, and the largest relative difference of their losses."""
 LEAST_SECONDS = 5.0
 """No part begins with less time left."""
@@ -61,6 +65,8 @@ def checks() -> list[Part]:
         *(Part(name, (*PYTEST, "-k", f"not ({SLOW_TESTS})", f"tests/gpu/test_{name}_gpu.py")) for name in FILES),
         Part("run_stopped", stopped.arguments),
         sample("run_compiled", *BF16, "compile=true"),
+        sample("run_offloaded", "parallel.strategy=fsdp", "parallel.offload=parameters"),
+        sample("run_zero3", "parallel.strategy=zero3"),
         Part(torchrun.name, ("-m", "torch.distributed.run", "--nproc-per-node", "1", *torchrun.arguments)),
     ]
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -102,6 +105,13 @@ def _of_offloads() -> Iterator[Exclusion]:
             f'use {", ".join(able)}, or "none"',
             form="is {value}, which {other} does not support; {remedy}",
         )
+
+
+def _of_old_torch(torch: str) -> Iterator[tuple[Condition, str, str]]:
+    """Yield the strategies that cannot shard quantised weights with a version of torch."""
+    if Version(torch) < Version("2.12"):
+        reason = f"FSDP of torch {torch} asks for gradients of every tensor, and codes are integers"
+        yield _is(_STRATEGY, "fsdp", "hsdp"), reason, "install torch 2.12 or newer, or use ddp"
 
 
 def _of_others(first: Condition, able: tuple[str, ...]) -> Exclusion:
@@ -239,6 +249,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         (_above_one(_TENSOR), "a scale belongs to elements of several tensor ranks", f"set `{_TENSOR}` to 1"),
         (_is("cuda_graphs", True), "bitsandbytes has not been captured in a test", "set it to false"),
         (_is("compile", True), "bitsandbytes has not been compiled in a test", "set it to false"),
+        *_of_old_torch(version("torch")),
         form="is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     ),
     *_excludes(
