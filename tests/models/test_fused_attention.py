@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.families import CONFIGS
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
+from trainer.models import attention
 from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel.kernels import fused_attention, kernel_support
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS
@@ -29,6 +31,26 @@ def test_the_kernel_in_tritons_interpreter():
 
 def test_without_a_gpu_the_eager_function_runs():
     assert kernel_support.obstacle(torch.device("cpu")) == "the device is a cpu, and the kernel needs an NVIDIA GPU"
+
+
+def test_layers_that_share_a_mask_list_its_tiles_once(monkeypatch):
+    found = []
+    monkeypatch.setattr(fused_attention, "visible_tiles", lambda mask, *_: found.append(mask))
+    heads = torch.zeros(2, 1, 8, 4)
+    mask = torch.ones(2, 1, 1, 8, dtype=torch.bool)
+
+    def list_tiles(inputs: Any) -> None:
+        attention._tiles(inputs.mask, attention._expanded(inputs.mask, inputs.shape), inputs)
+
+    inputs = attention._Inputs(heads, heads, heads, mask, None)
+    for _ in range(2):
+        list_tiles(inputs)
+    assert len(found) == 1
+    mask[0, ..., -1] = False
+    list_tiles(inputs)
+    assert len(found) == 2
+    list_tiles(inputs._replace(query=torch.zeros(2, 1, 4, 4)))
+    assert len(found) == 3
 
 
 class TestNotes:
