@@ -7,9 +7,11 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import Curve, train_tiny
+from tests.parity import test_adapters, test_learning
 from tests.parity.cases import TOLERANCES, Case, assert_same_curve, reference
 from trainer.models import compiled
 from trainer.models.compiled import compilations
+from trainer.recipe.schema import Recipe
 
 STEPS = 4
 CASES = (
@@ -26,12 +28,12 @@ CASES = (
 LONG = CASES[3:5]
 
 
-def train_compiled(case: Case) -> tuple[Curve, int]:
+def train_compiled(recipe: Recipe) -> tuple[Curve, int]:
     """Train some steps with compiled layers on this rank, and return the number of graph breaks, too."""
     breaks = compilations()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "BACKEND", "eager")
-        curve = train_tiny(case.recipe().model_copy(update={"compile": True}), num_steps=STEPS)
+        curve = train_tiny(recipe.model_copy(update={"compile": True}), num_steps=STEPS)
     torch._dynamo.reset()
     return curve, compilations()[1] - breaks
 
@@ -45,7 +47,17 @@ def train_compiled(case: Case) -> tuple[Curve, int]:
 )
 def test_compiled_layers_are_those_of_one_process(ranks: RankPools, case: Case):
     expected = reference(case.precision, case.dropout).curve
-    for curve, breaks in ranks(case.world_size).run(train_compiled, case):
+    for curve, breaks in ranks(case.world_size).run(train_compiled, case.recipe()):
         assert breaks == 0
         assert len(curve.losses) == STEPS
         assert_same_curve(curve, expected, TOLERANCES[case.precision])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("feature", ["dora", "tokens", "adamw", "unfrozen", "neftune"])
+def test_compiled_adapters_and_groups_are_those_of_eager_layers(feature: str):
+    is_adapter = feature in test_adapters.CASES
+    recipe = test_adapters.recipe_of(feature, False, {}) if is_adapter else test_learning.recipe_of(feature, {})
+    curve, breaks = train_compiled(recipe)
+    assert breaks == 0
+    assert_same_curve(curve, train_tiny(recipe), TOLERANCES["fp32"])
