@@ -374,6 +374,12 @@ TINY_TASKS = {
     "preference": TinyTask(
         {"type": "preference"}, {"config": TINY_DECODERS["llama"], "tokenizer": "none"}, tiny_answers, Padding(0)
     ),
+    "reward_model": TinyTask(
+        {"type": "reward_model", "margin": "margin", "center_coefficient": 0.1},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        partial(tiny_tuples, texts_per_row=2, has_scores=True),
+        Padding(0),
+    ),
     "preference_orpo": TinyTask(
         {"type": "preference", "loss": {"type": "orpo"}, "vocabulary_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},

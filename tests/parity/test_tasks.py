@@ -21,6 +21,7 @@ TASKS = (
     "causal_lm",
     "causal_lm_packed",
     "preference",
+    "reward_model",
     "preference_orpo",
     "preference_kto",
     "embedding",

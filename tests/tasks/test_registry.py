@@ -24,6 +24,7 @@ COLUMNS = {  # instead of those of `INPUTS`
     "token_classification": {"words": "first", "tags": "second"},
     "causal_lm": {"prompt": "first", "completion": "second"},
     "multiple_choice": {"context": "first"},
+    "reward_model": {"prompt": "first", "chosen": "other", "rejected": "second"},
     "preference": {"prompt": "first", "chosen": "other", "rejected": "second"},
 }
 

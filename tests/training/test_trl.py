@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.training.assembly import assemble
+from trainer.training.assembly import Assembly, assemble
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data
 
@@ -35,6 +35,8 @@ SIZES = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
+
+Trained = tuple[list[float], dict[str, torch.Tensor], Assembly]
 
 CASES: dict[str, dict[str, Any]] = {
     "dpo": {"type": "dpo", "beta": 0.3},
@@ -65,29 +67,30 @@ def folder(tmp_path_factory) -> Path:
     def text(least: int, most: int) -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
 
-    rows = [
-        {
-            "prompt": text(2, 6),
-            "chosen": " " + text(1, 5),
-            "rejected": " " + text(1, 5),
-            "margin": float(draw.randint(0, 3)),
-        }
-        for _ in range(ROWS)
+    def answer() -> str:
+        return " " + text(1, 5)
+
+    rows: list[dict[str, Any]] = [
+        {"prompt": text(2, 6), "chosen": answer(), "rejected": answer(), "margin": draw.random()} for _ in range(ROWS)
     ]
     datasets.Dataset.from_list(rows).to_json(place / "pairs.jsonl")
     single = [
         {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 3 > 0} for index, row in enumerate(rows)
     ]
     datasets.Dataset.from_list(single).to_json(place / "single.jsonl")
+    config = transformers.LlamaConfig(**SIZES, num_labels=1, problem_type="regression")
+    transformers.LlamaForSequenceClassification(config).save_pretrained(place / "reward")
+    tokenizer.save_pretrained(place / "reward")
     return place
 
 
-def ours(folder: Path, task: dict[str, Any], file: str, rate: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+def ours(folder: Path, task: dict[str, Any], file: str, rate: float, model: Path) -> Trained:
+    """Return the losses and the weights of this project, and its parts."""
     recipe = Recipe.model_validate(
         {
             "name": "truth",
             "task": task,
-            "model": {"name_or_path": str(folder), "dropout": 0.0},
+            "model": {"name_or_path": str(model), "dropout": 0.0},
             "data": {
                 "source": "files",
                 "train": str(folder / file),
@@ -105,7 +108,8 @@ def ours(folder: Path, task: dict[str, Any], file: str, rate: float) -> tuple[li
     plan = plan_run(recipe, 1)
     parts = assemble(plan, open_mesh(plan.layout, torch.device("cpu")), prepare_data(recipe))
     losses = [parts.engine.train_step(batch).loss for batch in parts.train_loader]
-    return losses, {name: value.detach().clone() for name, value in parts.models[0].state_dict().items()}
+    weights = {name: value.detach().clone() for name, value in parts.models[0].state_dict().items()}
+    return losses, weights, parts
 
 
 def theirs(
@@ -198,8 +202,39 @@ def test_a_training_is_that_of_trl(folder: Path, name: str):
     pytest.importorskip("trl")
     expected = trained_by_trl(folder, name, rate)
     file = "single.jsonl" if name == "kto" else "pairs.jsonl"
-    found = ours(folder, {"type": "preference", "loss": CASES[name]}, file, rate)
+    *found, _ = ours(folder, {"type": "preference", "loss": CASES[name]}, file, rate, folder)
     losses, weights = differences(found, expected)
     assert max(expected[0]) - min(expected[0]) > 1e-3, "the weights change"
     assert losses <= 1e-6
     assert weights <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_margin", [False, True])
+def test_a_reward_model_is_that_of_trl_and_its_folder_gives_the_same_rewards(folder: Path, has_margin: bool):
+    pytest.importorskip("trl")
+    from trl import RewardConfig, RewardTrainer
+
+    place = folder / "reward"
+    auto = transformers.AutoModelForSequenceClassification
+    rows = datasets.load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train")
+    file = "pairs.jsonl" if has_margin else "plain.jsonl"
+    (rows if has_margin else rows.remove_columns("margin")).to_json(folder / file)
+    coefficient = 0.05 if has_margin else 0.0
+    config = RewardConfig(**settings(folder, 0.02, center_rewards_coefficient=coefficient or None))
+    model = auto.from_pretrained(place, attn_implementation="eager")
+    expected = theirs(folder, RewardTrainer, config, model, file)
+    task = {"type": "reward_model", "margin": "margin" if has_margin else None, "center_coefficient": coefficient}
+    *found, parts = ours(folder, task, file, 0.02, place)
+    losses, weights = differences(found, expected)
+    assert max(expected[0]) - min(expected[0]) > 1e-3, "the weights change"
+    assert losses <= 1e-6
+    assert weights <= 1e-6
+    parts.export(folder / "exported")
+    exported = auto.from_pretrained(folder / "exported", attn_implementation="eager").eval()
+    (batch,) = list(parts.train_loader)[:1]
+    (microbatch,) = batch.microbatches
+    with torch.no_grad():
+        inputs = {name: tensor.flatten(0, 1) for name, tensor in microbatch.inputs.items()}
+        rewards = exported(**inputs).logits.view(-1, 2)
+    assert torch.allclose(parts.engine.eval_step(microbatch).predictions["rewards"], rewards, atol=1e-6)

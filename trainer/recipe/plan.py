@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
-from trainer.recipe.schema import Embedding, MultipleChoice, Parallel, Preference, Recipe, TaskSection
+from trainer.recipe.schema import Embedding, MultipleChoice, Parallel, Preference, Recipe, RewardModel, TaskSection
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 
@@ -240,7 +240,7 @@ def texts_of_a_row(task: TaskSection) -> int | None:
             return len(task.texts)
         case MultipleChoice():
             return len(task.choices) if isinstance(task.choices, list) else 4
-        case Preference():
+        case Preference() | RewardModel():
             return 2
     return None
 

@@ -18,8 +18,15 @@ from trainer.recipe.schema import Generation, PreferenceLoss
 from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, TextColumn
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
-from trainer.tasks.text.chats import Tokens, features_of, given, holds_messages, tokens_of_answer, tokens_of_pair
-from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.text.chats import (
+    Tokens,
+    check_texts_or_chats,
+    features_of,
+    given,
+    tokens_of_answer,
+    tokens_of_pair,
+)
+from trainer.tasks.text.columns import cell, require_columns
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Tokenizer
 
@@ -106,7 +113,7 @@ class PreferenceTask(TokenLabels):
 
     def resolve(self, train: Dataset, where: str) -> PreferenceTask:
         self.check_columns(train.features, where)
-        return replace(self, is_chat=self._holds_chats(train.features))
+        return replace(self, is_chat=check_texts_or_chats(train.features, self._text_columns(), where))
 
     def for_configuration(self, config: Any) -> PreferenceTask:
         if config.is_encoder_decoder:
@@ -126,34 +133,16 @@ class PreferenceTask(TokenLabels):
         prompt = {} if self.examples.prompt is None else {"prompt": self.examples.prompt}
         return {**prompt, **self.examples.answers}
 
-    def _holds_chats(self, features: Mapping[str, Any]) -> bool:
-        return any(_is_chat(features[column]) for column in self._text_columns().values())
-
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        for key, column in self._text_columns().items():
-            require_columns(features, [column], f"task.{key}", where)
-            if not _is_chat(features[column]) and getattr(features[column], "dtype", None) not in STRING_TYPES:
-                raise DataError(
-                    f"`task.{key}` must name a column of strings or of messages, but column `{column}` of {where} holds"
-                    f" {type_name(features[column])}"
-                )
-        kinds = {column: _is_chat(features[column]) for column in self._text_columns().values()}
-        if len(set(kinds.values())) > 1:
-            texts, chats = (
-                ", ".join(f"`{name}`" for name, of in kinds.items() if of == kind) for kind in (False, True)
-            )
-            raise DataError(
-                f"prompts and answers of {where} must all be texts or all be messages, but {texts} holds texts, and"
-                f" {chats} messages; set `task.prompt` to null if the answers are whole chats, or convert a column"
-            )
-        if self.examples.prompt is None and not any(kinds.values()):
+        is_chat = check_texts_or_chats(features, self._text_columns(), where)
+        if self.examples.prompt is None and not is_chat:
             raise DataError(
                 f"`task.prompt` is null, so the answers of {where} must be chats that start with the same messages, but"
                 " they are texts; name the column of the prompts"
             )
         if self.tools is not None:
             require_columns(features, [self.tools], "task.tools", where)
-            if not any(kinds.values()):
+            if not is_chat:
                 raise DataError(f"`task.tools` applies to chats, but the answers of {where} are texts; remove it")
         if isinstance(self.examples, LabelledColumns):
             require_columns(features, [self.examples.label], "task.label", where)
@@ -308,12 +297,6 @@ class PreferenceTask(TokenLabels):
         if self.tools is not None:
             raise UsageError("`task.tools` is set, but `trainer predict` describes no tools; predict without it")
         return self._predicting()
-
-
-def _is_chat(feature: Any) -> bool:
-    if holds_messages(feature) or type_name(feature) == SEVERAL_TYPES:
-        return True
-    return isinstance(feature, Mapping) and "role" in feature
 
 
 def _list(messages: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from trainer.recipe.schema import (
     MultipleChoice,
     Preference,
     QuestionAnswering,
+    RewardModel,
     Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,
@@ -30,6 +31,7 @@ from trainer.tasks.multi_label import MultiLabelTask
 from trainer.tasks.multiple_choice import MultipleChoiceTask
 from trainer.tasks.preference import LabelledColumns, PairColumns, PreferenceTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
+from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
@@ -49,6 +51,7 @@ PIPELINE_TAGS = {
     "multiple_choice": "multiple-choice",
     "image_classification": "image-classification",
     "preference": "text-generation",
+    "reward_model": "text-classification",
     "embedding": "feature-extraction",
 }
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
@@ -62,6 +65,7 @@ PEFT_TASK_TYPES = {
     "question_answering": "QUESTION_ANS",
     "embedding": "FEATURE_EXTRACTION",
     "preference": "CAUSAL_LM",
+    "reward_model": "SEQ_CLS",
 }
 """The task types of PEFT; it has none for the other tasks."""
 
@@ -140,6 +144,9 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
             )
         case Preference():
             return _preference(recipe, metrics)
+        case RewardModel():
+            answers = (recipe.chosen, recipe.rejected)
+            return RewardModelTask(recipe.prompt, answers, recipe.margin, recipe.center_coefficient, metrics)
         case Seq2SeqLM():
             return Seq2SeqLMTask(
                 recipe.source,

@@ -17,6 +17,7 @@ from trainer.observe.observer import Observer
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tasks.registry import build_task
 from trainer.training.assembly import assemble
 from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData, prepare_data
@@ -46,6 +47,11 @@ class Evaluation:
         recipe = resolved.recipe
         if recipe.data.validation is None:
             raise UsageError("`data.validation` must name rows to evaluate on, but is null; set data.validation=FILE")
+        if build_task(recipe.task).has_reference:
+            raise UsageError(
+                "`task.loss` compares with the model at the start of the training, which the folder of a trained model"
+                " does not hold; read the metrics in the folder of the run, or predict answers with `trainer predict`"
+            )
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         prepare = partial(prepare_data, with_class_names(recipe))
         with joined_ranks(resolved, plan, environment, prepare) as (device, data):

@@ -13,7 +13,8 @@ _QUANTIZED = mapped("model.quantization", note='"nf4" for 4 bits, "int8" for 8 b
 _ONE_NF4 = none("4 bits are NormalFloat with quantised scales, in uint8; precision gives the type of products")
 _ONE_INT8 = none("8 bits are those of each row of a weight; inputs are not quantised")
 _TEMPLATE = none("the chat template of the tokenizer applies; set it in its folder, and name that by model.tokenizer")
-_NO_PREFERENCES = none("preference tuning and reinforcement learning are not supported")
+_NO_ONLINE = none("online methods are not supported")
+_LOSS = mapped("task.loss.type", note='with task.type "preference"')
 _ADAPTER = mapped("model.adapter", note='{"type": "lora"}; without it, all weights are trained')
 _TARGETS = mapped("model.adapter.targets", note="names or patterns of modules")
 _PACKING = mapped("task.packing", note='"documents" or "joined", with task.type "causal_lm"')
@@ -38,7 +39,9 @@ _LORA_OF_PEFT: dict[str, Counterpart] = {
 }
 
 _LLAMA_FACTORY: dict[str, Counterpart] = {
-    "stage": mapped("task.type", note='"causal_lm" for pt and sft; the others are not supported'),
+    "stage": mapped(
+        "task.type", note='"causal_lm" for pt and sft, "preference" for dpo and kto, "reward_model" for rm'
+    ),
     "finetuning_type": _ADAPTER,
     **_LORA,
     "lora_rank": renamed("model.adapter.rank"),
@@ -63,7 +66,9 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
     **alike(_PACKING, "packing neat_packing"),
     "mask_history": mapped("task.train_on", note='"last"'),
     "train_on_prompt": none("prompts are not trained"),
-    **alike(_NO_PREFERENCES, "pref_beta pref_loss pref_ftx"),
+    "pref_loss": _LOSS,
+    "pref_beta": mapped("task.loss.beta"),
+    "pref_ftx": none("a loss of likelihood beside preferences is that of the loss orpo"),
     **alike(none("the optimizers are those of optimizer.name"), "use_galore use_apollo use_badam"),
 }
 
@@ -90,7 +95,7 @@ _AXOLOTL: dict[str, Counterpart] = {
     "lr_scheduler": mapped("schedule.name"),
     "cosine_min_lr_ratio": renamed("schedule.min_rate"),
     **alike(mapped("optimizer.groups", note="patterns with a rate of their own"), "lr_groups embedding_lr"),
-    "rl": _NO_PREFERENCES,
+    "rl": _LOSS,
     "wandb_project": renamed("logging.project"),
 }
 
@@ -106,7 +111,13 @@ _TRL: dict[str, Counterpart] = {
     "completion_only_loss": mapped("task.completion", note="prompts are not trained"),
     "chat_template_path": _TEMPLATE,
     "dataset_num_proc": renamed("data.preparation_processes"),
-    **alike(_NO_PREFERENCES, "beta loss_type num_generations reward_funcs"),
+    "loss_type": _LOSS,
+    "beta": mapped("task.loss.beta"),
+    "simpo_gamma": renamed("task.loss.gamma"),
+    "desirable_weight": renamed("task.loss.desirable_weight"),
+    "undesirable_weight": renamed("task.loss.undesirable_weight"),
+    "center_rewards_coefficient": renamed("task.center_coefficient"),
+    **alike(_NO_ONLINE, "num_generations reward_funcs"),
 }
 
 FORMATS: dict[str, dict[str, Counterpart]] = {"LLaMA-Factory": _LLAMA_FACTORY, "axolotl": _AXOLOTL, "TRL": _TRL}

@@ -21,7 +21,7 @@ from trainer.recipe.schema.logging import Logging, Profile
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Muon, OptimizerSection, ScheduleFreeAdamW
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
-from trainer.recipe.schema.preference import Preference, PreferenceLoss
+from trainer.recipe.schema.preference import Preference, PreferenceLoss, RewardModel
 from trainer.recipe.schema.schedule import Linear, ScheduleSection, WarmupStableDecay
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (

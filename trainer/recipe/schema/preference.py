@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, Section, clash
-from trainer.recipe.schema.task_keys import VocabularyKeys
+from trainer.recipe.schema.task_keys import TaskKeys, VocabularyKeys
 
 _BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
 _NUMBERS = {
@@ -117,3 +117,35 @@ class Preference(VocabularyKeys):
         if "kl" in self.metrics and kind != "kto":
             text = f'has "kl", which only the loss kto estimates, but `task.loss.type` is {kind}; remove it'
             yield clash(text, "task.metrics", "task.loss.type")
+
+
+class RewardModel(TaskKeys):
+    """Give a text one number, its reward, that is higher for better texts (Bradley-Terry).
+
+    A column holds texts, or messages, which the tokenizer's chat template writes. `trainer predict` gives the rewards
+    of `prompt` with `chosen`.
+    """
+
+    type: Literal["reward_model"]
+    prompt: str | None = "prompt"
+    """The column that holds prompts; null: the other columns hold whole texts or chats."""
+    chosen: str = "chosen"
+    """The column that holds the better answers."""
+    rejected: str = "rejected"
+    """The column that holds the worse answers."""
+    margin: str | None = None
+    """The column that holds the difference that the two rewards should have at least."""
+    center_coefficient: float = Field(0.0, ge=0)
+    """Weight of the squared sum of both rewards in the loss, which centres rewards at 0."""
+    metrics: list[Literal["accuracy", "reward_margin"]] = Field(default=["accuracy", "reward_margin"], min_length=1)
+    """Share of pairs in which the chosen answer has the higher reward; mean difference of the two rewards."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        seen: dict[str, str] = {}
+        for key in ("prompt", "chosen", "rejected", "margin"):
+            column = getattr(self, key)
+            if column is not None and column in seen:
+                text = f"is {shown_value(column)}, which is also `task.{seen[column]}`; name another column"
+                yield clash(text, f"task.{key}", f"task.{seen[column]}")
+            seen.setdefault(column, key)

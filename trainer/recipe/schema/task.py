@@ -11,7 +11,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
-from trainer.recipe.schema.preference import Preference
+from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
 
@@ -290,4 +290,5 @@ TaskSection = (
     | QuestionAnswering
     | MultipleChoice
     | Preference
+    | RewardModel
 )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.text.columns import SEVERAL_TYPES, type_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Tokenizer
 
@@ -224,6 +224,37 @@ def holds_messages(feature: Any) -> bool:
     """Return whether a column holds lists of messages."""
     message = item_of(feature)
     return type_name(message) == SEVERAL_TYPES or (isinstance(message, Mapping) and "role" in message)
+
+
+def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str], where: str) -> bool:
+    """Return whether the columns hold messages, after a check that all hold texts, or all messages.
+
+    Args:
+        features: the columns of a split.
+        columns: the columns, by the recipe's keys.
+        where: the split and its source, for messages.
+
+    Raises:
+        DataError: a column is missing or of another type, or the columns hold both.
+    """
+    kinds = {}
+    for key, column in columns.items():
+        require_columns(features, [column], f"task.{key}", where)
+        feature = features[column]
+        is_message = isinstance(feature, Mapping) and "role" in feature
+        kinds[column] = is_message or holds_messages(feature) or type_name(feature) == SEVERAL_TYPES
+        if not kinds[column] and getattr(feature, "dtype", None) not in STRING_TYPES:
+            raise DataError(
+                f"`task.{key}` must name a column of strings or of messages, but column `{column}` of {where} holds"
+                f" {type_name(feature)}"
+            )
+    if len(set(kinds.values())) > 1:
+        texts, chats = (", ".join(f"`{name}`" for name in kinds if kinds[name] == kind) for kind in (False, True))
+        raise DataError(
+            f"prompts and answers of {where} must all be texts or all be messages, but {texts} holds texts, and"
+            f" {chats} messages; set `task.prompt` to null if the answers are whole chats, or convert a column"
+        )
+    return any(kinds.values())
 
 
 def given(value: Any, feature: Any) -> Any:

@@ -22,6 +22,7 @@ from trainer.recipe.schema import (
     Preference,
     QuestionAnswering,
     Recipe,
+    RewardModel,
     Seq2SeqLM,
 )
 from trainer.tasks.task import Task
@@ -77,6 +78,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(target, dtype=torch.long)
         case Embedding():
             labels = torch.zeros(rows) if section.score else torch.zeros(rows, 0)
+        case RewardModel():
+            labels = torch.zeros(rows) if section.margin else torch.zeros(rows, 0)
         case Preference():
             labels = torch.zeros(rows, 2, length, dtype=torch.long)
         case QuestionAnswering():

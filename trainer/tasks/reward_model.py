@@ -1,0 +1,166 @@
+"""Reward models: one number for a text, learned from pairs of a better and a worse text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.task import TextTask
+from trainer.tasks.text.chats import (
+    check_texts_or_chats,
+    end_token,
+    given,
+    tokens_of_answer,
+    tokens_of_pair,
+    without_end,
+)
+from trainer.tasks.text.columns import cell, finite_number, require_columns
+from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+
+
+@dataclass(frozen=True)
+class RewardModelTask(TextTask):
+    """The loss of Bradley and Terry on the rewards of two texts (Ouyang et al. 2022, arXiv:2203.02155, equation 1).
+
+    Attributes:
+        prompt: the column of prompts; None: the other columns hold whole texts or chats.
+        answer_columns: the columns of the better texts and of the worse ones; of one text for predictions.
+        margin: the column of the differences that the rewards should have; None: there is none.
+        center_coefficient: the weight of the squared sum of both rewards (Eisenstein et al. 2023, arXiv:2312.09244).
+    """
+
+    prompt: str | None
+    answer_columns: tuple[str, ...]
+    margin: str | None
+    center_coefficient: float
+    metric_names: tuple[str, ...]
+
+    auto_class_name = "AutoModelForSequenceClassification"
+    beside_rows = ("metric_names", "center_coefficient")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        beside = (column for column in (self.prompt, self.margin) if column is not None)
+        return (*beside, *self.answer_columns)
+
+    def model_options(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def for_configuration(self, config: Any) -> RewardModelTask:
+        if config.is_encoder_decoder:
+            raise UsageError(
+                f"`task.type` is reward_model, which needs an encoder or a decoder, but the model is of type"
+                f" {config.model_type}, which has both; use another model"
+            )
+        return self
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        keys = {"chosen": self.answer_columns[0]}
+        if len(self.answer_columns) > 1:
+            keys["rejected"] = self.answer_columns[1]
+        check_texts_or_chats(features, {**({"prompt": self.prompt} if self.prompt else {}), **keys}, where)
+        if self.margin is not None:
+            require_columns(features, [self.margin], "task.margin", where)
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Return the tokens of both texts of each row, with an end token; a chat ends as the template writes it.
+
+        Raises:
+            DataError: a cell is null, an answer is empty, or a margin is no number.
+            UsageError: the tokenizer has no end token or no chat template.
+        """
+        for column in self.columns:
+            if None in (values := rows[column]):
+                place = cell(column, first_row + list(values).index(None), where)
+                raise DataError(f"{place} is null; fill it, or leave the row out")
+        texts = []
+        for column in self.answer_columns:
+            answers = given(rows[column], [rows.features[column]])
+            prompts = [None] * len(rows) if self.prompt is None else given(*self._prompts(rows))
+            texts.append(
+                [
+                    self._tokens(prompt, answer, tokenizer, cell(column, first_row + row, where))
+                    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+                ]
+            )
+        of_rows = list(zip(*texts, strict=True))
+        shortened = [[ids[:max_length] for ids in of_row] for of_row in of_rows]
+        features: dict[str, list[Any]] = {
+            "input_ids": shortened if len(self.answer_columns) > 1 else [one for (one,) in shortened],
+            "cut": [any(len(ids) > max_length for ids in of_row) for of_row in of_rows],
+        }
+        if self.margin is not None:
+            features["labels"] = self._margins(rows, self.margin, where, first_row)
+        return features
+
+    def _prompts(self, rows: Dataset) -> tuple[Any, Any]:
+        assert self.prompt is not None
+        return rows[self.prompt], [rows.features[self.prompt]]
+
+    def _tokens(self, prompt: Any, answer: Any, tokenizer: Tokenizer, place: str) -> list[int]:
+        if isinstance(answer, str):
+            if prompt is not None:
+                return tokens_of_pair(prompt, answer, tokenizer, place)[0]
+            if not answer.strip():
+                raise DataError(f"{place} is empty; fill it, or leave the row out")
+            end = end_token(tokenizer)
+            return [*without_end(tokenizer(answer, verbose=False)["input_ids"], end), end]
+        before, after = (of if isinstance(of, list) else [of] for of in (prompt or [], answer))
+        return tokens_of_answer(before, after, tokenizer, None, place)[0]
+
+    def _margins(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
+        margins = []
+        for place, value in enumerate(rows[column]):
+            number = finite_number(value)
+            if number is None:
+                raise DataError(f"{cell(column, first_row + place, where)} must be a finite number, but is {value!r}")
+            margins.append(number)
+        return margins
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs `[batch * texts, sequence]`: the model reads each text by itself."""
+        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
+        """Return the rewards `[batch, texts]` in fp32 at least."""
+        return at_least_fp32(output.logits).view(len(inputs["input_ids"]), -1)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, summed over the rows.
+
+        Args:
+            logits: the rewards `[rows, 2]`.
+            labels: the margins `[rows]`, or `[rows, 0]` without them.
+        """
+        chosen, rejected = logits.unbind(1)
+        margins = labels.to(logits.dtype) if self.margin is not None else 0.0
+        losses = -F.logsigmoid(chosen - rejected - margins)
+        if self.center_coefficient:
+            losses = losses + self.center_coefficient * (chosen + rejected).square()
+        return losses.sum()
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"rewards": logits.float()}
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        chosen, rejected = (of.numpy() for of in predictions["rewards"].double().unbind(1))
+        rows = {"accuracy": "reward_accuracy"}
+        return {name: METRICS[rows.get(name, name)].compute(chosen, rejected) for name in self.metric_names}
+
+    def without_labels(self) -> RewardModelTask:
+        return replace(self, answer_columns=self.answer_columns[:1], margin=None, metric_names=())
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"rewards": logits.float().squeeze(-1)}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        return [{"reward": float(f"{value:.6g}")} for value in answers["rewards"].tolist()]
