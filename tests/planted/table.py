@@ -1422,10 +1422,10 @@ _PLANNING = [
     ),
     Defect(
         "planned_gradients_overflow",
-        "Every planned step of ZeRO is skipped, so that it has no optimizer state.",
+        "Every planned step of ZeRO is skipped, so that it gathers no updated weights.",
         "tools/plan/simulated_deepspeed.py",
-        'DeepSpeedZeroOptimizer": {"has_overflow": False}',
-        'DeepSpeedZeroOptimizer": {"has_overflow": True}',
+        '_STAGES_1_2: {"is_invalid_grad_norm": False}',
+        '_STAGES_1_2: {"is_invalid_grad_norm": True}',
         ("tools/plan/test_plan.py::test_offload_moves_memory_to_the_host[zero2-optimizer-moved1]",),
     ),
     Defect(

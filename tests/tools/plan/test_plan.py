@@ -24,7 +24,7 @@ from trainer.recipe.plan import plan_run
 from trainer.tools.plan import hardware
 from trainer.tools.plan.hardware import known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
-from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED
+from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED, traffic_by_axis
 from trainer.tools.plan.simulated_rank import shapes_only
 from trainer.tools.plan.simulated_step import plan_step
 
@@ -222,6 +222,7 @@ def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Se
     # The host holds the sharded gradients too: all of them at the end of the backward pass.
     assert split.host[GRADIENTS] >= on_device.resident.get(MASTER, on_device.resident.get(PARAMETERS, 0)) * 0.99
     assert split.peak.num_bytes < on_device.peak.num_bytes
+    assert any("gather" in operation for operation, _ in traffic_by_axis(on_device)), "a skipped step gathers nothing"
 
 
 def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:

@@ -83,6 +83,7 @@ def test_marks_stand_at_the_steps_of_the_run(tmp_path: Path):
         "started again": [2],
         "checkpoint that is kept": [2],
     }
+    assert [mark["y"] for mark in marks if mark["x"] == [2]] == [[0.9], [0.9]]
 
 
 def test_runs_are_overlaid_with_the_differences_of_their_recipes(tmp_path: Path):
