@@ -40,14 +40,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
-    """Return a descriptor of a regular file, with one name if it is written; arguments are those of `os.open`.
+def open_plain(path: Path, flags: int) -> int:
+    """Return a descriptor of a regular file, with one name if it is written; `flags` are those of `os.open`.
 
     Raises:
         OSError: it is a link, a pipe, a device or a folder, or it cannot be opened.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -17,12 +16,12 @@ def this_machine() -> str:
         return ""
 
 
-def child_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def child_variables() -> dict[str, str]:
     """Return variables with which a child process imports the packages that this process would import.
 
     A `trainer.py` of the current folder does not run in place of the package; that needs Python 3.11.
     """
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
 
 
 def start_of(pid: int) -> str:

@@ -183,10 +183,10 @@ def _advice(changes: Sequence[Choice]) -> Iterator[str]:
         yield f"  {' '.join(change.overrides)}  ({size(change.made.needed)})"
 
 
-def search_lines(found: SearchResult, most: int = MOST_SHOWN) -> Iterator[str]:
+def search_lines(found: SearchResult) -> Iterator[str]:
     """Yield the table of a search: the fastest layouts that fit, then a count of the others."""
     yield f"{'time of a step':>14}  {'range':>21}  {'samples/s':>9}  {'MFU':>5}  {'memory':>9}  overrides"
-    for choice in found.choices[:most]:
+    for choice in found.choices[:MOST_SHOWN]:
         time = choice.made.time
         assert time is not None
         span = f"{duration(time.least)} to {duration(time.most)}"

@@ -246,12 +246,10 @@ def _saved(built: PlacedModel) -> int:
 
 
 @contextmanager
-def updated_engine(
-    plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True
-) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
+def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
     """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
     with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
-        simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
+        simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda=True, fused=True)
         with simulation.opened(simulation.build()) as (engine, ledger, batch):
             if isinstance(engine, ZeroEngine):
                 engine.train_step(_smallest(batch, plan))
