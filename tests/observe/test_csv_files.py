@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,26 @@ def test_a_file_of_another_kind_is_refused_before_it_is_touched(tmp_path, text):
     with pytest.raises(UsageError, match=r"line 2 of .*; move the file elsewhere"):
         CsvFiles().start(run_info(tmp_path, resumed_from=1))
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("line", [f"{'1,' * 2_000_000}\n", '1,"' + "x" * 200_000 + "\n"])
+def test_an_endless_line_is_refused(tmp_path: Path, line: str):
+    path = tmp_path / TRAINING_FILE_NAME
+    path.write_text(f"step,loss\n{line}")
+    with pytest.raises(UsageError, match="move the file elsewhere"):
+        CsvFiles().start(run_info(tmp_path, resumed_from=1))
+
+
+def test_a_long_file_is_not_held_in_memory(tmp_path: Path):
+    path = tmp_path / TRAINING_FILE_NAME
+    path.write_text("step,loss\n" + "".join(f"{step},0.5\n" for step in range(50_000)))
+    tracemalloc.start()
+    try:
+        CsvFiles().start(run_info(tmp_path, resumed_from=49_000))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in path.open()) == 49_002
 
 
 def test_a_file_that_is_gone_ends_the_run(tmp_path):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM, pipeline
 
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.checkpoints import reseal, write_checkpoint
 from tests.helpers.families import CONFIGS
 from tests.helpers.hostile import Trap
@@ -358,3 +358,19 @@ def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, bert, dtype):
     assert parts < file_bytes + 3 * LARGEST_BYTES < 0.8 * whole_bytes
     written_bytes = whole_bytes if dtype == "fp32" else whole_bytes / 2
     assert 0.9 * written_bytes < whole < written_bytes + 3 * LARGEST_BYTES, "never twice"
+
+
+@pytest.mark.parametrize("what", ["export", pytest.param("run", marks=pytest.mark.slow)])
+def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_folder(tmp_path: Path, bert: Any, what: str):
+    if what == "export":
+        source, place = write_checkpoint(tmp_path / "run", bert), tmp_path / "folder"
+    else:
+        source, place = write_tiny_run(tmp_path, evaluation={"every": "9 steps"}), tmp_path / "run" / "model"
+    killing = warm.start([what, source, place], program="tests.training.killed_export:main")
+    shown, errors = killing.communicate(timeout=300)
+    assert killing.returncode == 0, errors
+    *states, last = shown.splitlines()
+    assert last == "done"
+    assert len(states) > 10, "there are so many changes at least"
+    assert set(states) == ({"none", "new"} if what == "export" else {"old", "old aside", "new"})
+    assert states == sorted(states, key=lambda state: state == "new"), "once complete it stays so"

@@ -137,6 +137,8 @@ def replace_folder(new: Path, place: Path) -> None:
     for path in (*new.rglob("*"), new):
         sync(path)
     aside = place.with_name(f"{REPLACED}{place.name}")
+    if not os.path.lexists(place) and os.path.lexists(aside):  # a process was killed between the two renames
+        os.rename(aside, place)
     remove(aside)
     if os.path.lexists(place):
         os.rename(place, aside)

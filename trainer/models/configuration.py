@@ -26,7 +26,16 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.recipe.schema import Model
 
+_LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
 _MOST_LEVELS = 32  # of a configuration; copies of it fail at about 300
+
+_LARGEST_BYTES = 1 << 28  # the largest tokenizers have some 40 MB
+_WHOLE_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
+    "merges.txt", "model.safetensors.index.json", "preprocessor_config.json", "processor_config.json",
+    "sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model", "spm.model", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 
 CANNOT_READ = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError, StrictDataclassError,
@@ -55,6 +64,21 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
         f"`{key}` is {name!r}, which could not be opened: {one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
     )
+
+
+def require_small_files(key: str, name: str) -> None:
+    """Refuse a model's folder with a file that transformers reads as a whole and that may exceed the memory.
+
+    Raises:
+        UsageError: there is such a file.
+    """
+    for file in _WHOLE_FILES:
+        path = Path(name, file)
+        if path.is_file() and path.stat().st_size > _LARGEST_BYTES:
+            raise UsageError(
+                f"`{key}` is {name!r}, which has a {file} of {path.stat().st_size:,} bytes, but may have at most"
+                f" {_LARGEST_BYTES:,}; copy the file of the model again"
+            )
 
 
 def vocabulary_size(config: Any) -> int | None:
@@ -288,6 +312,8 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             " into its base first: `merge_and_unload()` in PEFT, or `trainer export RUN FOLDER` without --adapter"
         )
     _require_sizes(recipe.config or {}, "`model.config`", "leave it out for the default of its model type")
+    if recipe.name_or_path is not None:
+        require_small_files("model.name_or_path", recipe.name_or_path)
     try:
         if recipe.is_random:
             config = _described_config(recipe.config or {}, options)
@@ -304,6 +330,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     _require_plain(recipe, config)
     if recipe.config and not recipe.is_random:
         config = _changed_config(config, recipe, options)
+    config.gradient_checkpointing = False  # transformers' own; `activation_checkpointing` decides
     if recipe.dropout is not None:
         set_probabilities(config, recipe.dropout, recipe.config)
     family = FAMILIES.get(config.model_type)
@@ -324,7 +351,7 @@ _SIZES = (
 
 
 def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> None:
-    """Refuse sizes and counts below 1.
+    """Refuse sizes and counts below 1, and those that no model has.
 
     Raises:
         UsageError: there is one.
@@ -334,6 +361,11 @@ def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> Non
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, int) and number < 1 for number in numbers):
             raise UsageError(f"`{key}` in {place} must be at least 1, but is {value!r}; raise it, or {otherwise}")
+        most = _MOST_LAYERS if "layer" in key or key in ("depths", "num_hidden_groups") else _LARGEST_SIZE
+        if any(isinstance(number, int) and number > most for number in numbers):
+            raise UsageError(
+                f"`{key}` in {place} must be at most {most:,}, but is {value!r:.40}; lower it, or {otherwise}"
+            )
 
 
 def _require_plain(recipe: Model, config: Any) -> None:
@@ -358,6 +390,8 @@ def _require_plain(recipe: Model, config: Any) -> None:
                 f"`{key}` in {place} must be an activation of transformers, but is {name!r}; write one such as"
                 f" {near[0]}"
             )
+    if not isinstance(config.get_text_config(), PreTrainedConfig):
+        raise UsageError(f"{place} has a model of texts in it that a {config.model_type} has not; mend its config.json")
     if not is_shallow(vars(config), _MOST_LEVELS + 1):
         raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; mend it")
 

@@ -27,7 +27,9 @@ from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, Training
 
-_CANNOT_BUILD = (OSError, ValueError, RuntimeError, KeyError, ZeroDivisionError, SafetensorError)
+_CANNOT_BUILD = (
+    OSError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, AssertionError, SafetensorError
+)  # fmt: skip
 """Errors of transformers for models that it cannot build; `RecursionError` is a `RuntimeError`."""
 
 
@@ -109,7 +111,15 @@ class ModelDescription:
             drawn: the parameters that a pretrained model does not have.
             keys: those of `new_keys`.
             gather: the context that makes parameters whole.
+
+        Raises:
+            UsageError: all of a pretrained model is drawn.
         """
+        if drawn and {name for name, _ in model.named_parameters()} <= set(drawn):
+            raise UsageError(
+                f"`model.name_or_path` is {str(self.recipe.name_or_path)!r}, and its files hold no weight of a"
+                f" {self.model_class.__name__}; name a folder with weights, or train random ones by `model.config`"
+            )
         self.adapt(model, drawn, gather)
         return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
 

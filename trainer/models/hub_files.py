@@ -79,7 +79,10 @@ def require_safe_shards(recipe: Model, config: Any) -> None:
 
 
 def _require_safe_names(name: str, index: str) -> None:
-    described = json.loads(Path(index).read_text(encoding="utf-8"))
+    try:
+        described = json.loads(Path(index).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        described = None
     weight_map = described.get("weight_map") if isinstance(described, dict) else None
     if not isinstance(weight_map, dict):
         raise UsageError(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from trainer.base.errors import UsageError
-from trainer.models.configuration import CANNOT_READ, not_found
+from trainer.models.configuration import CANNOT_READ, not_found, require_small_files
 from trainer.recipe.schema import Model
 
+_MOST_GROWTH = 1000  # times the characters of a text; usual rules replace one by one
 _FEWEST_TOKENS = 3  # without special tokens
 _LEAST_SHARE = 0.1  # of the embedding; a smaller tokenizer is incomplete or belongs to another model
 
@@ -24,10 +28,23 @@ def load_tokenizer(recipe: Model) -> Any:
     key, name, revision = "model.name_or_path", str(recipe.name_or_path), recipe.revision
     if recipe.tokenizer is not None:  # another repository; `model.revision` does not apply
         key, name, revision = "model.tokenizer", recipe.tokenizer, None
+    require_small_files(key, name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except CANNOT_READ as error:
         raise not_found(key, name, error) from error
+    except BaseException as error:
+        # Of the package tokenizers, which raises errors of these two types only.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise not_found(key, name, Exception(str(error))) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        raise UsageError(
+            f"`{key}` is {name!r}, where `model_max_length` must be a number, but is"
+            f" {tokenizer.model_max_length!r:.40}; mend its tokenizer_config.json"
+        )
+    if tokenizer.is_fast:
+        _require_small_texts(key, name, tokenizer)
     # For a folder without a tokenizer, transformers makes one of special tokens (and T5's space) from `config.json`.
     if tokenizer.is_fast and len(set(tokenizer.get_vocab()) - _special_tokens(tokenizer)) < _FEWEST_TOKENS:
         raise UsageError(
@@ -37,6 +54,28 @@ def load_tokenizer(recipe: Model) -> Any:
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer with a normaliser that makes long texts of short ones.
+
+    Raises:
+        UsageError: it has one.
+    """
+    normalizer = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
+    growth = prod(max(1, len(str(rule["content"]))) for rule in _rules(normalizer) if rule.get("type") == "Replace")
+    if growth > _MOST_GROWTH:
+        raise UsageError(
+            f"`{key}` is {name!r}, with a normaliser that makes up to {growth:,} characters of one, but may make"
+            f" {_MOST_GROWTH}; copy the model's own tokenizer.json"
+        )
+
+
+def _rules(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a normaliser, and those in it."""
+    yield normalizer
+    for one in normalizer.get("normalizers", ()):
+        yield from _rules(one)
 
 
 def _special_tokens(tokenizer: Any) -> set[str]:

@@ -62,7 +62,8 @@ def described_model(described: Mapping[str, Any]) -> Any:
     if found.config_class is not CONFIG_MAPPING[model_type]:
         raise UnknownModelError(f"{name} is not of its `model_type` {model_type!r}")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(described))
+        config_class = CONFIG_MAPPING[model_type]
+        config = config_class.from_dict(config_class._decode_special_floats(dict(described)))
         with torch.device("meta"):
             return found(config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:

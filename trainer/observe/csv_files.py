@@ -10,11 +10,14 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
-from trainer.base.disk import read_plain
+from trainer.base.disk import open_plain
 from trainer.base.errors import UsageError
 from trainer.observe.metrics_file import GrowingFile, encode_numbers, step_line
 from trainer.observe.observer import Observer
@@ -26,6 +29,8 @@ LOGGED_FILE_NAME = "metrics_logged.csv"
 
 _TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
 
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is no line of these files
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is no line of these files
 _STEP = re.compile(r"[0-9]{1,15}")
 Row = Mapping[str, object]
 
@@ -36,28 +41,43 @@ def _line(cells: Iterable[object]) -> str:
     return text.getvalue()
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and rows of a file, without an incomplete last line; both are empty if the file is missing.
+def _whole_lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of a file, without an incomplete last line."""
+    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            return
+        yield line.decode(errors="replace")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
+    """Open a file, which may be larger than memory: its columns, and its rows without an incomplete last line.
+
+    Both are empty if the file is missing.
 
     Raises:
-        UsageError: the file is not one that `_Table` writes.
+        UsageError: the file is not one that `_Table` writes; the rows raise it too.
     """
     if not os.path.lexists(path):
-        return [], []
-    text = read_plain(path).decode(errors="replace")
-    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
-    try:
-        rows = list(reader)
-    except csv.Error as error:
-        raise UsageError(f"`{path}` must be a table, but is none ({error}); move the file elsewhere") from error
-    columns = list(reader.fieldnames or ())
+        yield [], iter(())
+        return
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        reader = csv.reader(_whole_lines(file))
+        try:
+            columns = next(reader, [])
+            yield columns, _checked(path, columns, reader)
+        except csv.Error as error:
+            raise UsageError(f"`{path}` must be a table, but is none ({error}); move the file elsewhere") from error
+
+
+def _checked(path: Path, columns: Sequence[str], rows: Iterable[list[str]]) -> Iterator[list[str]]:
     for number, row in enumerate(rows, start=2):
-        if not _STEP.fullmatch(row.get("step") or "") or None in row:
+        if len(row) != len(columns) or columns[0] != "step" or not _STEP.fullmatch(row[0]):
             raise UsageError(
                 f"line {number} of `{path}` must be a row of the columns {', '.join(columns)}, with its step, but is"
                 f" not; move the file elsewhere"
             )
-    return columns, rows
+        yield row
 
 
 class _Table:
@@ -77,11 +97,17 @@ class _Table:
         self._last_step = int(str(row["step"]))
         self._file.add(_line(row.get(name, "") for name in self._columns))
 
-    def _kept(self) -> list[str]:
-        columns, rows = _read(self._path) if self._last_step >= 0 else ([], [])
-        self._columns = list(dict.fromkeys([*columns, *self._columns]))
-        kept = (row for row in rows if int(row["step"]) <= self._last_step)
-        return [_line(self._columns), *(_line(row.get(name, "") for name in self._columns) for row in kept)]
+    def _kept(self) -> Iterator[str]:
+        if self._last_step < 0:
+            yield _line(self._columns)
+            return
+        with _opened(self._path) as (columns, rows):
+            new = [name for name in self._columns if name not in columns]
+            self._columns = [*columns, *new]
+            yield _line(self._columns)
+            for row in rows:
+                if int(row[0]) <= self._last_step:
+                    yield _line([*row, *[""] * len(new)])
 
     def close(self) -> None:
         self._file.close()

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainer.base.errors import ExitCode, UsageError
+from trainer.base.text import for_terminal
 from trainer.models.configuration import load_config
+from trainer.observe.metrics_file import encode_numbers
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
@@ -68,11 +70,11 @@ class Evaluation:
             "rows": len(data.evaluated.rows),
         }
         if self.as_json:
-            text = json.dumps({**facts, "metrics": metrics})
+            text = json.dumps({**facts, "metrics": encode_numbers(metrics)}, allow_nan=False)
         else:
             shown = {**facts, **{name: f"{value:.6g}" for name, value in metrics.items()}}
             width = max(map(len, shown))
-            text = "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+            text = "\n".join(for_terminal(f"{name:<{width}}  {value}") for name, value in shown.items())
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 

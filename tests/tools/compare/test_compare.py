@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,14 @@ def comparison(folder: Path, words: list[str] = LAYOUTS, steps: int = 10) -> Com
     return Comparison("bert_sample", common, found, steps, folder)
 
 
+SHARES = '{"compute": %s, "communication": 0.5, "rest": 0.0, "sent_bytes": %s}'
+DAMAGED = [
+    *(("metrics.jsonl", content) for content in (None, "", "x", "[1]", '{"step": 1}', '{"step": 1, "eval": 1}')),
+    *(("probe-0.json", content) for content in (None, "", "[]", "{}", "{" * 50_000, SHARES % ('"</script>"', 1))),
+    *(("probe-0.json", SHARES % numbers) for numbers in (("NaN", 1), ("1e400", 1), (-1.0, 1), (0.5, "1" * 5000))),
+]
+
+
 class TestTurns:
     def test_the_second_turn_is_in_reverse_and_complete_turns_are_kept(self, trained: list[str], tmp_path: Path):
         comparison(tmp_path).run(str)
@@ -164,6 +173,17 @@ class TestTurns:
         assert [word.split()[0] for word in trained[6:]] == ["zero3", "zero3"]
         comparison(tmp_path, steps=9).run(str)
         assert len(trained) == 14
+
+    def test_a_damaged_turn_is_trained_again(self, trained: list[str], tmp_path: Path):
+        for name, content in (("complete.json", "x"), *DAMAGED):
+            before = len(trained)
+            again = comparison(tmp_path, ["parallel.strategy=ddp"])
+            again.run(str)
+            assert len(trained) == before + (2 if name == "complete.json" else 1), name
+            write_page(results(again.trials), tmp_path, {"recipe": "x"}, is_cpu=True)
+            file = next(tmp_path.rglob("complete.json")).with_name(name)
+            file.unlink(missing_ok=True)
+            os.mkfifo(file) if content is None else file.write_text(content)
 
     def test_other_versions_or_another_source_train_again(
         self, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ RECIPE_FILE = "trainer_recipe.json"
 
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
+_JOINING = ("join_timeout", "stall_timeout")
+_SECTIONS = ("data", "evaluation", "parallel", "training")  # that this module reads
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,19 @@ def load_trained(
     values["distillation"] = None  # a teacher is for training only
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
     # A forward pass needs no global batch; this size divides among any ranks.
-    training = values.get("training", {})
-    training["global_batch_size"] = (training.get("micro_batch_size") or 8) * num_ranks
+    training = values.setdefault("training", {})
+    size = training.get("micro_batch_size")
+    training["global_batch_size"] = (size if isinstance(size, int) and size > 0 else 8) * num_ranks
     values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
     notes = [f"model: {folder}"]
     chosen = any(override.startswith("parallel.") for override in overrides)
     strategy = values.get("parallel", {}).get("strategy", "ddp")
-    if not chosen and values.get("parallel") and (num_ranks == 1 or STRATEGIES[strategy].zero_stage):
+    is_known = isinstance(strategy, str) and strategy in STRATEGIES  # or else it is refused below
+    if not chosen and values.get("parallel") and is_known and (num_ranks == 1 or STRATEGIES[strategy].zero_stage):
         if strategy != "ddp":
             reason = "one process" if num_ranks == 1 else "no optimizer"
             notes.append(f"`parallel.strategy` is ddp here, since there is {reason}; the training used {strategy}")
-        joining = {key: values["parallel"][key] for key in ("join_timeout", "stall_timeout")}
+        joining = {key: values["parallel"][key] for key in _JOINING if key in values["parallel"]}
         values["parallel"] = {"strategy": "ddp", **joining}
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         file = Path(name) / RECIPE_FILE
@@ -122,8 +126,11 @@ def _model_folder(source: Path) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} must be a recipe, but cannot be read: {error}; name one with --recipe") from error
     if not isinstance(values, dict):
         raise UsageError(f"{file} must be a recipe, but is no object; name one with --recipe")
+    for name in _SECTIONS:
+        if not isinstance(values.get(name, None if name == "data" else {}), dict):
+            raise UsageError(f"{file} must be a recipe, but its `{name}` is no object; name one with --recipe")
     return values

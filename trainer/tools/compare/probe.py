@@ -6,16 +6,19 @@ Both slow a step down, so neither step is timed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainer.base.disk import replace_text
+from trainer.base.disk import read_plain, replace_text
+from trainer.base.errors import UsageError
 from trainer.observe.observer import Observer
 from trainer.tools.plan.ledger import Ledger
 
@@ -41,6 +44,9 @@ class Shares:
     communication: float  # the share in which a collective runs, or waits for another rank, and nothing is computed
     rest: float  # the share of neither: the host's own work, and waiting for rows
     sent_bytes: int  # one rank's input or output of each collective, whichever is larger, summed
+
+
+_SHARES, _MOST_BYTES = TypeAdapter(Shares), 1 << 16
 
 
 class Probe(Observer):
@@ -134,8 +140,18 @@ def _length(found: Iterable[Interval]) -> float:
 
 
 def read_shares(folder: Path) -> Shares | None:
-    """Return the mean shares of all ranks and the bytes of the rank that sends most; None if nothing was probed."""
-    found = [Shares(**json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(_FILES)]
+    """Return the mean shares of all ranks and the bytes of the rank that sends most; None if nothing was probed.
+
+    Raises:
+        UsageError: a file is not one that a probe writes.
+        OSError: a file cannot be read.
+    """
+    try:
+        found = [_SHARES.validate_json(read_plain(file, _MOST_BYTES), strict=True) for file in folder.glob(_FILES)]
+        if not all(0 <= value < math.inf for one in found for value in astuple(one)):
+            raise ValueError("a share is a finite number")
+    except ValueError as error:  # pydantic's errors too
+        raise UsageError(f"{folder} must hold the times of a probe, but does not: {error}; remove it") from error
     if not found:
         return None
     mean = {name: sum(getattr(one, name) for one in found) / len(found) for name in PARTS}

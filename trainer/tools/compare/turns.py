@@ -103,7 +103,7 @@ class Comparison:
             if trial.reason is not None or trial.resolved is None:
                 continue
             folder = self._place(trial, turn)
-            complete = self._metrics(trial, folder) if (folder / _COMPLETE).exists() else None
+            complete = self._kept(trial, folder)
             if complete is None:
                 complete = self._train(trial, folder, probes=turn == TURNS - 1)
                 trained += 1
@@ -148,6 +148,17 @@ class Comparison:
         metrics = self._metrics(trial, folder)
         replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
         return metrics
+
+    def _kept(self, trial: Trial, folder: Path) -> Metrics | None:
+        """Return the records of a complete turn; None if it is not complete, or its files are damaged."""
+        if not (folder / _COMPLETE).exists():
+            return None
+        try:
+            metrics = self._metrics(trial, folder)
+            read_shares(folder)
+        except (UsageError, OSError):
+            return None
+        return metrics if metrics.steps else None
 
     def _metrics(self, trial: Trial, folder: Path) -> Metrics:
         """Return the records of a turn, without the steps of the probe."""
