@@ -1,5 +1,6 @@
 """W&B for real, offline: what its library has written is read back."""
 
+import errno
 import math
 import os
 import signal
@@ -157,6 +158,20 @@ def test_its_process_does_not_outlive_a_run_that_is_killed(tmp_path):
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "wandb-core is left behind"
         time.sleep(0.1)
+
+
+def test_a_folder_that_is_full_is_noted_and_the_training_goes_on(tmp_path, monkeypatch):
+    write_bytes = Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        if self.name == wandb_room._PROBE and "offline-run" in str(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    notes = "\n".join(write(tmp_path / "run", range(1, 5)))
+    assert "W&B cannot be written ([Errno 28] No space left on device); training continues" in notes
+    assert "W&B lacks 6 points of this run, which are in `metrics.jsonl`" in notes
 
 
 def test_without_a_login_it_is_refused(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import wandb
 
 _START_SECONDS = 30.0
+_PROBE, _ROOM_BYTES = ".room", 1 << 16
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -93,12 +94,25 @@ class WandbService:
     def write(self, points: Sequence[Point]) -> None:
         """Write points, except steps that the service already holds from an earlier part of the run."""
         assert self._run is not None, "it is opened first"
+        self._require_room()
         for point in points:
             if point.step >= self._first_step:
                 self._run.log(dict(point.values), step=point.step)
 
+    def _require_room(self) -> None:
+        """Raise the error of a folder that cannot be written; offline, the library loses points without a word."""
+        assert self._run is not None, "it is opened first"
+        if not self._run.offline or self._run.disabled:
+            return
+        probe = Path(self._run.dir).parent / _PROBE
+        try:
+            probe.write_bytes(bytes(_ROOM_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+
     def finish(self, end: EndRecord) -> None:
         assert self._run is not None, "it is opened first"
+        self._require_room()
         self._run.summary.update({"outcome": end.outcome, **best_values(end)})
         if end.outcome == "stopped":
             self._run.mark_preempting()  # with a non-zero exit code: preempted, so it can be resumed

@@ -175,15 +175,16 @@ class TestTurns:
         assert len(trained) == 14
 
     def test_a_damaged_turn_is_trained_again(self, trained: list[str], tmp_path: Path):
-        for name, content in (("complete.json", "x"), *DAMAGED):
-            before = len(trained)
-            again = comparison(tmp_path, ["parallel.strategy=ddp"])
-            again.run(str)
-            assert len(trained) == before + (2 if name == "complete.json" else 1), name
-            write_page(results(again.trials), tmp_path, {"recipe": "x"}, is_cpu=True)
-            file = next(tmp_path.rglob("complete.json")).with_name(name)
+        layouts = ["parallel.strategy=ddp,fsdp"]
+        comparison(tmp_path, layouts).run(str)
+        for name, content in DAMAGED:
+            before, file = len(trained), next(tmp_path.rglob("complete.json")).with_name(name)
             file.unlink(missing_ok=True)
             os.mkfifo(file) if content is None else file.write_text(content)
+            again = comparison(tmp_path, layouts)
+            again.run(str)
+            assert len(trained) == before + 1, (name, content)
+            write_page(results(again.trials), tmp_path, {"recipe": "x"}, is_cpu=True)
 
     def test_other_versions_or_another_source_train_again(
         self, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
