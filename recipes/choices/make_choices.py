@@ -1,6 +1,6 @@
 """Makes `train.jsonl` and `validation.jsonl` beside this file from the sentences of `../sample`.
 
-Each row is a sentence with four topics, one of which is its own. The files are the same at every run:
+Each row is a sentence with four topics, one of which is its own and has the relevance 1. Each run makes the same files:
 
     python recipes/choices/make_choices.py
 """
@@ -30,7 +30,9 @@ def _row(sentence: str, own: str, topics: list[str]) -> dict[str, object]:
     """Return the row of a sentence with the topic `own`; a hash draws the other topics and the order."""
     others = sorted(set(topics) - {own}, key=lambda topic: _draw(sentence + topic))[: NUM_CHOICES - 1]
     choices = sorted([own, *others], key=lambda topic: _draw(topic + sentence))
-    return {"sentence": sentence, "topics": choices, "answer": "ABCD"[choices.index(own)]}
+    right = choices.index(own)
+    relevance = [int(place == right) for place in range(NUM_CHOICES)]
+    return {"sentence": sentence, "topics": choices, "answer": "ABCD"[right], "relevance": relevance}
 
 
 def _draw(text: str) -> bytes:

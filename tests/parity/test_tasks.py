@@ -26,6 +26,8 @@ TASKS = (
     "preference_kto",
     "embedding",
     "embedding_duplicates",
+    "reranker",
+    "reranker_pairs",
     "seq2seq_lm",
     "seq2seq_lm_bart",
     "token_classification",
@@ -57,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 VARIANTS = (
     "embedding_duplicates",
+    "reranker_pairs",
     "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: pooling, normalisation and prompts, which a recipe takes as they are.
+"""Folders of sentence-transformers: pooling, normalisation, prompts and activation, which a recipe takes as they are.
 
 A key of the recipe that contradicts the folder is refused. Differences that leave the embedding of a text as it is are
 notes.
@@ -16,8 +16,8 @@ from typing import Any
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.hub_files import find_file
-from trainer.recipe.schema import Embedding, Model, Recipe
-from trainer.recipe.sentence import DOCUMENT, POOLINGS, QUERY, prompt_of
+from trainer.recipe.schema import Embedding, Model, Recipe, Reranker
+from trainer.recipe.sentence import ACTIVATIONS, DOCUMENT, POOLINGS, QUERY, prompt_of
 
 _MODULES = "modules.json"
 _SETTINGS = tuple(
@@ -37,7 +37,8 @@ class SentenceFolder:
     """The embedding of a folder of sentence-transformers, and notes on its differences from the recipe.
 
     `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
-    `default_prompt` is the name of the one that texts have by default.
+    `default_prompt` is the name of the one that texts have by default. `activation` is that of a cross-encoder, which
+    has no poolings.
     """
 
     poolings: tuple[str, ...]
@@ -45,6 +46,7 @@ class SentenceFolder:
     prompts: Mapping[str, str]
     default_prompt: str | None
     notes: tuple[str, ...]
+    activation: str | None = None
 
 
 def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
@@ -56,7 +58,11 @@ def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
         RecipeError: several of these hold.
         OSError: the hub cannot be reached.
     """
-    if not isinstance(recipe.task, Embedding) or recipe.model.is_random:
+    if recipe.model.is_random:
+        return None
+    if isinstance(recipe.task, Reranker):
+        return _cross_encoder(recipe, recipe.task)
+    if not isinstance(recipe.task, Embedding):
         return None
     modules = _read(recipe.model, _MODULES, list)
     if modules is None:
@@ -73,6 +79,38 @@ def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
             check()
     problems.raise_all()
     return SentenceFolder(poolings, folder.normalizes, folder.prompts, folder.default_prompt, tuple(folder.notes()))
+
+
+def _cross_encoder(recipe: Recipe, task: Reranker) -> SentenceFolder | None:
+    """Return the activation of the folder of a cross-encoder; None if the model has none."""
+    model = recipe.model
+    place = f"`model.name_or_path` is {str(model.name_or_path)!r}, a folder of sentence-transformers"
+    config = _read(model, "config_sentence_transformers.json", dict) or {}
+    described = _read(model, "config.json", dict) or {}
+    older = described.get("sentence_transformers")
+    name = config.get("activation_fn") or (older.get("activation_fn") if isinstance(older, dict) else None)
+    name = name or described.get("sbert_ce_default_activation_function")
+    modules = _read(model, _MODULES, list) or [{}]
+    kinds = [str(module.get("type")) if isinstance(module, dict) else "" for module in modules]
+    if len(kinds) > 1 or (modules != [{}] and not kinds[0].endswith(".Transformer")):
+        raise UsageError(
+            f"{place} with the modules {listed(kinds, 10)}, but `task.type` reranker trains one Transformer with a"
+            " classification head; use another model"
+        )
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
+    if prompt:
+        raise UsageError(f"{place} with the prompt {prompt!r}, which rerankers do not add; use another model")
+    if name is None:
+        return None
+    known = {names.rpartition(".")[2]: activation for activation, names in ACTIVATIONS.items()}
+    activation = known.get(str(name).rpartition(".")[2])
+    if activation is None:
+        raise UsageError(f"{place} with the activation {name!r}, but {listed(list(known), 10)} are supported")
+    if task.activation not in (None, activation):
+        raise UsageError(
+            f'{place} with the activation {activation}, but `task.activation` is "{task.activation}"; set it to null'
+        )
+    return SentenceFolder((), False, {}, None, (), activation)
 
 
 def embedding_notes(recipe: Recipe) -> list[str]:

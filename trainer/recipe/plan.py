@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
-from trainer.recipe.schema import Embedding, MultipleChoice, Parallel, Preference, Recipe, RewardModel, TaskSection
+from trainer.recipe.schema import (
+    Embedding,
+    MultipleChoice,
+    Parallel,
+    Preference,
+    Recipe,
+    Reranker,
+    RewardModel,
+    TaskSection,
+)
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 
@@ -242,6 +251,10 @@ def texts_of_a_row(task: TaskSection) -> int | None:
             return len(task.choices) if isinstance(task.choices, list) else 4
         case Preference() | RewardModel():
             return 2
+        case Reranker():
+            if isinstance(task.documents, list):
+                return len(task.documents)
+            return None if task.label is not None and task.loss == "binary_cross_entropy" else 4
     return None
 
 

@@ -23,6 +23,12 @@ POOLINGS = {
 }
 """The values of `task.pooling`, in the order in which the files of older versions join them."""
 
+ACTIVATIONS = {
+    "sigmoid": "torch.nn.modules.activation.Sigmoid",
+    "identity": "torch.nn.modules.linear.Identity",
+}
+"""The values of `task.activation`, and their names in folders of cross-encoders."""
+
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
 """The names of the prompt of a text by its role; the first one that a folder has counts."""
 

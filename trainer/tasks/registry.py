@@ -16,6 +16,7 @@ from trainer.recipe.schema import (
     MultipleChoice,
     Preference,
     QuestionAnswering,
+    Reranker,
     RewardModel,
     Seq2SeqLM,
     SequenceClassification,
@@ -31,6 +32,7 @@ from trainer.tasks.multi_label import MultiLabelTask
 from trainer.tasks.multiple_choice import MultipleChoiceTask
 from trainer.tasks.preference import LabelledColumns, PairColumns, PreferenceTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
+from trainer.tasks.reranker import RerankerTask
 from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
 from trainer.tasks.sequence_classification import SequenceClassificationTask
@@ -53,6 +55,7 @@ PIPELINE_TAGS = {
     "preference": "text-generation",
     "reward_model": "text-classification",
     "embedding": "feature-extraction",
+    "reranker": "text-ranking",
 }
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
 
@@ -66,13 +69,14 @@ PEFT_TASK_TYPES = {
     "embedding": "FEATURE_EXTRACTION",
     "preference": "CAUSAL_LM",
     "reward_model": "SEQ_CLS",
+    "reranker": "SEQ_CLS",
 }
 """The task types of PEFT; it has none for the other tasks."""
 
-LIBRARIES = {"embedding": "sentence-transformers"}
+LIBRARIES = {"embedding": "sentence-transformers", "reranker": "sentence-transformers"}
 """The libraries that open an exported folder; transformers opens those of the other tasks."""
 
-WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice"})
+WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice", "text-ranking"})
 """Task names for which transformers 5 has no pipeline."""
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
@@ -180,6 +184,17 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 recipe.context, recipe.question, recipe.question_texts, recipe.blank, _columns(recipe.choices),
                 recipe.label, recipe.label_format, metrics,
             )  # fmt: skip
+        case Reranker():
+            return RerankerTask(
+                recipe.query,
+                _columns(recipe.documents),
+                recipe.label,
+                recipe.loss,
+                metrics,
+                recipe.positive_weight,
+                recipe.scale,
+                recipe.activation,
+            )
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
             return ImageClassificationTask(

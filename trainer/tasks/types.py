@@ -71,6 +71,11 @@ class SentenceFolder(Protocol):
     def normalize(self) -> bool: ...
 
     @property
+    def activation(self) -> str | None:
+        """The value of `task.activation` of a cross-encoder; None: it names none."""
+        ...
+
+    @property
     def prompts(self) -> Mapping[str, str]:
         """The texts that come before other texts, by name."""
         ...

@@ -169,6 +169,12 @@ def _use_adapter(architecture: str, adapter: Mapping[str, Any]) -> list[str]:
 
 
 def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> list[str]:
+    if task_type == "reranker":
+        return [
+            "from sentence_transformers import CrossEncoder",
+            "",
+            'scores = CrossEncoder("path/to/this/folder").predict([("a query", "a document")])',
+        ]
     if LIBRARIES.get(task_type) == "sentence-transformers":
         return [
             "from sentence_transformers import SentenceTransformer",

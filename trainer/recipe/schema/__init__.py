@@ -22,6 +22,7 @@ from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Muon, OptimizerSection, ScheduleFreeAdamW
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
 from trainer.recipe.schema.preference import Preference, PreferenceLoss, RewardModel
+from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.schedule import Linear, ScheduleSection, WarmupStableDecay
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (

@@ -12,6 +12,7 @@ from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.preference import Preference, RewardModel
+from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
 
@@ -291,4 +292,5 @@ TaskSection = (
     | MultipleChoice
     | Preference
     | RewardModel
+    | Reranker
 )

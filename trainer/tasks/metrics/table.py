@@ -15,6 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.tasks.metrics import squad
 from trainer.tasks.metrics.generated_text import TEXT_METRICS
+from trainer.tasks.metrics.reranking import RANKING_METRICS
 
 Values: TypeAlias = NDArray[Any]
 
@@ -27,6 +28,7 @@ class Metric:
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens. For retrieval, they are the rank of each right candidate, from 1, and the number of its query, from 0.
     For preferences, they are values of the chosen answers and of the rejected ones.
+    For rerankers, they are the scores and the relevances of the documents of each query.
     For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
     lists of accepted answers.
     """
@@ -149,6 +151,7 @@ METRICS: dict[str, Metric] = {
     "chosen_logps": Metric(lambda own, _: _mean(own)),
     "rejected_logps": Metric(lambda own, _: _mean(own), greater_is_better=False),
     "kl": Metric(lambda own, _: _mean(own), greater_is_better=False),
+    **{name: Metric(compute) for name, compute in RANKING_METRICS.items()},
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
     "exact_match": Metric(squad.exact_match),
     "token_f1": Metric(squad.token_f1),

@@ -79,21 +79,31 @@ def tokenise(
         DataError: a text is null or has no token.
         UsageError: `max_length` allows only the special tokens.
     """
-    num_special = tokenizer.num_special_tokens_to_add(pair=len(columns) == 2)
-    if max_length <= num_special:  # the tokenizer would not truncate at all
-        raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
     texts = [list(rows[column]) for column in columns]
     for column, values in zip(columns, texts, strict=True):
         if None in values:
             raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; every row needs a text")
     if prefix:
         texts[0] = [prefix + text for text in texts[0]]
-    features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    features = tokenise_texts(texts, tokenizer, max_length)
     if [] in features["input_ids"]:
         row = first_row + features["input_ids"].index([])
         raise DataError(f"{cell(columns[0], row, where)} is a text without a token; leave the row out")
+    return features
+
+
+def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
+    """Tokenise lists of texts, or two lists as pairs; the result is that of `tokenise`.
+
+    Raises:
+        UsageError: `max_length` allows only the special tokens.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
+    if max_length <= num_special:  # the tokenizer would not truncate at all
+        raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
+    features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
-    cut = [False] * len(rows)
+    cut = [False] * len(texts[0])
     if at_limit:  # a row of exactly `max_length` tokens may be truncated or complete
         whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):

@@ -22,6 +22,7 @@ from trainer.recipe.schema import (
     Preference,
     QuestionAnswering,
     Recipe,
+    Reranker,
     RewardModel,
     Seq2SeqLM,
 )
@@ -82,6 +83,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(rows) if section.margin else torch.zeros(rows, 0)
         case Preference():
             labels = torch.zeros(rows, 2, length, dtype=torch.long)
+        case Reranker():
+            labels = torch.zeros(rows, texts_of_a_row(section) or 1, dtype=torch.float64)
         case QuestionAnswering():
             labels = torch.zeros(rows, 2, dtype=torch.long)
         case _:

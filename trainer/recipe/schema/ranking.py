@@ -1,0 +1,51 @@
+"""The task of rerankers, in the section `task`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.recipe.schema.section import Contradiction, clash, repeated
+from trainer.recipe.schema.task_keys import TaskKeys
+
+
+class Reranker(TaskKeys):
+    """Score pairs of a query and a document by a cross-encoder, so that documents can be ranked."""
+
+    type: Literal["reranker"]
+    query: str = "query"
+    """The column of queries."""
+    documents: str | Annotated[list[str], Field(min_length=2)] = "documents"
+    """The column of one document, or of a list of documents; or several columns: the right document, then wrong
+    ones."""
+    label: str | None = None
+    """The column of the relevance of the document, or of a list with one for each document; null: the first document of
+    each row is right, the others are wrong."""
+    loss: Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"] = "binary_cross_entropy"
+    """binary_cross_entropy: of each pair; cross_entropy: find the right document of the row; list_net: cross entropy of
+    the softmax of labels and scores; lambda: LambdaLoss with NDCG-Loss2++."""
+    positive_weight: float = Field(1.0, gt=0)
+    """The weight of right documents in `binary_cross_entropy`."""
+    scale: Annotated[float, Field(gt=0)] | None = None
+    """For `cross_entropy`: the logits are the sigmoid of the scores times this; null: the scores."""
+    activation: Literal["sigmoid", "identity"] | None = None
+    """The function of predicted scores, also in the exported folder; null: that of the model's folder, else sigmoid."""
+    metrics: list[Literal["ndcg_at_5", "ndcg_at_10", "mrr_at_5", "mrr_at_10", "map"]] = Field(
+        default=["ndcg_at_10", "mrr_at_10", "map"], min_length=1
+    )
+    """Mean over the distinct queries of nDCG of the first 5 or 10 documents, of 1 / rank of the first relevant one
+    among these, and of the average precision. Each distinct document of a query counts once."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
+        documents = [self.documents] if isinstance(self.documents, str) else self.documents
+        yield from repeated("task.documents", [self.query, *documents, *([self.label] if self.label else [])])
+        if self.label is not None and len(documents) > 1:
+            text = "is set, but `task.documents` names several columns, of which the first is right; remove it"
+            yield clash(text, "task.label", "task.documents")
+        for key, loss in (("positive_weight", "binary_cross_entropy"), ("scale", "cross_entropy")):
+            if self.loss != loss and self.changed(key):
+                text = f"applies to the loss {loss}, but the loss is {self.loss}; remove it"
+                yield clash(text, f"task.{key}", "task.loss")

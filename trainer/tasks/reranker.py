@@ -1,0 +1,371 @@
+"""Rerankers: cross-encoders that score a query with each of its documents (Nogueira and Cho 2019, arXiv:1901.04085).
+
+A row holds one query and one or several documents. The model reads each pair by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.base.errors import DataError, UsageError
+from trainer.parallel.dtypes import at_least_fp32
+from trainer.recipe.sentence import ACTIVATIONS
+from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.task import ROWS_PICTURED, TextTask
+from trainer.tasks.text.columns import (
+    STRING_TYPES,
+    cell,
+    finite_number,
+    require_columns,
+    require_text,
+    tokenise_texts,
+    type_name,
+)
+from trainer.tasks.text.tied_texts import first_of_equal
+from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
+
+Loss = Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"]
+
+_ABSENT = -1.0  # the label of a document that the row does not have
+_NEVER = -1e16  # the score of such a document: a probability of 0, and finite in sums
+_MU, _LEAST_GAIN = 10.0, 1e-10
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class RerankerTask(TextTask):
+    """Scores of pairs of a query and a document.
+
+    Attributes:
+        document_columns: one column of documents or of lists of documents; or the column of the right document, then
+            those of wrong ones.
+        label_column: the column of relevances; None: the first document of a row is right.
+        positive_weight: the weight of right documents in the binary cross entropy.
+        scale: the factor of the sigmoid of scores in the cross entropy; None: it takes the scores.
+        activation: the function of predicted scores.
+        labelled: whether rows have labels.
+        num_texts: the largest number of documents of a row, from `for_split`.
+    """
+
+    query_column: str
+    document_columns: tuple[str, ...]
+    label_column: str | None
+    loss: Loss
+    metric_names: tuple[str, ...]
+    positive_weight: float = 1.0
+    scale: float | None = None
+    activation: str | None = None
+    labelled: bool = True
+    num_texts: int = 1
+
+    auto_class_name = "AutoModelForSequenceClassification"
+    beside_rows = ("metric_names", "positive_weight", "scale", "activation")
+
+    @property
+    def rows_are_labels(self) -> bool:
+        return self.loss in ("cross_entropy", "list_net")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        label = () if self.label_column is None or not self.labelled else (self.label_column,)
+        return (self.query_column, *self.document_columns, *label)
+
+    def model_options(self) -> dict[str, Any]:
+        return {"num_labels": 1, "sentence_transformers": {"activation_fn": ACTIVATIONS[self._activation]}}
+
+    @property
+    def _activation(self) -> str:
+        return self.activation or "sigmoid"
+
+    def in_sentence_folder(self, folder: SentenceFolder) -> RerankerTask:
+        return replace(self, activation=self.activation or folder.activation)
+
+    def for_configuration(self, config: Any) -> RerankerTask:
+        if config.is_encoder_decoder:
+            raise UsageError(
+                f"`task.type` is reranker, which needs an encoder or a decoder, but the model is of type"
+                f" {config.model_type}, which has both; use another model"
+            )
+        return self
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None:
+        require_text(features, [self.query_column], where, "task.query")
+        if len(self.document_columns) > 1:
+            for column in self.document_columns:
+                require_text(features, [column], where, "task.documents")
+            return
+        (column,) = self.document_columns
+        require_columns(features, [column], "task.documents", where)
+        feature = features[column]
+        is_list = getattr(getattr(feature, "feature", None), "dtype", None) in STRING_TYPES
+        if not is_list and getattr(feature, "dtype", None) not in STRING_TYPES:
+            raise DataError(
+                f"`task.documents` must name a column of strings or of lists of strings, but column `{column}` of"
+                f" {where} holds {type_name(feature)}"
+            )
+        if not self.labelled:
+            return
+        if self.label_column is not None:
+            require_columns(features, [self.label_column], "task.label", where)
+        elif not is_list:
+            raise DataError(
+                f"`task.label` must name a column of relevances, because column `{column}` of {where} holds one"
+                " document in each row; set it, or name a column of lists"
+            )
+        if not is_list and self.loss != "binary_cross_entropy":
+            raise DataError(
+                f"`task.documents` must name a column of lists, or several columns, for the loss {self.loss}, but"
+                f" column `{column}` of {where} holds one document in each row; use binary_cross_entropy"
+            )
+
+    def for_split(self, rows: Dataset) -> RerankerTask:
+        if len(self.document_columns) > 1:
+            return replace(self, num_texts=len(self.document_columns))
+        (column,) = self.document_columns
+        batches = rows.select_columns([column]).iter(_ROWS_AT_ONCE)
+        return replace(self, num_texts=max(len(_listed(value)) for batch in batches for value in batch[column]))
+
+    def encode(
+        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> dict[str, list[Any]]:
+        """Return the pairs of all rows; each has `num_texts`, and those without a document have one token.
+
+        `labels` are the relevances `[num_texts]`, -1 without a document.
+        """
+        documents = self._documents(rows, where, first_row)
+        queries = list(rows[self.query_column])
+        self._require_text(queries, self.query_column, where, first_row)
+        places = [row for row, of_row in enumerate(documents) for _ in of_row]
+        texts = [queries[row] for row in places], [document for of_row in documents for document in of_row]
+        tokens = tokenise_texts(texts, tokenizer, max_length)
+        cut = tokens.pop("cut")
+        found: dict[str, list[Any]] = {"cut": [False] * len(rows)}
+        for row, is_cut in zip(places, cut, strict=True):
+            found["cut"][row] |= is_cut
+        for name, values in tokens.items():
+            own = iter(values)
+            lists = [[next(own) for _ in of_row] for of_row in documents]
+            found[name] = [of_row + [of_row[0][:1]] * (self.num_texts - len(of_row)) for of_row in lists]
+            if self.num_texts == 1:
+                found[name] = [of_row[0] for of_row in found[name]]
+        if self.labelled:
+            found["labels"] = self._labels(rows, documents, where, first_row)
+        return found
+
+    def _documents(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
+        """Return the documents of each row.
+
+        Raises:
+            DataError: a row has none, or one is null or empty.
+        """
+        if len(self.document_columns) > 1:
+            columns = [list(rows[name]) for name in self.document_columns]
+            for name, texts in zip(self.document_columns, columns, strict=True):
+                self._require_text(texts, name, where, first_row)
+            return [list(of_row) for of_row in zip(*columns, strict=True)]
+        (column,) = self.document_columns
+        lists = [_listed(value) for value in rows[column]]
+        for place, of_row in enumerate(lists):
+            if not of_row:
+                raise DataError(f"{cell(column, first_row + place, where)} has no document; leave the row out")
+            self._require_text(of_row, column, where, first_row + place, is_list=True)
+        return lists
+
+    def _require_text(
+        self, texts: Sequence[str | None], column: str, where: str, first_row: int, is_list: bool = False
+    ) -> None:
+        for place, text in enumerate(texts):
+            if text is None or not text.strip():
+                at = cell(column, first_row + (0 if is_list else place), where)
+                problem = "null" if text is None else "empty"
+                raise DataError(f"{f'document {place + 1} of ' if is_list else ''}{at} is {problem}; leave it out")
+
+    def _labels(
+        self, rows: Dataset, documents: Sequence[Sequence[str]], where: str, first_row: int
+    ) -> list[NDArray[np.float64]]:
+        """Return the relevances of each row `[num_texts]`.
+
+        Raises:
+            DataError: a label is no number that the loss takes, or a row has not one for each document.
+        """
+        if self.label_column is None:
+            found = [[1.0] + [0.0] * (len(of_row) - 1) for of_row in documents]
+        else:
+            found = []
+            for place, (value, of_row) in enumerate(zip(rows[self.label_column], documents, strict=True)):
+                at = cell(self.label_column, first_row + place, where)
+                found.append(self._numbers(value, len(of_row), at))
+        return [np.array(numbers + [_ABSENT] * (self.num_texts - len(numbers))) for numbers in found]
+
+    def _numbers(self, value: Any, number: int, at: str) -> list[float]:
+        values = value if isinstance(value, list) else [value]
+        if len(values) != number:
+            raise DataError(f"{at} must have one number for each of the {number} documents, but has {len(values)}")
+        highest = 1 if self.loss == "binary_cross_entropy" else None
+        numbers = [finite_number(label) for label in values]
+        for label, found in zip(values, numbers, strict=True):
+            if found is None or found < 0 or (highest is not None and found > highest):
+                needed = "a number from 0 to 1" if highest else "a number of at least 0"
+                raise DataError(f"{at} must hold {needed}, but holds {'null' if label is None else repr(label)}")
+        right = sum(found > 0 for found in numbers if found is not None)
+        if self.loss == "cross_entropy" and right != 1:
+            raise DataError(
+                f"{at} must mark one right document for the loss cross_entropy, but marks {right}; use list_net, lambda"
+                " or binary_cross_entropy"
+            )
+        return [found for found in numbers if found is not None]
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs `[batch * documents, sequence]`."""
+        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
+
+    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the score of each document `[batch, documents]`."""
+        return at_least_fp32(output.logits).view(len(inputs["input_ids"]), -1)
+
+    def num_valid(self, labels: Tensor) -> Tensor:
+        if self.loss == "binary_cross_entropy":
+            return (labels >= 0).sum()
+        if self.loss == "lambda":
+            return _ordered_pairs(labels).sum()
+        return torch.tensor(len(labels), device=labels.device)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, summed over documents, rows, or pairs of documents with different labels.
+
+        Args:
+            logits: the scores `[batch, documents]`.
+            labels: the relevances `[batch, documents]`, -1 without a document.
+        """
+        present, targets = labels >= 0, labels.to(logits.dtype)
+        if self.loss == "binary_cross_entropy":
+            weight = logits.new_tensor(self.positive_weight)
+            losses = F.binary_cross_entropy_with_logits(
+                logits, targets.clamp(min=0), pos_weight=weight, reduction="none"
+            )
+            return losses.masked_fill(~present, 0.0).sum()
+        if self.loss == "lambda":
+            return _lambda_loss(logits.masked_fill(~present, _NEVER), targets)
+        if self.loss == "list_net":
+            shares = targets.masked_fill(~present, -torch.inf).softmax(1)
+            return F.cross_entropy(logits.masked_fill(~present, _NEVER), shares, reduction="sum")
+        scaled = logits if self.scale is None else logits.sigmoid() * self.scale
+        return F.cross_entropy(scaled.masked_fill(~present, _NEVER), labels.argmax(1), reduction="sum")
+
+    def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"scores": self._activated(logits), "labels": labels.float()}
+
+    def _activated(self, logits: Tensor) -> Tensor:
+        return logits.float().sigmoid() if self._activation == "sigmoid" else logits.float()
+
+    def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
+        ranked = list(self._ranked(predictions, split).values())
+        scores, relevances = (
+            [np.array([found[place] for found in of_query.values()]) for of_query in ranked] for place in (0, 1)
+        )
+        return {name: METRICS[name].compute(scores, relevances) for name in self.metric_names}
+
+    def _ranked(
+        self, predictions: Mapping[str, Tensor], split: EvaluatedSplit
+    ) -> dict[str, dict[str, tuple[float, float]]]:
+        """Return score and relevance of the distinct documents of each query; the highest relevance counts."""
+        scores = predictions["scores"]
+        alike = scores.flatten()[torch.from_numpy(first_of_equal(split.encoded))].view_as(scores)
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        documents = self._documents(split.rows, split.where, 0)
+        queries, labels_of = split.rows[self.query_column], predictions["labels"].tolist()
+        rows = zip(queries, documents, alike.nan_to_num(_NEVER).tolist(), labels_of, strict=True)
+        for query, texts, numbers, labels in rows:
+            of_query = found.setdefault(query, {})
+            for text, score, label in zip(texts, numbers, labels, strict=False):
+                of_query[text] = (score, max(label, of_query.get(text, (score, label))[1]))
+        return found
+
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        """Return the best document beside a relevant one for the first queries."""
+        if split is None:
+            return None
+        shown = []
+        for query, documents in list(self._ranked(predictions, split).items())[:ROWS_PICTURED]:
+            best = max(documents, key=lambda text: documents[text][0])
+            right = max(documents, key=lambda text: documents[text][1])
+            rank = 1 + sum(score > documents[right][0] for score, _ in documents.values())
+            shown.append({"query": query, "first": best, "relevant": right, "rank of the relevant one": str(rank)})
+        return {"texts": shown}
+
+    def without_labels(self) -> RerankerTask:
+        return replace(self, labelled=False, metric_names=())
+
+    def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"scores": self._activated(logits)}
+
+    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        """Return the score of the document of each row, or the scores of its documents."""
+        documents = self._documents(split.rows, split.where, 0)
+        lists = [
+            [float(f"{score:.6g}") for score in of_row[: len(texts)]]
+            for of_row, texts in zip(answers["scores"].tolist(), documents, strict=True)
+        ]
+        is_list = len(self.document_columns) > 1 or isinstance(split.rows[0][self.document_columns[0]], list)
+        return [{"scores": scores} if is_list else {"score": scores[0]} for scores in lists]
+
+    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the files, by name, that make an exported folder a cross-encoder of sentence-transformers."""
+        transformer = "sentence_transformers.base.modules.transformer.Transformer"
+        return {
+            "modules.json": [{"idx": 0, "name": "0", "path": "", "type": transformer}],
+            "sentence_bert_config.json": {
+                "transformer_task": "sequence-classification",
+                "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+                "module_output_name": "scores",
+                "max_seq_length": max_length,
+            },
+            "config_sentence_transformers.json": {
+                "activation_fn": ACTIVATIONS[self._activation],
+                "default_prompt_name": None,
+                "model_type": "CrossEncoder",
+                "prompts": {},
+            },
+        }
+
+
+def _listed(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [value]
+
+
+def _ordered_pairs(labels: Tensor) -> Tensor:
+    """Return which documents `i` have a higher label than `j`, both present `[batch, documents, documents]`."""
+    present = labels >= 0
+    return (labels[:, :, None] > labels[:, None, :]) & present[:, :, None] & present[:, None, :]
+
+
+def _lambda_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return LambdaLoss with the weights NDCG-Loss2++, summed over ordered pairs (Wang et al. 2018, CIKM, eq. 17).
+
+    Args:
+        scores: the scores `[batch, documents]`, very low without a document.
+        labels: the relevances `[batch, documents]`, -1 without a document.
+    """
+    scores, order = scores.sort(descending=True, dim=-1)
+    labels = labels.gather(1, order)
+    pairs, gains = _ordered_pairs(labels), labels.clamp(min=0).exp2() - 1
+    ranks = torch.arange(1, labels.shape[1] + 1, device=labels.device, dtype=scores.dtype)
+    discounts = (1 + ranks).log2()
+    best = (gains.sort(descending=True, dim=-1).values / discounts).sum(-1, keepdim=True)
+    gains = gains / best.clamp(min=_LEAST_GAIN)
+    apart = (ranks[:, None] - ranks).abs().long()
+    inverse = torch.cat([discounts, (ranks[-1:] + 2).log2()]).reciprocal()
+    by_distance = (inverse[(apart - 1).clamp(min=0)] - inverse[apart]).abs().fill_diagonal_(0)
+    by_rank = (discounts.reciprocal()[:, None] - discounts.reciprocal()).abs()
+    weights = (_MU * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()
+    differences = (scores[:, :, None] - scores[:, None, :]).masked_fill(~pairs, 0.0)
+    return -(weights * F.logsigmoid(differences)).masked_fill(~pairs, 0.0).sum() / log(2)
