@@ -26,6 +26,7 @@ COLUMNS = {  # instead of those of `INPUTS`
     "multiple_choice": {"context": "first"},
     "reward_model": {"prompt": "first", "chosen": "other", "rejected": "second"},
     "preference": {"prompt": "first", "chosen": "other", "rejected": "second"},
+    "reranker": {"query": "first", "label": "label"},
 }
 
 

@@ -132,7 +132,7 @@ def test_metrics_are_those_of_sentence_transformers(monkeypatch):
 
 def test_rows_become_pairs(tokenizer):
     rows = datasets.Dataset.from_dict({"query": ["p", "q"], "documents": [["x", "y"], ["z"]], "label": [[0, 1], [2]]})
-    task = task_of(label="label", loss="list_net").for_split(rows)
+    task = task_of(label="label", loss="list_net").for_split(rows, 0)
     found = task.encode(rows, tokenizer, 16, WHERE, 0)
     assert [len(of_row) for of_row in found["input_ids"]] == [2, 2]
     assert found["input_ids"][0][1] == tokenizer("p", "y")["input_ids"]
@@ -147,7 +147,7 @@ def test_rows_become_pairs(tokenizer):
 
 def encoded(task, rows, tokenizer):
     task.check_columns(rows.features, WHERE)
-    return task.for_split(rows).encode(rows, tokenizer, 16, WHERE, 0)
+    return task.for_split(rows, 0).encode(rows, tokenizer, 16, WHERE, 0)
 
 
 @pytest.mark.parametrize(

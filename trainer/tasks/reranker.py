@@ -127,7 +127,7 @@ class RerankerTask(TextTask):
                 f" column `{column}` of {where} holds one document in each row; use binary_cross_entropy"
             )
 
-    def for_split(self, rows: Dataset) -> RerankerTask:
+    def for_split(self, rows: Dataset, first_row: int) -> RerankerTask:
         if len(self.document_columns) > 1:
             return replace(self, num_texts=len(self.document_columns))
         (column,) = self.document_columns
@@ -228,7 +228,7 @@ class RerankerTask(TextTask):
         """Return the inputs `[batch * documents, sequence]`."""
         return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
 
-    def scores(self, output: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the score of each document `[batch, documents]`."""
         return at_least_fp32(output.logits).view(len(inputs["input_ids"]), -1)
 
