@@ -21,6 +21,7 @@ from trainer.cli import (
     evaluate,
     export,
     launch_script,
+    mine,
     plan,
     predict,
     recipes,
@@ -45,6 +46,7 @@ _VERBS = (
     export.export,
     evaluate.evaluate,
     predict.predict,
+    mine.mine,
     convert.convert,
     schema.schema,
 )

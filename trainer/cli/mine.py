@@ -1,0 +1,60 @@
+"""`trainer mine`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.cli.options import ModelArgument, ModelRecipeOption, OverridesArgument, RanksOption
+from trainer.cli.trained import trained_recipe
+
+
+def mine(
+    run: ModelArgument,
+    input_: Annotated[
+        str, typer.Option("--input", metavar="FILE", help="Pairs: JSON Lines, CSV or Parquet, or - for stdin.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
+    overrides: OverridesArgument = None,
+    recipe: ModelRecipeOption = None,
+    processes: RanksOption = None,
+    number: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives of each query.")] = 3,
+    range_min: Annotated[int, typer.Option(min=0, metavar="N", help="Most similar documents to leave out.")] = 0,
+    range_max: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Most similar documents to choose from.")
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(metavar="X", help="Least distance to the similarity of the right document.")
+    ] = None,
+    relative_margin: Annotated[
+        float | None, typer.Option(metavar="X", help="The same, as a share of that similarity.")
+    ] = None,
+    max_score: Annotated[float | None, typer.Option(metavar="X", help="Largest similarity of a negative.")] = None,
+    min_score: Annotated[float | None, typer.Option(metavar="X", help="Least similarity of a negative.")] = None,
+    form: Annotated[
+        Literal["columns", "list"],
+        typer.Option("--format", help="One column for each negative, or lists of documents with labels."),
+    ] = "columns",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Texts of one forward pass; default: evaluation.batch_size.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+) -> None:
+    """Find hard negatives of pairs of texts by a trained embedding, exactly and on several ranks.
+
+    The columns are the first two of `task.texts`. Candidates are the distinct texts of the second column.
+    """
+    from trainer.training.mining import Limits, Mining
+    from trainer.training.prediction_files import STANDARD, Request, spooled
+
+    sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
+    resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False)
+
+    from trainer.launch.local import run_or_join
+
+    with spooled(input_) as file:
+        request = Request(file, "stdin" if input_ == STANDARD else input_, output, 10_000, overwrite=overwrite)
+        limits = Limits(number, range_min, range_max, margin, relative_margin, max_score, min_score)
+        code = run_or_join(resolved, processes, job=Mining(request, limits, form))
+    raise typer.Exit(code)

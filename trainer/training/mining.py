@@ -1,0 +1,309 @@
+"""The work of `trainer mine`: hard negatives of pairs of texts, by the embeddings of a trained model.
+
+The search is exact. Each rank compares its share of the queries with all documents, in blocks. Options and results are
+those of `mine_hard_negatives` of sentence-transformers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.base.disk import UNFINISHED
+from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
+from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
+from trainer.data.formats.base import Row
+from trainer.parallel.mesh import ParallelMesh
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.plan import RunPlan, plan_run
+from trainer.tasks.embedding import EmbeddingTask
+from trainer.tasks.registry import build_task
+from trainer.training.predict import Predictor, table_bytes
+from trainer.training.prediction_files import Request, print_note
+from trainer.training.process_group import joined_ranks, open_mesh
+from trainer.training.row_encoding import Preparation, fitted, load_preparation
+
+if TYPE_CHECKING:
+    from trainer.recipe.reading.loading import ResolvedRecipe
+
+_QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384  # the size of a block of similarities
+_DIGITS = 6  # rounding errors of embeddings are below
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The choice of negatives of a query, from the documents that are most similar to it.
+
+    Attributes:
+        number: the negatives of each query.
+        skip: the most similar documents to leave out.
+        among: the most similar documents to choose from; None: enough for `number`.
+        margin: the least difference to the similarity of the least similar right document; None: none.
+        relative_margin: the same, as a share of that similarity.
+        highest: the largest similarity of a negative.
+        lowest: the least one.
+    """
+
+    number: int = 3
+    skip: int = 0
+    among: int | None = None
+    margin: float | None = None
+    relative_margin: float | None = None
+    highest: float | None = None
+    lowest: float | None = None
+
+    def last(self, most_right: int) -> int:
+        """Return how many documents are considered, if a query has at most `most_right` right ones."""
+        if self.among is not None:
+            return self.among
+        filters = (self.margin, self.relative_margin, self.highest)
+        return self.skip + self.number * (1 if filters == (None,) * 3 else 10) + most_right
+
+    def check(self) -> None:
+        """Refuse a range with fewer documents than negatives.
+
+        Raises:
+            UsageError: it has fewer.
+        """
+        if self.among is not None and self.among - self.skip < self.number:
+            raise UsageError(
+                f"`--range-max` must be at least {self.skip + self.number} (`--range-min` {self.skip} and `--number`"
+                f" {self.number}), but is {self.among}; increase it"
+            )
+
+
+@dataclass(frozen=True)
+class Mining:
+    """The job that writes the negatives of the pairs of a file."""
+
+    request: Request
+    limits: Limits
+    form: Literal["columns", "list"]
+
+    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        """Mine as the rank of `environment`, and return the exit code.
+
+        Raises:
+            TrainerError: a user error.
+        """
+        recipe = resolved.recipe
+        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
+        with joined_ranks(resolved, plan, environment, partial(self._prepare, plan)) as (device, prepared):
+            self._mine(plan, open_mesh(plan.layout, device), *prepared)
+        return ExitCode.DONE
+
+    def _prepare(self, plan: RunPlan) -> tuple[Preparation, EmbeddingTask]:
+        task = build_task(plan.recipe.task)
+        if not isinstance(task, EmbeddingTask):
+            raise UsageError(f"`trainer mine` needs an embedding model, but `task.type` is {plan.recipe.task.type}")
+        self.limits.check()
+        output = Path(self.request.output)
+        row_format(output, "--output", OUTPUT_FORMATS)
+        if output.exists() and not self.request.overwrite:
+            raise UsageError(f"`--output` must name a new file, but {output} exists; name another, or add --overwrite")
+        preparation = load_preparation(plan.recipe)
+        found = fitted(task, preparation)
+        assert isinstance(found, EmbeddingTask)
+        return preparation, found
+
+    def _mine(self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: EmbeddingTask) -> None:
+        query, document, *_ = task.text_columns
+        own = task.without_labels()
+        predictor = Predictor(plan, mesh, preparation, own, self.request)
+        texts: _Texts | None = None
+
+        def read() -> tuple[Tensor, Tensor]:
+            nonlocal texts
+            texts = _Texts.of(self.request, query, document)
+            return torch.tensor([len(texts.queries), len(texts.documents)]), texts.pairs
+
+        sizes, pairs = mesh.on_rank_zero(read)
+        parts = []
+        for name, size, encoder in (
+            (query, int(sizes[0]), own),
+            (document, int(sizes[1]), replace(own, text_columns=(document,))),
+        ):
+            listed = None if texts is None else (texts.queries if name == query else texts.documents)
+            parts.append(self._embedded(mesh, predictor, encoder, size, listed))
+        queries, documents = mesh.on_rank_zero(lambda: parts)
+        found = mine(queries, documents, pairs, self.limits, mesh.rank, mesh.world_size)
+        gathered = mesh.gather(found)
+
+        def write() -> int:
+            assert texts is not None
+            assert gathered is not None
+            return self._write(texts, dict(zip_rows(gathered)), (query, document))
+
+        left_out = mesh.on_rank_zero(write)
+        if mesh.rank == 0:
+            for note in predictor.notes():
+                print_note(note)
+            if left_out:
+                number = self.limits.number
+                print_note(f"left out: {left_out:,} of {len(pairs):,} pairs have fewer than {number} negatives")
+
+    def _embedded(
+        self, mesh: ParallelMesh, predictor: Predictor, task: EmbeddingTask, size: int, texts: Sequence[str] | None
+    ) -> Tensor:
+        """Return the unit embeddings of texts `[texts, hidden]` on rank 0. All ranks must call it.
+
+        Args:
+            texts: the texts on rank 0; None on others.
+        """
+        import pyarrow
+
+        (column,) = task.text_columns
+        found = []
+        for start in range(0, size, self.request.chunk_rows):
+
+            def chunk(start: int = start) -> Tensor:
+                assert texts is not None
+                return table_bytes(pyarrow.table({column: texts[start : start + self.request.chunk_rows]}))
+
+            number = min(self.request.chunk_rows, size - start)
+            answers, _ = predictor.answers(mesh.on_rank_zero(chunk), torch.arange(start, start + number), start, task)
+            if mesh.rank == 0:
+                found.append(F.normalize(answers["embeddings"][:, 0].float(), dim=-1))
+        return torch.cat(found) if found else torch.empty(0)
+
+    def _write(self, texts: _Texts, negatives: dict[int, list[int]], columns: tuple[str, str]) -> int:
+        """Write the output, and return the number of pairs that are left out."""
+        output, left_out = Path(self.request.output).absolute(), 0
+        try:
+            with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=output.parent) as folder:
+                lines, made = Path(folder) / "rows.jsonl", Path(folder) / output.name
+                with lines.open("w", encoding="utf-8") as file:
+                    for query, document in texts.pairs.tolist():
+                        wrong = [texts.documents[number] for number in negatives[query]]
+                        if len(wrong) < self.limits.number:
+                            left_out += 1
+                            continue
+                        row = self._row(columns, texts.queries[query], texts.documents[document], wrong)
+                        file.write(json_line(row))
+                write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
+                made.replace(output)
+        except OSError as error:
+            raise TrainerError(f"`--output` could not be written to {output}: {error}; make room there") from error
+        return left_out
+
+    def _row(self, columns: tuple[str, str], query: str, right: str, wrong: Sequence[str]) -> Row:
+        if self.form == "list":
+            return {columns[0]: query, "documents": [right, *wrong], "label": [1] + [0] * len(wrong)}
+        numbered = {f"negative_{number}": text for number, text in enumerate(wrong, 1)}
+        return {columns[0]: query, columns[1]: right, **numbered}
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The distinct queries and documents of a file, and the distinct pairs `[pairs, 2]` of their numbers."""
+
+    queries: list[str]
+    documents: list[str]
+    pairs: Tensor
+
+    @classmethod
+    def of(cls, request: Request, query: str, document: str) -> _Texts:
+        """Read the pairs of a file.
+
+        Raises:
+            DataError: a column is missing, a text is null or empty, or the file has no row.
+        """
+        queries: dict[str, int] = {}
+        documents: dict[str, int] = {}
+        pairs: dict[tuple[int, int], None] = {}
+        file_format = row_format(request.input, "--input", INPUT_FORMATS)
+        chunks = read_chunks(request.input, file_format, request.chunk_rows, 0, request.where)
+        for number, row in enumerate((row for chunk in chunks for row in chunk), 1):
+            assert not isinstance(row, DataError)
+            first, second = (_text(row, column, number, request.where) for column in (query, document))
+            pair = queries.setdefault(first, len(queries)), documents.setdefault(second, len(documents))
+            pairs[pair] = None
+        if not pairs:
+            raise DataError(f"{request.where} has no row; name a file with pairs of texts")
+        return cls(list(queries), list(documents), torch.tensor(list(pairs)))
+
+
+def _text(row: Row, column: str, number: int, where: str) -> str:
+    if column not in row:
+        raise DataError(f"row {number} of {where} has no column `{column}`; its columns are {', '.join(row)}")
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
+        problem = "null" if text is None else "empty" if isinstance(text, str) else repr(text)
+        raise DataError(f"column `{column}`, row {number} of {where} must be a text, but is {problem}; leave it out")
+    return text
+
+
+def zip_rows(gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield each query and its negatives, from the results of `mine` on each rank."""
+    for queries, negatives in gathered:
+        for query, of_query in zip(queries.tolist(), negatives.tolist(), strict=True):
+            yield query, [number for number in of_query if number >= 0]
+
+
+def mine(
+    queries: Tensor, documents: Tensor, pairs: Tensor, limits: Limits, rank: int = 0, world_size: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the queries of a rank `[queries]`, and the documents that are their negatives `[queries, number]`.
+
+    The most similar one is first, and of equal ones the first document. -1 stands for a negative that is missing.
+
+    Args:
+        queries: unit embeddings `[all queries, hidden]`.
+        documents: unit embeddings `[documents, hidden]`.
+        pairs: the numbers of queries and of their right documents `[pairs, 2]`.
+        limits: the choice of negatives.
+        rank: the rank, which has each `world_size`-th query.
+        world_size: the number of ranks.
+    """
+    most_right = int(torch.bincount(pairs[:, 0]).max())
+    last = limits.last(most_right)
+    own = torch.arange(rank, len(queries), world_size)
+    found = [torch.empty(0, limits.number, dtype=torch.long)]
+    for block in torch.split(own, _QUERIES_AT_ONCE):
+        scores, numbers = _most_similar(queries[block], documents, last + most_right)
+        place = torch.full((len(queries),), -1).index_put((block,), torch.arange(len(block)))
+        of_block = pairs[place[pairs[:, 0]] >= 0]
+        at = place[of_block[:, 0]]
+        right = (queries[of_block[:, 0]].double() * documents[of_block[:, 1]].double()).sum(1)
+        least = torch.full((len(block),), torch.inf, dtype=torch.float64).scatter_reduce(0, at, right, "amin")[:, None]
+        is_right = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, document in zip(at.tolist(), of_block[:, 1].tolist(), strict=True):
+            is_right[row] |= numbers[row] == document
+        out = is_right
+        if limits.margin is not None:
+            out = out | (scores + limits.margin > least)
+        if limits.relative_margin is not None:
+            out = out | (scores > least - least.abs() * limits.relative_margin)
+        if limits.highest is not None:
+            out = out | (scores > limits.highest)
+        if limits.lowest is not None:
+            out = out | (scores < limits.lowest)
+        # The documents that remain move to the front, in their order.
+        order = out.int().sort(dim=1, stable=True).indices[:, :last]
+        chosen = numbers.masked_fill(out, -1).gather(1, order)[:, limits.skip :][:, : limits.number]
+        found.append(F.pad(chosen, (0, limits.number - chosen.shape[1]), value=-1))
+    return own, torch.cat(found)
+
+
+def _most_similar(queries: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return similarities and numbers of the most similar documents `[queries, number]`, in descending order."""
+    scores = torch.empty(len(queries), 0, dtype=torch.float64)
+    numbers = torch.empty(len(queries), 0, dtype=torch.long)
+    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        block = documents[start : start + _DOCUMENTS_AT_ONCE].double()
+        similar = (queries.double() @ block.T).round(decimals=_DIGITS)
+        scores = torch.cat([scores, similar], 1)
+        numbers = torch.cat([numbers, torch.arange(start, start + len(block)).expand(len(queries), -1)], 1)
+        scores, places = scores.topk(min(number, scores.shape[1]), dim=1)
+        numbers = numbers.gather(1, places)
+    numbers, places = numbers.sort(dim=1)
+    scores, order = scores.gather(1, places).sort(dim=1, descending=True, stable=True)
+    return scores, numbers.gather(1, order)
