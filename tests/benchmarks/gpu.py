@@ -338,7 +338,7 @@ def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path 
         results["plans"] = json.loads(plans.read_text())["plans"]
     else:  # before the process group, because a plan makes its own
         for name, case in chosen.items():
-            if case.strategy == "ddp" and not case.recipe().cuda_graphs:  # no plan shards over one rank
+            if not case.recipe().cuda_graphs:  # a plan does not know them
                 attempt(results["plans"], name, until, partial(plan, case))
                 save()
     init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan_only:
         plans: dict[str, Any] = {}
         for case in cases():
-            if case.model in options.models and case.strategy == "ddp" and not case.recipe().cuda_graphs:
+            if case.model in options.models and not case.recipe().cuda_graphs:
                 attempt(plans, case.name, math.inf, partial(plan, shrunk(case) if options.tiny else case))
                 options.json.write_text(json.dumps({"plans": plans}, indent=2) + "\n")
         return 0

@@ -168,7 +168,7 @@ def plain(case: Case) -> Count:
     config: dict[str, Any] = {**case.config}
     config = AutoConfig.for_model(config.pop("model_type"), **config, **task.model_options())
     opened = shapes_only(cuda=True), Ledger(answers=True)
-    with simulated_mesh(plan.layout, 0) as mesh, opened[0], _fused_kernels(), opened[1] as ledger:
+    with simulated_mesh(plan, 0) as mesh, opened[0], _fused_kernels(), opened[1] as ledger:
         with mock.patch.object(PreTrainedModel, "initialize_weights"):  # draws again until all values are in a range
             model = _CLASSES[case.task].from_config(config, attn_implementation="sdpa").train()
         model.config.use_cache = False

@@ -182,7 +182,7 @@ def simulate(size: int, folder: str, answers: Any) -> None:
     def gathered(mesh: Any, value: Any) -> list[Any]:
         return [decode(encode(value)) for _ in range(mesh.world_size)]
 
-    context = simulated_mesh(plan.layout, 0)
+    context = simulated_mesh(plan, 0)
     with mock.patch.object(ParallelMesh, "gather", gathered), torch.random.fork_rng():
         data = timed(lambda: prepare_checked(plan))
         mesh = timed(context.__enter__)

@@ -30,7 +30,6 @@ LOGGED_FILE_NAME = "metrics_logged.csv"
 _TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
 
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is no line of these files
-_LONGEST_LINE = 1 << 20  # bytes; a longer one is no line of these files
 _STEP = re.compile(r"[0-9]{1,15}")
 Row = Mapping[str, object]
 

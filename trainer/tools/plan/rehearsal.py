@@ -122,7 +122,7 @@ def rehearse(
         raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
     plan = plan_run(resolved.recipe, ranks, local)
     tokens: int = length or getattr(plan.recipe.data, "max_length", None) or 1
-    with simulated_mesh(plan.layout, rank) as mesh:
+    with simulated_mesh(plan, rank) as mesh:
         position = {axis: mesh.index(axis) for axis in AXES if mesh.size(axis) > 1}
         data_rank = mesh.index("dp")
         weights_read = _weights_read(plan, mesh, is_reader=rank % local == 0)

@@ -29,15 +29,16 @@ from transformers import PreTrainedModel
 from trainer.base.errors import UsageError
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.simulated_device import simulated_device
-from trainer.recipe.plan import Layout
+from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.replaced import replaced
 
 
 @contextmanager
-def simulated_mesh(layout: Layout, rank: int) -> Iterator[ParallelMesh]:
-    """Open the mesh of one rank of `layout` without the other ranks; this process must not be a rank of its own."""
+def simulated_mesh(plan: RunPlan, rank: int) -> Iterator[ParallelMesh]:
+    """Open the mesh of one rank of a plan without the other ranks; this process must not be a rank of its own."""
     assert not dist.is_initialized(), "a simulated rank needs a process without a process group"
-    if layout.world_size > 1:
+    layout = plan.layout
+    if layout.world_size > 1 or plan.strategy.cuts_anything:  # as a run
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
         yield ParallelMesh(torch.device("cpu"), **layout.sizes)

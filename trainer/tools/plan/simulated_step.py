@@ -89,7 +89,7 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
             part that cannot be simulated.
     """
-    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+    with without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
         whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
         built = whole.build()
         # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
@@ -248,7 +248,7 @@ def _saved(built: PlacedModel) -> int:
 @contextmanager
 def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
     """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
-    with without_collector(), simulated_mesh(plan.layout, rank) as mesh, simulated_deepspeed(plan):
+    with without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
         simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda=True, fused=True)
         with simulation.opened(simulation.build()) as (engine, ledger, batch):
             if isinstance(engine, ZeroEngine):
