@@ -19,7 +19,7 @@ from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data
 
 STEPS, ROWS = 4, 8
-RATES = {"ipo": 0.01, "orpo": 0.03}
+RATES = {"ipo": 0.01, "orpo": 0.03, "simpo": 0.03}
 """Rates at which the training does not diverge, so that differences of rounding do not grow; else 0.3."""
 WORDS = [f"w{number}" for number in range(40)]
 SIZES = {
