@@ -789,7 +789,7 @@ _DATA = [
         "damaged_cache_entry_taken",
         "The checksums of a cache entry are not compared.",
         "data/cache.py",
-        'if verify and file_digest(path) != array["sha256"]:',
+        'if verify and content_digest(file) != array["sha256"]:',
         "if verify and not path.name:",
         (
             "data/test_cache.py::test_damage_is_found",

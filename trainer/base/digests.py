@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import trainer
 
@@ -66,10 +66,16 @@ def _plain(value: Any, replaced: Replacements, within: tuple[int, ...]) -> Any:
 
 def file_digest(path: Path) -> str:
     """Return the digest of the content of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+        return content_digest(file)
+
+
+def content_digest(file: BinaryIO) -> str:
+    """Return the digest of the whole content of an open file."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while block := file.read(_BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 

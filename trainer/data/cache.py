@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,8 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from trainer.base.digests import code_digest, digest_of, file_digest
-from trainer.base.disk import read_plain, remove
+from trainer.base.digests import code_digest, content_digest, digest_of
+from trainer.base.disk import open_plain, read_plain, remove
 from trainer.base.distribution import installed
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.extensions import packages
@@ -286,11 +287,13 @@ def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengt
 
 def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[Any]:
     dtype = np.dtype(array["dtype"])
-    if path.stat().st_size != dtype.itemsize * array["num_values"]:
-        raise CorruptEntryError(f"{path} does not have the size that was written")
-    values = np.memmap(path, dtype, mode="r")
-    if verify and file_digest(path) != array["sha256"]:
-        raise CorruptEntryError(f"{path} does not hold what was written")
+    # One open file: another run may put a new one in the place of a damaged one meanwhile.
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        if os.fstat(file.fileno()).st_size != dtype.itemsize * array["num_values"]:
+            raise CorruptEntryError(f"{path} does not have the size that was written")
+        values = np.memmap(file, dtype, mode="r")
+        if verify and content_digest(file) != array["sha256"]:
+            raise CorruptEntryError(f"{path} does not hold what was written")
     # Indexing a plain array over the same pages is faster than indexing the subclass.
     return np.asarray(values).reshape(-1, *array["row_shape"])
 
