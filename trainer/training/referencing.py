@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.digests import digest_of
+from trainer.base.disk import UNFINISHED
 from trainer.base.distribution import versions
 from trainer.base.errors import storage_error
 from trainer.data.loader import EvalLoader
@@ -113,9 +113,10 @@ def _write(place: Path, values: Tensor) -> None:
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".reference-", delete=False) as file:
-            np.save(file, values.numpy())
-        os.replace(file.name, place)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=place.parent) as folder:  # a full disk leaves nothing
+            made = Path(folder) / place.name
+            np.save(made, values.numpy())
+            made.replace(place)
     except OSError as error:
         raise storage_error(
             f"`data.cache` must be a folder that can be written, but the reference cannot be kept in `{place.parent}`:"
