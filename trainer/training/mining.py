@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.disk import UNFINISHED
-from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
+from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.plan import RunPlan
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.predict import Predictor, table_bytes
 from trainer.training.prediction_files import Request, print_note
-from trainer.training.process_group import joined_ranks, open_mesh
+from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation
 
 if TYPE_CHECKING:
@@ -94,11 +93,7 @@ class Mining:
         Raises:
             TrainerError: a user error.
         """
-        recipe = resolved.recipe
-        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-        with joined_ranks(resolved, plan, environment, partial(self._prepare, plan)) as (device, prepared):
-            self._mine(plan, open_mesh(plan.layout, device), *prepared)
-        return ExitCode.DONE
+        return run_on_ranks(resolved, environment, self._prepare, self._mine)
 
     def _prepare(self, plan: RunPlan) -> tuple[Preparation, EmbeddingTask]:
         task = build_task(plan.recipe.task)
@@ -114,7 +109,8 @@ class Mining:
         assert isinstance(found, EmbeddingTask)
         return preparation, found
 
-    def _mine(self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: EmbeddingTask) -> None:
+    def _mine(self, plan: RunPlan, mesh: ParallelMesh, prepared: tuple[Preparation, EmbeddingTask]) -> None:
+        preparation, task = prepared
         query, document, *_ = task.text_columns
         own = task.without_labels()
         predictor = Predictor(plan, mesh, preparation, own, self.request)

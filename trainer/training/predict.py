@@ -6,14 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.base.errors import DataError, ExitCode, UsageError
+from trainer.base.errors import DataError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
@@ -23,7 +22,7 @@ from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.plan import RunPlan
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
@@ -32,7 +31,7 @@ from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluate import progress_bar, with_class_names
 from trainer.training.evaluation import RowTensors, in_row_order
 from trainer.training.prediction_files import Chunk, InputRows, Output, Request, naming_resumption, print_note
-from trainer.training.process_group import joined_ranks, open_mesh
+from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
 
@@ -54,11 +53,7 @@ class Prediction:
         Raises:
             TrainerError: a user error.
         """
-        recipe = resolved.recipe
-        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
-        with joined_ranks(resolved, plan, environment, partial(self._prepare, plan)) as (device, prepared):
-            self._predict(plan, open_mesh(plan.layout, device), *prepared)
-        return ExitCode.DONE
+        return run_on_ranks(resolved, environment, self._prepare, self._predict)
 
     def _prepare(self, plan: RunPlan) -> tuple[Preparation, Task]:
         recipe, columns = plan.recipe, self.request.columns
@@ -73,8 +68,8 @@ class Prediction:
         refuse_generation_in_parts(task, plan)
         return preparation, task
 
-    def _predict(self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: Task) -> None:
-        request = self.request
+    def _predict(self, plan: RunPlan, mesh: ParallelMesh, prepared: tuple[Preparation, Task]) -> None:
+        request, (preparation, task) = self.request, prepared
         predictor = Predictor(plan, mesh, preparation, task, request)
         rows = InputRows(request, task.columns, predictor.check)
         with Output(request, plan.recipe) as output, progress_bar(mesh.rank == 0) as bar:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from trainer.base.errors import LaunchError, LostPeerError
+from trainer.base.errors import ExitCode, LaunchError, LostPeerError
 from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
@@ -26,7 +27,7 @@ from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous, join_ranks
-from trainer.recipe.plan import Layout, RunPlan
+from trainer.recipe.plan import Layout, RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.training.agreement import check_agreement, run_facts
 
@@ -164,6 +165,29 @@ def joined_ranks(
     device = open_device(environment, plan.recipe.tf32)
     with process_group(plan, environment, device, rendezvous):
         yield device, prepared
+
+
+def run_on_ranks(
+    resolved: ResolvedRecipe,
+    environment: LaunchEnvironment,
+    prepare: Callable[[RunPlan], Result],
+    work: Callable[[RunPlan, ParallelMesh, Result], object],
+) -> ExitCode:
+    """Prepare and work as the rank of `environment`, and return the exit code.
+
+    Args:
+        resolved: the recipe.
+        environment: the rank.
+        prepare: runs before the ranks join.
+        work: gets the plan, the mesh and the result of `prepare`.
+
+    Raises:
+        TrainerError: ranks are missing, or the error of any rank.
+    """
+    plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+    with joined_ranks(resolved, plan, environment, partial(prepare, plan)) as (device, prepared):
+        work(plan, open_mesh(plan.layout, device), prepared)
+    return ExitCode.DONE
 
 
 def _check_gpus(
