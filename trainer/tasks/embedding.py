@@ -23,7 +23,8 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.recipe.sentence import DOCUMENT, POOLINGS, QUERY, prompt_of
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TextTask
+from trainer.tasks.several_texts import SeveralTexts
+from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
@@ -80,7 +81,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class EmbeddingTask(TextTask):
+class EmbeddingTask(SeveralTexts):
     """Embeddings of texts, trained by their cosine similarities.
 
     Attributes:
@@ -112,6 +113,7 @@ class EmbeddingTask(TextTask):
     query_column: str | None = None
     dimensions: tuple[tuple[int, float], ...] = ()
 
+    recipe_type = "embedding"
     auto_class_name = "AutoModel"
     beside_rows = ("poolings", "normalize", "temperature", "metric_names", "dimensions")
     rows_are_labels = True
@@ -130,11 +132,7 @@ class EmbeddingTask(TextTask):
         return self
 
     def for_configuration(self, config: Any) -> EmbeddingTask:
-        if config.is_encoder_decoder:
-            raise UsageError(
-                f"`task.type` is embedding, which needs an encoder or a decoder, but the model is of type"
-                f" {config.model_type}, which has both; use another model"
-            )
+        super().for_configuration(config)
         size = getattr(config, "hidden_size", None)
         if isinstance(size, int) and any(number > size * len(self.poolings) for number, _ in self.dimensions):
             numbers = [number for number, _ in self.dimensions]
@@ -205,10 +203,6 @@ class EmbeddingTask(TextTask):
                 raise DataError(f"{cell(column, first_row + place, where)} must be {needed}, but is {shown}")
             numbers.append(number)
         return numbers
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs `[batch * texts, sequence]`: the model reads each text by itself."""
-        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the embeddings `[batch, texts, hidden]` in fp32."""

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
-from trainer.parallel.dtypes import at_least_fp32
+from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TextTask
+from trainer.tasks.several_texts import ScoredTexts
+from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text.columns import (
     STRING_TYPES,
     cell,
@@ -42,7 +42,7 @@ _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
-class RerankerTask(TextTask):
+class RerankerTask(ScoredTexts):
     """Scores of pairs of a query and a document.
 
     Attributes:
@@ -67,7 +67,7 @@ class RerankerTask(TextTask):
     labelled: bool = True
     num_texts: int = 1
 
-    auto_class_name = "AutoModelForSequenceClassification"
+    recipe_type = "reranker"
     beside_rows = ("metric_names", "positive_weight", "scale", "activation")
 
     @property
@@ -88,14 +88,6 @@ class RerankerTask(TextTask):
 
     def in_sentence_folder(self, folder: SentenceFolder) -> RerankerTask:
         return replace(self, activation=self.activation or folder.activation)
-
-    def for_configuration(self, config: Any) -> RerankerTask:
-        if config.is_encoder_decoder:
-            raise UsageError(
-                f"`task.type` is reranker, which needs an encoder or a decoder, but the model is of type"
-                f" {config.model_type}, which has both; use another model"
-            )
-        return self
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.query_column], where, "task.query")
@@ -223,14 +215,6 @@ class RerankerTask(TextTask):
                 " or binary_cross_entropy"
             )
         return [found for found in numbers if found is not None]
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs `[batch * documents, sequence]`."""
-        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
-
-    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
-        """Return the score of each document `[batch, documents]`."""
-        return at_least_fp32(output.logits).view(len(inputs["input_ids"]), -1)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         if self.loss == "binary_cross_entropy":

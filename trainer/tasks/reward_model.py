@@ -9,10 +9,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
-from trainer.parallel.dtypes import at_least_fp32
+from trainer.base.errors import DataError
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import TextTask
+from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
@@ -26,7 +25,7 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
-class RewardModelTask(TextTask):
+class RewardModelTask(ScoredTexts):
     """The loss of Bradley and Terry on the rewards of two texts (Ouyang et al. 2022, arXiv:2203.02155, equation 1).
 
     Attributes:
@@ -42,7 +41,7 @@ class RewardModelTask(TextTask):
     center_coefficient: float
     metric_names: tuple[str, ...]
 
-    auto_class_name = "AutoModelForSequenceClassification"
+    recipe_type = "reward_model"
     beside_rows = ("metric_names", "center_coefficient")
 
     @property
@@ -52,14 +51,6 @@ class RewardModelTask(TextTask):
 
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
-
-    def for_configuration(self, config: Any) -> RewardModelTask:
-        if config.is_encoder_decoder:
-            raise UsageError(
-                f"`task.type` is reward_model, which needs an encoder or a decoder, but the model is of type"
-                f" {config.model_type}, which has both; use another model"
-            )
-        return self
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         keys = {"chosen": self.answer_columns[0]}
@@ -125,14 +116,6 @@ class RewardModelTask(TextTask):
                 raise DataError(f"{cell(column, first_row + place, where)} must be a finite number, but is {value!r}")
             margins.append(number)
         return margins
-
-    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs `[batch * texts, sequence]`: the model reads each text by itself."""
-        return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
-
-    def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
-        """Return the rewards `[batch, texts]` in fp32 at least."""
-        return at_least_fp32(output.logits).view(len(inputs["input_ids"]), -1)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss, summed over the rows.
