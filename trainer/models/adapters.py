@@ -52,10 +52,11 @@ def adapt(
     if recipe.freeze is not None and recipe.unfreeze_at_step is None:
         for parameter in frozen_parameters(model, recipe.freeze):
             parameter.requires_grad_(False)
+        _require_trained_tokens(model, recipe, recipe.freeze)
     if recipe.adapter is not None:
         _add_products(model, recipe.adapter, seed, drawn)
-        if recipe.adapter.trainable_tokens is not None:
-            _train_rows(model, recipe, recipe.adapter.trainable_tokens)
+        if recipe.adapter.trainable_tokens is not None or recipe.new_tokens is not None:
+            _train_rows(model, recipe, recipe.adapter.trainable_tokens or ())
         starts = starts_of(model, recipe.adapter, seed)
         weights = {name: model.get_parameter(name) for name in starts}
         if recipe.quantization is not None:
@@ -63,6 +64,19 @@ def adapt(
         for name, start in starts.items():
             if not weights[name].is_meta:
                 _begin(model, name, weights[name], start, gather)
+
+
+def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:
+    """Refuse a frozen embedding with new tokens.
+
+    Raises:
+        UsageError: `model.freeze` matches the embedding.
+    """
+    if recipe.new_tokens is not None and not model.get_input_embeddings().weight.requires_grad:
+        raise UsageError(
+            f"`model.freeze` must leave the embedding to train with `model.new_tokens`, but {listed(freeze, 3)}"
+            " match it; use `model.adapter`, which trains the rows of new tokens only"
+        )
 
 
 def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter, str]:
@@ -162,19 +176,24 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
 
 
 def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
-    """Attach trained rows to the input embedding, to the modules that share its weight, and to the output head."""
+    """Attach trained rows to the input embedding, to the modules that share its weight, and to the output head.
+
+    The rows are those of `tokens` and of the new tokens. Modules that are trained whole have the latter already.
+    """
     embedding = model.get_input_embeddings() if model.main_input_name == "input_ids" else None
     if not isinstance(embedding, nn.Embedding):
         raise UsageError(
             "`model.adapter.trainable_tokens` needs a model with an embedding of tokens, but"
             f" {type(model).__name__} has none; remove it"
         )
-    ids = _token_ids(recipe, tokens, embedding.num_embeddings)
+    ids = _token_ids(recipe, [*tokens, *(recipe.new_tokens or ())], embedding.num_embeddings)
     head = model.get_output_embeddings()
     tied: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in list(model.named_modules()):
         weight: Any = getattr(layer, "weight", None)
         if layer is not head and weight is not embedding.weight:
+            continue
+        if weight.requires_grad and not tokens:
             continue
         if weight.requires_grad:
             raise UsageError(
@@ -232,8 +251,7 @@ def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) 
             if number >= num_embeddings:
                 raise UsageError(
                     f"`model.adapter.trainable_tokens` must name tokens with a row in the embedding, which has"
-                    f" {num_embeddings:,} rows, but {token!r} has the id {number}; enlarge the model by"
-                    " `resize_token_embeddings` of transformers, and name the saved folder in `model.name_or_path`"
+                    f" {num_embeddings:,} rows, but {token!r} has the id {number}; name it in `model.new_tokens`"
                 )
             ids.add(number)
     problems.raise_all()

@@ -5,80 +5,29 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from trainer.base.errors import TrainerError, UsageError, causes, storage_error
+from trainer.base.errors import UsageError
 from trainer.base.text import is_shallow
 from trainer.models.dropout import set_probabilities
 from trainer.models.families.table import FAMILIES
+from trainer.models.origins import CANNOT_READ, not_found, one_line, require_small_files
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
+from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.schema import Model
 
 _LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
 _MOST_LEVELS = 32  # of a configuration; copies of it fail at about 300
-
-_LARGEST_BYTES = 1 << 28  # the largest tokenizers have some 40 MB
-_WHOLE_FILES = (
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
-    "merges.txt", "model.safetensors.index.json", "preprocessor_config.json", "processor_config.json",
-    "sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model", "spm.model", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
-)  # fmt: skip
-
-CANNOT_READ = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError, StrictDataclassError,
-)  # fmt: skip
-"""Errors of transformers for configurations and tokenizers that it cannot read; values have any type."""
-
-
-def one_line(error: Exception) -> str:
-    """Return the message of an error of transformers on one line of at most 300 characters."""
-    text = f"no {error}" if isinstance(error, KeyError) else str(error)
-    return shorten(text, 300, placeholder=" ...") or type(error).__name__
-
-
-def not_found(key: str, name: str, error: Exception) -> TrainerError:
-    """Return the error for a folder or repository, named by the recipe's `key`, that could not be opened."""
-    for cause in (error, *causes(error)):
-        if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
-            continue
-        if str(cause.filename or "").startswith(HF_HUB_CACHE):
-            return storage_error(
-                f"the hub's cache must be a folder that can be used, but {cause.filename} cannot ({cause.strerror});"
-                " make room, restore its permissions, or set HF_HOME to another folder",
-                cause,
-            )
-    return UsageError(
-        f"`{key}` is {name!r}, which could not be opened: {one_line(error)}; give a folder that holds it, or the name"
-        " of a repository that this machine can reach or has in its cache"
-    )
-
-
-def require_small_files(key: str, name: str) -> None:
-    """Refuse a model's folder with a file that transformers reads as a whole and that may exceed the memory.
-
-    Raises:
-        UsageError: there is such a file.
-    """
-    for file in _WHOLE_FILES:
-        path = Path(name, file)
-        if path.is_file() and path.stat().st_size > _LARGEST_BYTES:
-            raise UsageError(
-                f"`{key}` is {name!r}, which has a {file} of {path.stat().st_size:,} bytes, but may have at most"
-                f" {_LARGEST_BYTES:,}; copy the file of the model again"
-            )
 
 
 def vocabulary_size(config: Any) -> int | None:
@@ -303,6 +252,8 @@ def _read_keys(config_class: type) -> set[str]:
 def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     """Load the transformers configuration of the recipe's model, with the task's `options` and the recipe's dropout.
 
+    Its vocabulary has the new tokens of the recipe.
+
     Raises:
         UsageError: the configuration cannot be loaded, or does not describe a model.
     """
@@ -330,6 +281,8 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     _require_plain(recipe, config)
     if recipe.config and not recipe.is_random:
         config = _changed_config(config, recipe, options)
+    if recipe.new_tokens is not None:
+        _add_tokens(config, recipe, recipe.new_tokens)
     config.gradient_checkpointing = False  # transformers' own; `activation_checkpointing` decides
     if recipe.dropout is not None:
         set_probabilities(config, recipe.dropout, recipe.config)
@@ -337,6 +290,29 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     if family and family.starts_with_padding and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # the model reads the key, but has no default
     return config
+
+
+def _add_tokens(config: Any, recipe: Model, tokens: Sequence[str]) -> None:
+    """Raise the size of the vocabulary in a configuration to that of the new tokens.
+
+    Raises:
+        UsageError: the model has no vocabulary, or other tokens of the tokenizer have no embedding either.
+    """
+    size = vocabulary_size(config)
+    if size is None:
+        raise UsageError(
+            "`model.new_tokens` needs a model with an embedding of tokens, but a configuration of type"
+            f" {config.model_type} has no `vocab_size`; remove it"
+        )
+    ids = load_tokenizer(recipe).convert_tokens_to_ids(list(tokens))
+    needed = max(ids) + 1
+    if others := sorted(set(range(size, needed)) - set(ids)):
+        raise UsageError(
+            f"`model.new_tokens` must name all tokens without an embedding, but the model has {size:,} and the"
+            f" tokenizer has {len(others):,} more, such as that of id {others[0]}; name them too, or the model's own"
+            " tokenizer in `model.tokenizer`"
+        )
+    config.get_text_config().vocab_size = max(size, needed)
 
 
 _SIZES = (

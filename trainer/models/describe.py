@@ -18,11 +18,12 @@ from transformers.models.auto.auto_factory import _get_model_class
 from trainer.base.errors import TrainerError, UsageError
 from trainer.models.adapters import adapt
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
-from trainer.models.configuration import load_config, not_found, one_line, require_head
+from trainer.models.configuration import load_config, require_head
 from trainer.models.draw import Gather, whole_already
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.invariance import check_invariance, sample_of
+from trainer.models.origins import not_found, one_line
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, Training
@@ -140,7 +141,9 @@ class ModelDescription:
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
             # The vocabulary of the sample is small, and its weights have no meaning.
             adapter = self.recipe.adapter.model_copy(update={"trainable_tokens": None, "start": None})
-            adapted = self.recipe.model_copy(update={"freeze": None, "quantization": None, "adapter": adapter})
+            adapted = self.recipe.model_copy(
+                update={"freeze": None, "quantization": None, "adapter": adapter, "new_tokens": None}
+            )
             try:
                 adapt(sample, adapted, self.seed)
             except UsageError:  # a target is in a layer that the sample lacks

@@ -37,14 +37,15 @@ from transformers.utils import logging as transformers_logging
 from trainer.base.errors import UsageError
 from trainer.models.adapter_starts import Start
 from trainer.models.adapters import factor_shapes, starts_of
-from trainer.models.configuration import not_found, one_line
+from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import CannotLoadPartsError, ModelDescription, ModelUse, sizes_differ
 from trainer.models.draw import Gather, draw_weights, whole_already
 from trainer.models.hub_files import pretrained_files, require_safe_shards
 from trainer.models.names import aliases, replace_in
+from trainer.models.origins import not_found, one_line
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.quantizing import quantized_in
-from trainer.models.stored_weights import CountedWeights, SharedWeights, StoredWeights
+from trainer.models.stored_weights import CountedWeights, EnlargedWeights, SharedWeights, StoredWeights
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.tensor.low_rank import drawn_factor
@@ -118,10 +119,12 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
             draw_weights(model, drawn, seed, gather)
             return model, drawn, []
         require_safe_shards(recipe, described.config)
+        tensors = _fitted_tensors(described)
         with _without_report():
             model, loading = described.model_class.from_pretrained(
-                recipe.name_or_path,
+                recipe.name_or_path if tensors is None else None,
                 config=described.config,
+                state_dict=tensors,
                 revision=recipe.revision or "main",
                 use_safetensors=True,  # a pickle can run code
                 trust_remote_code=False,
@@ -132,6 +135,24 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
     if missing:
         draw_weights(model, missing, seed, gather)
     return model, missing, _loading_notes(missing, loading)
+
+
+def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
+    """Return the tensors of a model if they are not those of its files; None if they are.
+
+    Raises:
+        UsageError: its files cannot be read in parts.
+    """
+    if described.recipe.new_tokens is None:
+        return None
+    try:
+        stored = _fitted(described, StoredWeights(pretrained_files(described)))
+    except CannotLoadPartsError as error:
+        raise UsageError(
+            f"`model.new_tokens` needs weights in safetensors files of the model itself, but {error}; save the model"
+            " again with `save_pretrained` of transformers"
+        ) from error
+    return {key: stored.read(key) for key in stored.shapes}
 
 
 def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[str]:
@@ -172,7 +193,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
         UsageError: the model cannot be cut.
     """
     files = [] if described.recipe.is_random else pretrained_files(described)
-    stored = StoredWeights(files) if node is None else SharedWeights(files, node)
+    stored = _fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
     seed = described.seed
     with torch.random.fork_rng(devices=[]):
         parts, whole, sources = _empty_parts(described, cut, stored)
@@ -222,7 +243,8 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
     require_safe_shards(described.recipe, described.config)
     with described.explained():
         try:
-            stored = CountedWeights(pretrained_files(described))
+            counted = CountedWeights(pretrained_files(described))
+            stored = _fitted(described, counted)
         except CannotLoadPartsError as error:
             raise described.not_described(error) from error
         try:
@@ -230,11 +252,11 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
             parts.read(stored, sources.renamed)
             keys = [key for keys in sources.converted for key in keys]
         except CannotLoadPartsError:
-            stored.num_bytes.clear()
+            counted.num_bytes.clear()
             keys = list(stored.shapes)
         for key in keys:
             stored.read(key)
-    return stored.num_bytes
+    return counted.num_bytes
 
 
 def check_weights(described: ModelDescription, has_options: bool = True) -> list[str]:
@@ -256,7 +278,7 @@ def check_weights(described: ModelDescription, has_options: bool = True) -> list
         return []
     with described.explained():
         try:
-            return _match(described, StoredWeights(pretrained_files(described)))[1].missing
+            return _match(described, _fitted(described, StoredWeights(pretrained_files(described))))[1].missing
         except CannotLoadPartsError:
             return []  # such a model is compared when it is loaded
 
@@ -310,6 +332,21 @@ def _without_report() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if had_bar:
             transformers_logging.enable_progress_bar()
+
+
+def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
+    """Return stored weights with the rows that new tokens need."""
+    if described.recipe.is_random or described.recipe.new_tokens is None:
+        return stored
+    model = described.on_meta()
+    empty, size = model.state_dict(), vocabulary_size(described.config)
+    larger = {}
+    for name, key in _renamed(model, stored)[0].items():
+        before, after = stored.shapes[key], tuple(empty[name].shape)
+        changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
+        if len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size:
+            larger[key] = after
+    return EnlargedWeights(stored, larger)
 
 
 def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:

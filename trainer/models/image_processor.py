@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
-from trainer.models.configuration import load_config, not_found
+from trainer.models.configuration import load_config
+from trainer.models.origins import not_found
 from trainer.recipe.schema import Model
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -100,6 +101,60 @@ class StoredWeights:
         with safe_open(self._files[key], framework="pt") as opened:
             for index, target in targets:
                 target.copy_(opened.get_slice(key)[index] if index else opened.get_tensor(key))
+
+
+class EnlargedWeights(StoredWeights):
+    """Stored tensors with more rows than their files have; the mean of the stored rows is in each further one.
+
+    Every rank computes the same mean, from all rows.
+
+    Args:
+        stored: the tensors of the files.
+        shapes: the shapes of the larger ones, which differ from those of the files in one dimension.
+    """
+
+    def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored, self._larger = stored, shapes
+        self._means: dict[str, Tensor] = {}
+        self.device, self.dtypes = stored.device, stored.dtypes
+        self.shapes = stored.shapes | dict(shapes)
+
+    def again(self) -> StoredWeights:
+        return EnlargedWeights(self._stored.again(), self._larger)
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        return self._stored.wanted(needed)
+
+    def equal(self, key: str, other: str) -> bool:
+        return self.shapes[key] == self.shapes[other] and self._stored.equal(key, other)
+
+    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
+        if key not in self._larger:
+            self._stored._copy(key, targets)
+            return
+        shape, before = self.shapes[key], self._stored.shapes[key]
+        dim = next(dim for dim, size in enumerate(shape) if size != before[dim])
+        if key not in self._means:
+            self._means[key] = _mean(self._stored.read(key), dim)
+        stored: list[tuple[Index, Tensor]] = []
+        for index, target in targets:
+            slices = (*index, *[slice(None)] * (len(shape) - len(index)))
+            places = [slice(*one.indices(size)) for one, size in zip(slices, shape, strict=True)]
+            own = places[dim]
+            num_stored = max(0, min(own.stop, before[dim]) - own.start)
+            if num_stored:
+                places[dim] = slice(own.start, own.start + num_stored)
+                stored.append((tuple(places), target.narrow(dim, 0, num_stored)))
+            places[dim] = slice(None)
+            target.narrow(dim, num_stored, own.stop - own.start - num_stored).copy_(self._means[key][tuple(places)])
+        self._stored._copy(key, stored)
+
+
+def _mean(tensor: Tensor, dim: int) -> Tensor:
+    """Return the mean over a dimension, which is kept; its bits do not depend on the number of threads."""
+    if tensor.is_meta:
+        return tensor.narrow(dim, 0, 1)
+    return torch.from_numpy(tensor.numpy().mean(axis=dim, dtype=np.float64, keepdims=True)).float()
 
 
 class SharedWeights(StoredWeights):

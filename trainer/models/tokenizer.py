@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trainer.base.errors import UsageError
-from trainer.models.configuration import CANNOT_READ, not_found, require_small_files
+from trainer.models.origins import CANNOT_READ, not_found, require_small_files
 from trainer.recipe.schema import Model
 
 _MOST_GROWTH = 1000  # times the characters of a text; usual rules replace one by one
@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.1  # of the embedding; a smaller tokenizer is incomplete or bel
 
 
 def load_tokenizer(recipe: Model) -> Any:
-    """Load the tokenizer of the recipe's model; if it has no padding token, its end token pads rows.
+    """Load the tokenizer of the recipe's model, and add the new tokens; its end token pads rows if no other does.
 
     Raises:
         UsageError: the tokenizer does not exist, cannot be loaded, or has no vocabulary.
@@ -51,6 +51,8 @@ def load_tokenizer(recipe: Model) -> Any:
             f"`{key}` is {name!r}, which has no vocabulary of a tokenizer, so that every word would be unknown; copy"
             " the tokenizer's files into it (`tokenizer.json`), or name the model's own tokenizer in `model.tokenizer`"
         )
+    if recipe.new_tokens is not None:
+        tokenizer.add_tokens(recipe.new_tokens)
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

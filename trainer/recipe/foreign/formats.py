@@ -61,6 +61,8 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
     "adapter_name_or_path": none("training goes on from whole models only"),
     **alike(_TEMPLATE, "template default_system"),
     **alike(_ROWS, "dataset dataset_dir"),
+    "add_tokens": mapped("model.new_tokens", note="a list"),
+    "resize_vocab": none("`model.new_tokens` enlarges the embedding where it must"),
     "cutoff_len": renamed("data.max_length"),
     "val_size": _HELD_OUT,
     **alike(_PACKING, "packing neat_packing"),
@@ -75,6 +77,7 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
 _AXOLOTL: dict[str, Counterpart] = {
     "base_model": mapped("model.name_or_path"),
     "tokenizer_config": mapped("model.tokenizer"),
+    "tokens": renamed("model.new_tokens"),
     "special_tokens": none("the tokenizer's folder has its special tokens; name it by model.tokenizer"),
     "adapter": _ADAPTER,
     **_LORA_OF_PEFT,

@@ -43,7 +43,7 @@ class Adapter(Section):
     """Names or patterns of modules that are trained whole; null: the head of the task and all modules that the
     pretrained model lacks, but not the pretrained head of a language model."""
     trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None
-    """Tokens, or their ids, with rows of the embedding and of the head to train, such as new ones; null: none."""
+    """Tokens, or their ids, with rows of the embedding and of the head to train; null: those of `model.new_tokens`."""
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of the product of a layer, by its name in the model."""
@@ -75,6 +75,8 @@ class Model(Section):
     replace those of the model's configuration, such as `classifier_dropout`."""
     tokenizer: HubOrPathField | None = None
     """A name on the hub, or a folder; null: the tokenizer of the model."""
+    new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    """Tokens to add to the tokenizer. Embedding and head get rows for those without one; null: none."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the model's
     configuration."""
