@@ -47,8 +47,10 @@ def layouts_figure(results: list[dict[str, Any]]) -> go.Figure:
     names = [one["name"] for one in found]
     figure = make_subplots(1, 2, shared_yaxes=True, subplot_titles=("time of a step, ms", "planned tensors, MiB"))
     times = [tuple(1e3 * value for value in one["step_seconds"]) for one in found]
-    (bars_of_times,) = ranges("", list(zip(names, times, strict=True)), "ms").data
+    drawn = ranges("", list(zip(names, times, strict=True)), "ms")
+    (bars_of_times,) = drawn.data
     figure.add_trace(bars_of_times, row=1, col=1)
+    figure.update_xaxes(range=drawn.layout.xaxis.range, row=1, col=1)
     planned = [one["plan"]["peak_bytes"] / 2**20 if one["plan"] else 0 for one in found]
     figure.add_bar(y=bars_of_times.y, x=planned, orientation="h", marker_color=COLOURS[2], row=1, col=2)
     figure.update_yaxes(autorange="reversed", automargin=True)

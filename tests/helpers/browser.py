@@ -19,7 +19,8 @@ _QUIET = (
 )  # fmt: skip
 _SECONDS = 240
 _POLICY = re.compile('<meta http-equiv="Content-Security-Policy" content="([^"]*)">')
-_REQUESTS = """<script>addEventListener("load", () => { document.body.dataset.requests =
+_END = """<script>addEventListener("drawn", () => { {script}
+  document.body.dataset.requests =
   performance.getEntriesByType("resource").map(one => one.name).join(" "); });</script>"""
 
 
@@ -45,7 +46,7 @@ class Opened:
 
 
 def open_page(page: Path, folder: Path, script: str = "") -> Opened:
-    """Open a page, and run a script at its end.
+    """Open a page, and run a script when its figures are drawn.
 
     Args:
         page: the file.
@@ -55,7 +56,7 @@ def open_page(page: Path, folder: Path, script: str = "") -> Opened:
     text = page.read_text(encoding="utf-8")
     policy = _POLICY.search(text)
     assert policy is not None
-    text = _POLICY.sub("", text).replace("</body>", f"<script>{script}</script>{_REQUESTS}</body>")
+    text = _POLICY.sub("", text).replace("</body>", _END.replace("{script}", script) + "</body>")
     opened = folder / "opened.html"
     opened.write_text(text, encoding="utf-8")
     options = ["--enable-logging=stderr", f"--user-data-dir={folder / 'browser'}", "--virtual-time-budget=10000"]

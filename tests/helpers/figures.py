@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-_FIGURE = re.compile(r'Plotly\.newPlot\(\s*"figure-\d+",\s*(\[.*?\]),\s*(\{.*?\}),\s*\{"responsive', re.DOTALL)
+_FIGURE = re.compile(r'<script type="application/json">(.*?)</script>', re.DOTALL)
 
 
 def figures_of(page: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the traces of each figure by its title."""
-    found = _FIGURE.findall(page.read_text(encoding="utf-8"))
-    return {json.loads(layout)["meta"]["title"]: json.loads(traces) for traces, layout in found}
+    found = map(json.loads, _FIGURE.findall(page.read_text(encoding="utf-8")))
+    return {one["layout"]["meta"]["title"]: one["data"] for one in found}

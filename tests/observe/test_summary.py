@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.observe.records import BestMetric, MajorityClass
+from trainer.observe.records import BestMetric, EvaluationRecord, MajorityClass
 from trainer.observe.summary import (
     end_summary,
+    evaluation_lines,
     format_bytes,
     format_decimal,
     format_rate,
@@ -121,3 +122,13 @@ def test_lines_below_each_other_are_aligned():
     assert lines[0].index("samples/s") == lines[1].index("samples/s")
     assert lines[0].index("memory") == lines[1].index("memory")
     assert lines[0].endswith("loss_scale 65536  skipped 2")
+
+
+def test_metrics_of_parts_are_a_table():
+    metrics = {"loss": 0.5, "f1": 0.25, "f1/LOC": 0.5, "f1/a person": 0.0}
+    assert evaluation_lines(EvaluationRecord(3, metrics)) == [
+        "evaluation at step 3: loss 0.5000  f1 0.2500",
+        "            f1",
+        "  LOC       0.5000",
+        "  a person  0.0000",
+    ]

@@ -10,7 +10,7 @@ from trainer.base.text import for_terminal
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
-from trainer.observe.summary import end_summary, evaluation_line, start_summary, step_line
+from trainer.observe.summary import end_summary, evaluation_lines, start_summary, step_line
 
 
 class PlainConsole(Observer):
@@ -32,7 +32,7 @@ class PlainConsole(Observer):
         self._write(step_line(record, self._run.total_steps, self._time_left.after(record.step)))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._write(evaluation_line(record))
+        self._write(*evaluation_lines(record))
 
     def note(self, text: str) -> None:
         self._write(text)

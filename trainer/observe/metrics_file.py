@@ -273,6 +273,7 @@ class _Ending(TypedDict, total=False):
 
     outcome: Required[Literal["finished", "stopped", "failed"]]
     message: str | None
+    warnings: list[str]
     idle: list[float] | None
 
 
@@ -329,7 +330,13 @@ class MetricsFile(Observer):
 
     def _write_end(self, record: EndRecord) -> None:
         idle = None if record.pipeline is None else record.pipeline.measured
-        values = {"outcome": record.outcome, "exit_code": record.exit_code, "message": record.message, "idle": idle}
+        values: dict[str, Any] = {
+            "outcome": record.outcome,
+            "exit_code": record.exit_code,
+            "message": record.message,
+            "idle": idle,
+        }
+        values |= {"warnings": record.warnings} if record.warnings else {}
         compilation = {} if record.compilation is None else {"compilation": asdict(record.compilation)}
         self._write({"step": record.step, "end": {**values, **compilation, "seconds": record.seconds}})
 

@@ -17,7 +17,7 @@ from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
 from trainer.observe.summary import (
     end_summary,
-    evaluation_line,
+    evaluation_lines,
     format_seconds,
     start_summary,
     step_fields,
@@ -119,7 +119,7 @@ class ProgressConsole(Observer):
     def evaluation(self, record: EvaluationRecord) -> None:
         self._drop_evaluation()
         self._evaluations.append(record)
-        self._print(evaluation_line(record))
+        self._print(*evaluation_lines(record))
 
     def note(self, text: str) -> None:
         self._print(text)

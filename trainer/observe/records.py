@@ -58,6 +58,7 @@ class RunInfo:
     recipe_hash: str
     recipe: Mapping[str, Any]  # resolved, as JSON values
     stages: tuple[str, ...] = ()  # of a pipeline: lines on its schedule and on each stage
+    baselines: Mapping[str, float] = field(default_factory=dict)  # metrics of predictions that ignore the input
     classes: tuple[tuple[str, int], ...] = ()  # name and training rows of each; empty if rows have no single class
     positive: str | None = None  # the class that `f1` counts as positive
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
@@ -200,5 +201,6 @@ class EndRecord:
     message: str | None = None  # the reason, if the outcome needs one
     pipeline: Idling | None = None  # None: there are no stages, or nothing was trained
     compilation: Compilation | None = None  # None: nothing was compiled
+    warnings: tuple[str, ...] = ()  # on a training that has taught the model nothing
     has_checkpoint: bool = True  # else the command starts from the first step
     profile: Profiling | None = None  # None: nothing was profiled

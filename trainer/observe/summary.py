@@ -168,9 +168,20 @@ def step_line(record: StepRecord, total_steps: int, seconds_left: float | None, 
     return "  ".join([step, *fields]).rstrip()
 
 
-def evaluation_line(record: EvaluationRecord) -> str:
-    metrics = "  ".join(f"{name} {format_decimal(value)}" for name, value in record.metrics.items())
-    return f"evaluation at step {record.step}: {metrics}"
+def evaluation_lines(record: EvaluationRecord) -> list[str]:
+    """Return a line of the metrics, and a table of those of parts, such as `f1/LOC`: a row for each part."""
+    parts: dict[str, dict[str, str]] = {}
+    whole = []
+    for name, value in record.metrics.items():
+        metric, _, part = name.partition("/")
+        if part:
+            parts.setdefault(part, {})[metric] = format_decimal(value)
+        else:
+            whole.append(f"{name} {format_decimal(value)}")
+    columns = list(dict.fromkeys(metric for row in parts.values() for metric in row))
+    rows = [("", *columns), *((part, *(row.get(name, "") for name in columns)) for part, row in parts.items())]
+    title = f"evaluation at step {record.step}: {'  '.join(whole)}"
+    return [title, *(f"  {line}" for line in aligned(rows))] if parts else [title]
 
 
 def _best_text(record: EndRecord, run: RunInfo | None) -> str:
@@ -215,6 +226,7 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     message = "" if record.outcome == "failed" else record.message or ""
     lines = [title, *textwrap.wrap(message, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += _row("best", _best_text(record, run))
+    lines += [line for text in record.warnings for line in _row("warning", text)]
     if len(evaluations) > 1 and record.best is not None:
         lines += _row("last", _curve_text(record.best.name, evaluations))
     if record.pipeline is not None:

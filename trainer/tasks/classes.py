@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from trainer.base.errors import DataError, Problems, UsageError
 from trainer.base.text import listed
 from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.metrics.table import METRICS, merit
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_columns, shown, type_name
 from trainer.tasks.types import Dataset, EvaluatedSplit
@@ -392,6 +393,18 @@ class RowClasses(NamedClasses):
             index = self._known_class_names.index(self.positive)
             values["f1"] = METRICS["f1"].compute(1 * (predicted == index), 1 * (labels == index))
         return values
+
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        """Return the metrics of the best constant class, and the loss of the classes' shares."""
+        if labels is None:
+            return {}
+        shares = torch.bincount(labels) / len(labels)
+        constants = {int(shares.argmax())}
+        if self.positive is not None:
+            constants.add(self._known_class_names.index(self.positive))
+        found = [self.constant_metrics(labels, constant) for constant in sorted(constants)]
+        best = {name: max(found, key=partial(merit, name))[name] for name in self.metric_names}
+        return {**best, "loss": float(torch.special.entr(shares).sum())}
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         names = self._known_class_names

@@ -318,6 +318,9 @@ class MultipleChoiceTask(TextTask):
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"predictions": logits.argmax(dim=-1), "labels": labels}
 
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        return {} if labels is None else self.constant_metrics(labels, int(labels.mode().values))
+
     def without_labels(self) -> MultipleChoiceTask:
         return replace(self, labelled=False, metric_names=())
 

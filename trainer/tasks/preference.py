@@ -286,6 +286,9 @@ class PreferenceTask(TokenLabels):
         }
         return found | {name: METRICS[name].compute(*arguments[name]) for name in self.metric_names}
 
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        return {"reward_accuracy": 0.5}
+
     def _predicting(self) -> CausalLMTask:
         column = self.examples.prompt or next(iter(self.examples.answers.values()))
         examples = ChatColumn(column) if self.is_chat else TextColumn(column, "prompt")

@@ -139,6 +139,9 @@ class RewardModelTask(ScoredTexts):
         rows = {"accuracy": "reward_accuracy"}
         return {name: METRICS[rows.get(name, name)].compute(chosen, rejected) for name in self.metric_names}
 
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
     def without_labels(self) -> RewardModelTask:
         return replace(self, answer_columns=self.answer_columns[:1], margin=None, metric_names=())
 

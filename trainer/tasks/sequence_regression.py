@@ -62,6 +62,9 @@ class SequenceRegressionTask(TextTask):
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"predictions": logits.float().squeeze(-1), "labels": labels.float()}
 
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        return {} if labels is None else self.constant_metrics(labels.float(), float(labels.float().mean()))
+
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         first = torch.from_numpy(first_of_equal(split.encoded))  # equal texts are ties of a rank correlation
         return self.metrics({**predictions, "predictions": predictions["predictions"][first]})

@@ -166,9 +166,22 @@ class Scores(ABC):
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
+    def constant_metrics(self, labels: Tensor, constant: float) -> dict[str, float]:
+        """Return the metrics of one prediction for all rows."""
+        return self.metrics({"predictions": torch.full_like(labels, constant), "labels": labels})
+
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return the metrics over a whole split, for tasks with metrics that need the texts of the split."""
         return self.metrics(predictions)
+
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        """Return metrics, and perhaps the `loss`, of predictions that ignore the input.
+
+        Args:
+            labels: the label of each row of the validation split, of shape `[rows]`; None if it has no such labels.
+            vocabulary: the number of tokens; None if the model has none.
+        """
+        return {}
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.

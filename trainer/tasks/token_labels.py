@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,6 +86,9 @@ class TokenLabels(TextTask):
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         return {name: self.token_metric(name, predictions) for name in self.metric_names}
+
+    def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
+        return {} if vocabulary is None else {"loss": math.log(vocabulary), "perplexity": float(vocabulary)}
 
     def token_metric(self, name: str, predictions: Mapping[str, Tensor]) -> float:
         """Return a metric of `TOKEN_METRICS`."""

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, get_args
 
@@ -127,6 +127,13 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
+def _baselines(task: Task, split: EncodedSplit | None, models: Sequence[nn.Module]) -> dict[str, float]:
+    labels = None if split is None or "labels" not in split.scalars else torch.tensor(split.scalars["labels"])
+    config = getattr(models[0], "config", None)
+    found = task.baselines(labels, getattr(config, "vocab_size", None))
+    return {name: value for name, value in found.items() if isfinite(value)}  # a constant has no correlation
+
+
 def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:
     return {id(module.weight) for model in models for module in model.modules() if isinstance(module, kinds)}
 
@@ -191,6 +198,7 @@ def run_info(
         num_validation_rows=None if validation is None else len(validation),
         unit=data.unit,
         majority=_majority(task, validation),
+        baselines=_baselines(task, validation, models),
         classes=class_counts(task, train),
         positive=task.positive_class if isinstance(task, NamedClasses) else None,
         steps_per_epoch=plan.steps_per_epoch(len(train)),

@@ -19,6 +19,7 @@ from trainer.observe.builders import build_observers
 from trainer.observe.callbacks import Callback, CallbackObserver
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
+from trainer.observe.outcome import Outcome
 from trainer.observe.profiling import Profiler
 from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
@@ -95,6 +96,8 @@ class Session:
         own = [callback for callback in callbacks if callback.every_rank or environment.rank == 0]
         shown += [CallbackObserver(callback, note) for callback in own]
         shown += [] if observer is None else [observer]
+        self._outcome = Outcome()
+        shown.append(self._outcome)
         self._profiler: Profiler | None = None
         if recipe.logging.profile is not None:
             first, last = recipe.logging.profile.steps
@@ -171,6 +174,7 @@ class Session:
             seconds=time.monotonic() - self._started,
             resume_command=self._command,
             message=message,
+            warnings=self._outcome.warnings(progress.best) if code == ExitCode.DONE else (),
             pipeline=results.idling,
             compilation=results.compilation,
             has_checkpoint=self._has_checkpoint(),

@@ -85,6 +85,8 @@ class TestContestants:
         file = tmp_path / "layouts"
         file.write_text("recipe  # as it is\n\nparallel.strategy=fsdp activation_checkpointing=full\n")
         assert names([], file=file) == ["recipe", "strategy=fsdp activation_checkpointing=full"]
+        file.write_text("parallel.strategy=fsdp\n")
+        assert names([], file=file) == ["recipe", "strategy=fsdp"], "the recipe is the reference"
 
     @pytest.mark.parametrize(
         ("text", "problem"), [("fsdp", "line 1 of .* holds 'fsdp'"), ("", "no layout"), ('a="b', "quotation")]
@@ -255,7 +257,12 @@ class TestResults:
         shown = "\n".join(table([ddp, fsdp, zero], is_cpu=True, width=1000))
         assert "beyond the tolerance from step 8" in shown
         assert "1 of 2 learn the same" in shown
-        assert "strategy=ddp is the fastest" in shown
+        assert "strategy=ddp has the shortest step" in shown
+        near = [replace(one, rank_memory_bytes=(size,)) for one, size in ((ddp, 1030), (fsdp, 1000), (zero, 1100))]
+        tie = "strategy=fsdp and, within the noise, strategy=ddp have the least memory"
+        for is_cpu, least in ((True, tie), (False, "strategy=fsdp has the least memory")):
+            assert least in "\n".join(table(near, is_cpu, width=1000))
+        assert "on a CPU the memory is of the process" in shown
         narrow = list(table([ddp, fsdp, zero], is_cpu=True, width=60))
         parts = [line for line in narrow if line.startswith("strategy=fsdp ")]
         assert max(map(len, parts)) <= 60

@@ -67,7 +67,7 @@ def shown(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", range(7))
 def test_no_value_becomes_code_or_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int):
-    monkeypatch.setattr(page, "get_plotlyjs", lambda: "")
+    monkeypatch.setattr(page, "_library", lambda: "")
     lines = write(tmp_path / "run")
     assert len(lines) == 7
     others, choice = [json.dumps(one) for one in lines], random.Random(line)
@@ -91,7 +91,7 @@ def test_no_value_becomes_code_or_a_traceback(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page, "get_plotlyjs", lambda: "")
+    monkeypatch.setattr(page, "_library", lambda: "")
     file = MetricsFile()
     file.start(run_info(tmp_path))
     for step in range(1, 1001):

@@ -14,7 +14,7 @@ from tests.helpers.figures import figures_of
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.report.figures import Curve, curves
+from trainer.tools.report.figures import Curve, confusion, curves, ranges
 
 HOSTILE = "</script><script>document.title='run'</script><b>"
 STEP = {
@@ -57,7 +57,18 @@ def test_the_page_of_a_run_shows_its_metrics(tmp_path: Path):
     assert matrix["text"] == [list(map(str, row)) for row in counts]
     rows, right = sum(map(sum, counts)), sum(row[index] for index, row in enumerate(counts))
     assert lines[-2]["eval"]["accuracy"] == pytest.approx(right / rows)
+    assert (tmp_path / "run" / "report.html").stat().st_size < 1_000_000
     assert {"gradient norm before clipping", "learning rate", "throughput"} <= drawn.keys()
+
+
+def test_a_run_that_has_learned_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    # Its labels are random, and its metrics are those of one class.
+    recipe = str(write_tiny_run(tmp_path, logging={"to": ["console", "jsonl"], "every": "1 step"}))
+    assert main(["run", recipe, "training.max_steps=6", "optimizer.learning_rate=50"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "warning the loss diverged: the first logged losses are near" in shown
+    text = html(page(tmp_path / "run"))
+    assert "run, warning: the loss diverged" in text
 
 
 def test_marks_stand_at_the_steps_of_the_run(tmp_path: Path):
@@ -224,6 +235,20 @@ def test_a_moving_average_ignores_gaps():
     assert figure.data[1].y == pytest.approx((4.0, None, 4.0))
 
 
+def test_a_bar_that_is_far_longer_leaves_the_figure():
+    even = ranges("", [("a", (1, 2, 3)), ("b", (3, 4, 5))], "ms")
+    assert even.layout.xaxis.range is None
+    far = ranges("", [("a", (1, 2, 3)), ("b", (3, 4, 5)), ("c", (90, 100, 110))], "ms")
+    assert far.layout.xaxis.range == (0, 7.5)
+    assert far.data[0].text == ("", "", "100")
+
+
+def test_long_names_of_a_confusion_have_room():
+    few, many = (confusion("", [name, "b"], [[1, 0], [0, 1]]) for name in ("a", "a" * 40))
+    assert many.layout.height == few.layout.height + 40 * 7
+    assert (few.layout.xaxis.tickangle, many.layout.xaxis.tickangle) == (0, -90)
+
+
 @needs_browser
 def test_a_browser_draws_the_page_without_errors_and_requests(tmp_path: Path):
     info = {"classes": [[HOSTILE, 3]], "recipe": {"name": HOSTILE}, "versions": {"trainer": HOSTILE}}
@@ -241,7 +266,7 @@ def test_a_browser_draws_the_page_without_errors_and_requests(tmp_path: Path):
         assert CURVE.search(figure)
         legend = re.search(r'class="legend".*?height="(\d+)"', figure, re.DOTALL)
         assert legend is not None
-        assert f"height: {280 + int(legend[1])}px; width: 100%" in figure, "the page is as high as figure and legend"
+        assert f"height: {280 + int(legend[1])}px;" in figure, "the page is as high as figure and legend"
     assert opened.dom.count('aria-pressed="true">smooth') == 3
     assert "Download plot" in "".join(figures)
     assert "Share chart" not in "".join(figures), "this button uploads the figure"

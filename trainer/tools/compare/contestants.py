@@ -63,6 +63,7 @@ def contestants(
     if axes or file is not None:
         lines = [()] if file is None else list(_lines(file))
         found = [(*line, *point) for line in lines for point in itertools.product(*axes)]
+        found = found if file is None else [(), *found]  # the recipe as it is, the reference
     else:
         given = {word.partition("=")[0] for word in common}
         values = own.model_dump(mode="json")

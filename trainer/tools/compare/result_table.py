@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.disk import replace_text
+from trainer.base.text import listed
 from trainer.observe.metrics_file import encode_number
 from trainer.observe.summary import format_bytes
 from trainer.tools.compare.probe import PARTS
 from trainer.tools.compare.results import Result
 from trainer.tools.compare.turns import first_line
+
+_NOISE = {False: 0.01, True: 0.05}
+"""The relative difference of two peaks of memory that is noise, on a GPU and of a process on a CPU."""
 
 HEADER = (
     "", "step", "quartiles", "samples/s", "tokens/s", "compute/comm/rest", "sent", "memory of each rank", "planned",
@@ -35,6 +39,12 @@ def table(results: Sequence[Result], is_cpu: bool, width: int) -> Iterator[str]:
             yield "  ".join([name, *others]).rstrip()
         yield ""
     yield from remarks(results, is_cpu)
+
+
+def _tie(first: str, tied: Sequence[str]) -> str:
+    """Return the subject of a sentence on the best result, with those that differ from it by noise only."""
+    others = [name for name in tied if name != first]
+    return f"{first} has" if not others else f"{first} and, within the noise, {listed(others, 5)} have"
 
 
 def _fitting(widths: Sequence[int], width: int) -> Iterator[list[int]]:
@@ -65,9 +75,15 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
     if len(trained) > 1:
         fastest = min(trained, key=lambda one: one.step_seconds[1] if one.step_seconds else math.inf)
         smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))
-        yield f"{fastest.name} is the fastest, with {cells(fastest)[1]} a step"
-        least = format_bytes(max(smallest.rank_memory_bytes))
-        yield f"{smallest.name} needs the least memory, {least} on its fullest rank"
+        assert fastest.step_seconds is not None
+        slowest = fastest.step_seconds[2]
+        tied = [one.name for one in trained if one.step_seconds and one.step_seconds[0] <= slowest]
+        yield f"{_tie(fastest.name, tied)} the shortest step, {cells(fastest)[1]}"
+        least = max(smallest.rank_memory_bytes)
+        tied = [one.name for one in trained if max(one.rank_memory_bytes) <= (1 + _NOISE[is_cpu]) * least]
+        yield f"{_tie(smallest.name, tied)} the least memory, {format_bytes(least)} on the fullest rank"
+        if is_cpu:
+            yield "on a CPU the memory is of the process, and most of it of libraries; planned counts tensors only"
     if compared := [result.likeness for result in results if result.likeness is not None]:
         alike = sum(likeness.leaves is None for likeness in compared)
         yield f"{alike} of {len(compared)} learn the same as the reference, within the tolerances"

@@ -18,7 +18,10 @@ _DASHES = ("solid", "dash", "dot", "dashdot")  # of curves beyond the colours
 _SMOOTHING = 0.9  # the weight of the past in the moving average
 _HEIGHT = 280
 _LEAST_HEIGHT = 150
+_FAR_LONGER = 3.0  # times the second longest bar
 _BAR = 24  # pixels of a bar and its gap
+_LETTER = 7  # pixels of a letter
+_ACROSS = 50  # letters of all names below a figure that stand beside each other
 _LABEL = 18  # characters of a line of a bar's name
 
 
@@ -122,7 +125,10 @@ def bars(
 
 
 def ranges(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:
-    """Draw a bar for each name, with a line from the first to the last of its quartiles; the first name is on top."""
+    """Draw a bar for each name, with a line from the first to the last of its quartiles; the first name is on top.
+
+    A bar that is far longer than all others leaves the figure, with its value as text, so that the others show.
+    """
     middle = [values[1] for _, values in found]
     figure = bars(title, [name for name, _ in found], [("median", middle)], unit)
     figure.data[0].error_x = {
@@ -130,6 +136,11 @@ def ranges(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) 
         "arrayminus": [value - low for (_, (low, _, _)), value in zip(found, middle, strict=True)],
         "color": COLOURS[1],
     }
+    *_, second, longest = sorted([0.0, *(high for _, (_, _, high) in found)])
+    if longest > _FAR_LONGER * second > 0:
+        figure.update_xaxes(range=[0, 1.5 * second])
+        figure.data[0].text = [f"{value:,.4g}" if value > 1.5 * second else "" for value in middle]
+        figure.update_traces(textposition="inside", insidetextanchor="start", textangle=0)
     return figure
 
 
@@ -188,7 +199,12 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
         zmax=1,
     )
     _lay_out_bars(figure, title, len(names), "predicted")
-    figure.update_yaxes(title="true")
+    # The names below get room of their own: Plotly would take it from the matrix, and cover names with the title.
+    longest = max(map(len, classes), default=0)
+    upright = longest * len(names) > _ACROSS
+    figure.update_xaxes(tickangle=-90 if upright else 0)
+    figure.update_yaxes(title={"text": "true", "standoff": 8})
+    figure.update_layout(height=figure.layout.height + (_LETTER * longest if upright else 0))
     return figure
 
 

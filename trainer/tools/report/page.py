@@ -1,21 +1,24 @@
 """An HTML page without requests: sections of texts, tables and figures.
 
-The figures are Plotly's: hovering, zooming and logarithmic axes need no code of ours, and a page opens from a disk
-because the library is part of it, which makes each page 4.8 MB large. A content security policy forbids every request.
+The figures are Plotly's: hovering, zooming and logarithmic axes need no code of ours. A page opens from a disk because
+the library is part of it: the bundle of Plotly.js for axes, compressed, which the browser unpacks. It is of the version
+in Plotly's Python package. A content security policy forbids every request.
 """
 
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import jinja2
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from plotly.io.json import to_json_plotly
 
 MISSING = "-"
 """The cell of a value that a run has not."""
@@ -80,23 +83,24 @@ def label(text: str) -> str:
 
 def render(title: str, sections: Sequence[Section]) -> str:
     """Return a page; texts of all blocks stay texts."""
-    number = 0
 
     def drawn(figure: go.Figure) -> str:
-        nonlocal number
-        number += 1
         # Plotly's own bar of buttons has one that uploads the figure to its company, unless it is switched off.
         config = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
-        # Plotly writes this configuration into the script as it is, so no text of the user may be in it.
         image = {"filename": re.sub(r"\W+", "_", figure.layout.meta["title"]), "scale": 2}
-        div = f"figure-{number}"
         config |= {"displayModeBar": "hover", "toImageButtonOptions": image}
-        return str(figure.to_html(config=config, include_plotlyjs=False, full_html=False, div_id=div))
+        found = figure.to_plotly_json()
+        return str(to_json_plotly({"data": found["data"], "layout": found["layout"], "config": config}))
 
     page = _template().render(
-        title=title, sections=sections, plotly=get_plotlyjs(), drawn=drawn, kind=_kind, is_short=is_short
+        title=title, sections=sections, plotly=_library(), drawn=drawn, kind=_kind, is_short=is_short
     )
     return page.encode(errors="backslashreplace").decode()  # halves of surrogate pairs have no encoding
+
+
+@cache
+def _library() -> str:
+    return b64encode(files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 
 @cache

@@ -137,6 +137,7 @@ def write_report(folders: Sequence[Path], output: Path | None, state: str | None
 def page_of(runs: Sequence[Run]) -> str:
     """Return the HTML page of the runs."""
     messages = [f"{run.name} {run.state}: {run.message}" for run in runs if run.message]
+    messages += [f"{run.name}, warning: {text}" for run in runs for text in (run.metrics.end or {}).get("warnings", ())]
     messages += [
         f"{run.name}: the curves have every {run.metrics.stride}th logged step, since a page shows at most"
         f" {MOST_STEPS:,}"
