@@ -28,7 +28,7 @@ from tests.helpers.training import (
     weights_of,
 )
 from tests.models.test_adapters import _name_in_peft
-from tests.models.test_quantizing import mean_loss
+from tests.models.test_quantizing import mean_loss, quantized_folder
 from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
 from tests.parity.test_adapters import ADAPTER_LAYOUTS
 from tests.training.test_peft_folder import CAUSAL, assert_same_logits, train
@@ -63,8 +63,10 @@ def write_base(folder: Path, tied: bool = False, num_layers: int = 2) -> Path:
     return folder
 
 
-def recipe_of(base: Path, adapter: dict[str, Any] | None, **sections: Any) -> Recipe:
+def recipe_of(base: Path, adapter: Any, **sections: Any) -> Recipe:
     model = {"config": None, "tokenizer": None, "name_or_path": str(base), "dropout": 0.0, "new_tokens": NEW}
+    if adapter == "nf4":
+        adapter, model["quantization"] = LORA, adapter
     keys = {"training": {"max_steps": 4}, **sections}
     return tiny_recipe(task={"type": "causal_lm", "text": "text"}, model={**model, "adapter": adapter}, **keys)
 
@@ -155,6 +157,7 @@ LAYOUTS = {
     ("layout", "adapter"),
     [
         pytest.param("broadcast", LORA),
+        pytest.param("broadcast", "nf4"),
         pytest.param("tensor-sequence-accumulated", None),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
@@ -168,7 +171,11 @@ LAYOUTS = {
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, tmp_path: Path, layout: str, adapter: Any):
-    base = write_base(tmp_path, num_layers=4)
+    base = write_base(tmp_path / "base", num_layers=4)
+    if adapter == "nf4":  # files that are quantised already
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        base = quantized_folder(base, adapter)
+        tokenizer.save_pretrained(base)
     world_size, keys = LAYOUTS[layout]
     expected = curves(base, adapter, {})
     for found in ranks(world_size).run(curves, base, adapter, keys):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,8 @@ from tests.training.test_export import assert_same_folder
 from tests.training.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
+from trainer.models.configuration import load_config
+from trainer.recipe.schema import Model
 from trainer.training.export import export
 
 LORA = {"type": "lora", "rank": 4, "alpha": 16.0}
@@ -37,7 +40,10 @@ NF4 = BitsAndBytesConfig(
 
 
 def in_nf4(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4, device_map="cpu", dtype=torch.float32)
+    """Return the model with weights in nf4, those of the folder or new ones."""
+    is_quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
+    keys = {} if is_quantized else {"quantization_config": NF4}
+    model = AutoModelForCausalLM.from_pretrained(folder, **keys, device_map="cpu", dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False  # for evaluations, it would round scales to bf16
@@ -57,9 +63,29 @@ def in_int8(folder: Path) -> Any:
 REFERENCES: dict[str, Callable[[Path], Any]] = {"nf4": in_nf4, "int8": in_int8}
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("nf4", LORA), ("int8", LORA), ("nf4", STARTED)])
-def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, adapter: dict[str, Any], tmp_path: Path):
-    base = base_folder(tmp_path / "base", "llama", HEAD)
+def quantized_folder(base: Path, kind: str, skipped: Sequence[str] = ()) -> Path:
+    """Write a model as transformers and bitsandbytes quantise it; its scales differ from those of a second time."""
+    folder = base.with_name(f"{base.name}_{kind}")
+    config = copy.deepcopy(NF4) if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
+    config.llm_int8_skip_modules = ["lm_head", *skipped]
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu", dtype="float32")
+    model.save_pretrained(folder)
+    return folder
+
+
+DORA = {**LORA, "type": "dora"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "is_folder"),
+    [("nf4", LORA, False), ("int8", LORA, False), ("nf4", STARTED, False), ("nf4", DORA, True), ("int8", LORA, True)],
+)
+def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(
+    kind: str, adapter: dict[str, Any], is_folder: bool, tmp_path: Path
+):
+    base = exact = base_folder(tmp_path / "base", "llama", HEAD)
+    if is_folder:
+        base = quantized_folder(base, kind)
     keys = {"config": None, "name_or_path": str(base), "dropout": 0.0, "adapter": adapter, "quantization": kind}
     recipe = tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=keys, training={"max_steps": 4})
     with tiny_training(recipe) as training:
@@ -74,7 +100,7 @@ def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(kind: str, adapte
     targets = sorted({name.split(".lora.")[0].split(".")[-1] for name in start})
     kinds = {"target_modules": targets, "use_dora": adapter["type"] == "dora"}
     config = LoraConfig(r=4, lora_alpha=16, task_type=TaskType.CAUSAL_LM, **kinds)
-    reference = get_peft_model(REFERENCES[kind](base), config)
+    reference = get_peft_model(REFERENCES[kind](base if kind == "nf4" else exact), config)
     named = dict(reference.named_parameters())
     for name, tensor in start.items():
         named[_name_in_peft(name)].data.copy_(tensor)
@@ -116,10 +142,14 @@ def mean_loss(model: Any, microbatch: Any) -> float:
     return loss.item()
 
 
-def test_folders_hold_the_trained_model(tmp_path: Path):
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_folders_hold_the_trained_model(is_folder: bool, tmp_path: Path):
     """The merged folder and PEFT's over the quantised base have the same logits; PEFT's opens over the plain base."""
-    base = base_folder(tmp_path / "base", "llama", HEAD)
-    model = {"config": None, "name_or_path": str(base), "adapter": STARTED, "quantization": "nf4"}
+    base = exact = base_folder(tmp_path / "base", "llama", HEAD)
+    adapter = STARTED
+    if is_folder:
+        base, adapter = quantized_folder(base, "nf4"), LORA
+    model = {"config": None, "name_or_path": str(base), "adapter": adapter, "quantization": "nf4"}
     recipe = write_tiny_run(tmp_path / "tuned", model=model)
     sections = {"task": CAUSAL, "optimizer": {"learning_rate": 0.01}}
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))
@@ -132,7 +162,7 @@ def test_folders_hold_the_trained_model(tmp_path: Path):
     over_quantized = get_opened(tmp_path / "adapter", in_nf4(base))
     assert_same_logits(over_quantized, merged)
     with pytest.raises(AssertionError):  # the plain base has other weights
-        assert_same_logits(opened(tmp_path / "adapter", HEAD, base), merged)
+        assert_same_logits(opened(tmp_path / "adapter", HEAD, exact), merged)
 
 
 def get_opened(folder: Path, base: Any) -> Any:
@@ -151,8 +181,32 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path):
     missing = mock.patch("trainer.models.quantizing.load_package", side_effect=ImportError("no module"))
     with missing, pytest.raises(UsageError, match=r"needs the package bitsandbytes; install it.*\[quantization\]"):
         build_tiny(tiny_recipe(task=task, model=llama))
-    base = base_folder(tmp_path / "base", "llama", HEAD)
-    described = json.loads((base / "config.json").read_text()) | {"quantization_config": NF4.to_dict()}
-    (base / "config.json").write_text(json.dumps(described, default=str))
-    with pytest.raises(UsageError, match=r"is that of quantised weights \(bitsandbytes\), which are not read; name"):
-        build_tiny(tiny_recipe(task=task, model={**llama, "config": None, "name_or_path": str(base)}))
+
+
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("described", "keys", "words"),
+    [
+        ({"quant_method": "gptq"}, {}, r"is that of quantised weights \(gptq\), which are not read; name"),
+        (_BNB, {}, r"\(bitsandbytes, nf4 without `bnb_4bit_use_double_quant`\), which are not read"),
+        ({**_BNB, "bnb_4bit_quant_type": "fp4"}, {}, r"\(bitsandbytes, fp4 without"),
+        (NF4.to_dict(), {"quantization": "int8"}, r"`model.quantization` must be nf4.*but is int8"),
+        (NF4.to_dict(), {"quantization": None}, r"`model.quantization` must be nf4.*but is null"),
+        (NF4.to_dict(), {"adapter": STARTED}, r"`model.adapter.start` is \"loftq\".*holds them in nf4"),
+    ],
+)
+def test_files_in_another_format_are_refused_by_name(described: Any, keys: Any, words: str, tmp_path: Path):
+    config = {**TINY_DECODERS["llama"], "architectures": ["LlamaForCausalLM"], "quantization_config": described}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    recipe = {"name_or_path": str(tmp_path), "adapter": LORA, "quantization": "nf4", **keys}
+    with pytest.raises(UsageError, match=words):
+        load_config(Model.model_validate(recipe), {})
+
+
+def test_an_exact_weight_among_quantised_ones_is_refused(tmp_path: Path):
+    folder = quantized_folder(base_folder(tmp_path / "base", "llama", HEAD), "nf4", ["model.layers.0.mlp.up_proj"])
+    model = {"config": None, "name_or_path": str(folder), "adapter": LORA, "quantization": "nf4", "tokenizer": "none"}
+    with pytest.raises(UsageError, match=r"holds model.layers.0.mlp.up_proj.weight exactly"):
+        build_tiny(tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=model))

@@ -281,6 +281,8 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     _require_plain(recipe, config)
     if recipe.config and not recipe.is_random:
         config = _changed_config(config, recipe, options)
+    if getattr(config, "quantization_config", None):
+        del config.quantization_config  # the files tell which weights are quantised; the model's class shall not see it
     if recipe.new_tokens is not None:
         _add_tokens(config, recipe, recipe.new_tokens)
     config.gradient_checkpointing = False  # transformers' own; `activation_checkpointing` decides
@@ -353,11 +355,7 @@ def _require_plain(recipe: Model, config: Any) -> None:
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
     _require_sizes(vars(config), place, "mend its config.json")
     if quantised := getattr(config, "quantization_config", None):
-        kind = str(quantised.get("quant_method", "")) if isinstance(quantised, Mapping) else ""
-        raise UsageError(
-            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which are not read; name the model"
-            " that they were made of, and set `model.quantization`"
-        )
+        _require_format(recipe, place, quantised)
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         name = getattr(config, key, None)
         if isinstance(name, str) and name not in ACT2FN:
@@ -370,6 +368,39 @@ def _require_plain(recipe: Model, config: Any) -> None:
         raise UsageError(f"{place} has a model of texts in it that a {config.model_type} has not; mend its config.json")
     if not is_shallow(vars(config), _MOST_LEVELS + 1):
         raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; mend it")
+
+
+def _require_format(recipe: Model, place: str, quantised: object) -> None:
+    """Refuse quantised weights that are not in the format of the recipe's `model.quantization`.
+
+    Raises:
+        UsageError: their format is another, or one that is not read.
+    """
+    keys = quantised if isinstance(quantised, Mapping) else {}
+    kind, form = str(keys.get("quant_method", "")), None
+    if kind == "bitsandbytes" and keys.get("load_in_8bit"):
+        form = "int8"
+    elif kind == "bitsandbytes" and keys.get("load_in_4bit"):
+        kind = f"bitsandbytes, {keys.get('bnb_4bit_quant_type')}"
+        scales, storage = keys.get("bnb_4bit_use_double_quant"), keys.get("bnb_4bit_quant_storage", "uint8")
+        kind += "" if scales else " without `bnb_4bit_use_double_quant`"
+        if kind == "bitsandbytes, nf4" and storage == "uint8":
+            form = "nf4"
+    if form is None:
+        raise UsageError(
+            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which are not read; name the model"
+            " that they were made of, and set `model.quantization`"
+        )
+    if recipe.quantization != form:
+        raise UsageError(
+            f"`model.quantization` must be {form}, the format of the weights in {str(recipe.name_or_path)!r}, but is"
+            f" {recipe.quantization or 'null'}; set it, and `model.adapter`"
+        )
+    if recipe.adapter is not None and recipe.adapter.start == "loftq":
+        raise UsageError(
+            '`model.adapter.start` is "loftq", which needs the weights before their quantisation, but'
+            f" {str(recipe.name_or_path)!r} holds them in {form}; set it to null"
+        )
 
 
 def require_head(recipe: Model, config: Any, auto_class: Any) -> None:

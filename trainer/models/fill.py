@@ -45,7 +45,14 @@ from trainer.models.names import aliases, replace_in
 from trainer.models.origins import not_found, one_line
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.quantizing import quantized_in
-from trainer.models.stored_weights import CountedWeights, EnlargedWeights, SharedWeights, StoredWeights
+from trainer.models.stored_weights import (
+    CountedWeights,
+    EnlargedWeights,
+    QuantizedFiles,
+    SharedWeights,
+    StoredWeights,
+    quantized_keys,
+)
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.tensor.low_rank import drawn_factor
@@ -143,16 +150,19 @@ def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
     Raises:
         UsageError: its files cannot be read in parts.
     """
-    if described.recipe.new_tokens is None:
+    recipe = described.recipe
+    if recipe.new_tokens is None and recipe.quantization is None:
         return None
     try:
-        stored = _fitted(described, StoredWeights(pretrained_files(described)))
+        plain = StoredWeights(pretrained_files(described))
+        stored = _fitted(described, plain)
     except CannotLoadPartsError as error:
+        key = "model.quantization" if recipe.new_tokens is None else "model.new_tokens"
         raise UsageError(
-            f"`model.new_tokens` needs weights in safetensors files of the model itself, but {error}; save the model"
+            f"`{key}` needs weights in safetensors files of the model itself, but {error}; save the model"
             " again with `save_pretrained` of transformers"
         ) from error
-    return {key: stored.read(key) for key in stored.shapes}
+    return None if stored is plain else {key: stored.read(key) for key in stored.shapes}
 
 
 def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[str]:
@@ -161,10 +171,11 @@ def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[s
     return [*notes, f"in the checkpoint, not in this model: {', '.join(unexpected)}"] if unexpected else notes
 
 
-def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str]]:
+def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str], Mapping[str, Mapping[str, Tensor]]]:
     """Build the model of a recipe as it was before the training, without adapter, whole and in fp32 on the CPU.
 
-    The second result names the weights that are not loaded, but drawn from the seed.
+    The second result names the weights that are not loaded, but drawn from the seed. The third has the tensors of
+    weights that the files hold quantised.
 
     Args:
         model: the model on `meta`, from `described_model`.
@@ -178,9 +189,18 @@ def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[st
     model_class = type(model)
     described = ModelDescription(recipe, ModelUse(model_class.__name__), seed, config, model_class, "eager", False)
     try:
-        return load_whole(described)[:2]
+        return *load_whole(described)[:2], _quantized_already(described)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+
+
+def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors of the weights that files hold quantised, by the names of the weights."""
+    if described.recipe.is_random or described.recipe.quantization is None:
+        return {}
+    stored = _fitted(described, StoredWeights(pretrained_files(described)))
+    renamed = _renamed(described.on_meta(), stored)[0]
+    return {name: parts for name, key in renamed.items() if (parts := stored.quantized(key)) is not None}
 
 
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
@@ -335,18 +355,34 @@ def _without_report() -> Iterator[None]:
 
 
 def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
-    """Return stored weights with the rows that new tokens need."""
-    if described.recipe.is_random or described.recipe.new_tokens is None:
+    """Return stored weights as they were before their quantisation, with the rows that new tokens need.
+
+    Raises:
+        UsageError: quantised files hold an exact weight where the model has a quantised one.
+    """
+    quantized = quantized_keys(stored.shapes)
+    if described.recipe.is_random or not (quantized or described.recipe.new_tokens):
         return stored
     model = described.on_meta()
-    empty, size = model.state_dict(), vocabulary_size(described.config)
+    renamed = _renamed(model, stored)[0]
+    shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
+    if quantized:
+        described.adapt(model)
+        if exact := [name for name in quantized_in(model) if renamed.get(name) not in quantized]:
+            raise UsageError(
+                f"`model.name_or_path` is {str(described.recipe.name_or_path)!r}, with weights in"
+                f" {described.recipe.quantization}, but holds {exact[0]} exactly; quantise all linear layers of its"
+                " repeated layers, or name the model that it was made of"
+            )
+        stored = QuantizedFiles(stored, {key: shape for key, shape in shapes.items() if key in quantized})
+    size = vocabulary_size(described.config)
     larger = {}
-    for name, key in _renamed(model, stored)[0].items():
-        before, after = stored.shapes[key], tuple(empty[name].shape)
+    for key, after in shapes.items():
+        before = stored.shapes[key]
         changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
         if len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size:
             larger[key] = after
-    return EnlargedWeights(stored, larger)
+    return EnlargedWeights(stored, larger) if described.recipe.new_tokens else stored
 
 
 def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:
@@ -464,7 +500,10 @@ class _Parts:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
-            if name in self._quantized or (self.holds(name) and name in self.starts):
+            quantized = stored.quantized(key) if name in self._quantized else None
+            if quantized is not None:
+                self._fill_quantized(name, quantized)
+            elif name in self._quantized or (self.holds(name) and name in self.starts):
                 self.fill_whole(name, stored.read(key))  # a scale belongs to elements of several shards
             elif self.holds(name):
                 self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
@@ -551,8 +590,19 @@ class _Parts:
         if name not in self._quantized:
             self._set(self._own[name], part)
             return
-        for own, quantized in self._quantized[name].quantize(part).items():
-            self._set([f"{name}.{own}"], self._shard(quantized))
+        self._set_quantized(name, self._quantized[name].quantize(part))
+
+    def _fill_quantized(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Fill a weight that is quantised already, and the parameters of its adapter."""
+        if name in self.starts:
+            whole = self._quantized[name].dequantized(torch.float32, parts)
+            for own, value in self.starts[name](whole, whole).items():
+                self.fill_whole(own, value)
+        self._set_quantized(name, parts)
+
+    def _set_quantized(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        for own, part in parts.items():
+            self._set([f"{name}.{own}"], self._shard(part))
 
     def _set(self, names: Sequence[str], part: Tensor) -> None:
         """Fill a parameter of this model, which has these names."""

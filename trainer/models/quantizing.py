@@ -101,10 +101,17 @@ def quantized_weights(names: Iterable[str]) -> dict[str, StoredParts]:
     return found
 
 
-def quantized_base(model: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by name, with those quantised that are so in `model`, which may be on `meta`."""
+def quantized_base(
+    model: nn.Module, base: Mapping[str, Tensor], already: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return weights by name, with those quantised that are so in `model`, which may be on `meta`.
+
+    `already` has the tensors of weights that were quantised before.
+    """
     found = dict(base)
     for name, weight in quantized_in(model).items():
         if name in found:
-            found |= {f"{name}.{part}": tensor for part, tensor in weight.quantize(found.pop(name)).items()}
+            whole = found.pop(name)
+            parts = already.get(name) or weight.quantize(whole)
+            found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.models.place import ModelCut
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.quantized import CODES, FORMATS
 from trainer.parallel.shards.slices import ranges_of_part
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at once
@@ -73,6 +76,10 @@ class StoredWeights:
         """Return which tensors of a list must be read, given those that this rank needs."""
         return needed
 
+    def quantized(self, key: str) -> dict[str, Tensor] | None:
+        """Return the tensors of a format of `parallel/quantized.py` that stand for a tensor; None if none do."""
+        return None
+
     def read_along(self, key: str) -> None:
         """Take part in the reading of a tensor that another rank needs."""
         self._copy(key, [])
@@ -128,6 +135,9 @@ class EnlargedWeights(StoredWeights):
     def equal(self, key: str, other: str) -> bool:
         return self.shapes[key] == self.shapes[other] and self._stored.equal(key, other)
 
+    def quantized(self, key: str) -> dict[str, Tensor] | None:
+        return self._stored.quantized(key)
+
     def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
         if key not in self._larger:
             self._stored._copy(key, targets)
@@ -155,6 +165,79 @@ def _mean(tensor: Tensor, dim: int) -> Tensor:
     if tensor.is_meta:
         return tensor.narrow(dim, 0, 1)
     return torch.from_numpy(tensor.numpy().mean(axis=dim, dtype=np.float64, keepdims=True)).float()
+
+
+_STATE = ".quant_state.bitsandbytes__nf4"
+_SIZES_OF_BLOCKS = {"blocksize": 64, "nested_blocksize": 256}  # as in `parallel/quantized.py`
+
+
+def quantized_keys(keys: Collection[str]) -> dict[str, str]:
+    """Return the tensors that bitsandbytes has quantised among those of files, with the names of their formats."""
+    found = {key.removesuffix(_STATE): "nf4" for key in keys if key.endswith(_STATE)}
+    return found | {f"{key.removesuffix('SCB')}weight": "int8" for key in keys if key.endswith(".SCB")}
+
+
+class QuantizedFiles(StoredWeights):
+    """Stored tensors, some of them quantised by bitsandbytes, which are read as they were.
+
+    Args:
+        stored: the tensors of the files.
+        shapes: the shapes of quantised tensors before their quantisation.
+
+    Raises:
+        UsageError: a tensor has blocks of another size.
+    """
+
+    def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored, self._wholes = stored, shapes
+        self._kinds = quantized_keys(stored.shapes)
+        self.device = stored.device
+        inside = {key for key in stored.shapes for end in (".weight.", ".SCB", ".weight_format") if end in key}
+        self.shapes = {key: shape for key, shape in stored.shapes.items() if key not in inside} | dict(shapes)
+        self.dtypes = stored.dtypes | dict.fromkeys(shapes, torch.float32)
+        self._offsets = {key: self._offset(key) for key, kind in self._kinds.items() if kind == "nf4"}
+
+    def _offset(self, key: str) -> Tensor:
+        state = self._stored.read(f"{key}{_STATE}")
+        if state.is_meta:
+            return torch.empty(1, device="meta")
+        described = json.loads(bytes(state.tolist()))
+        if sizes := {
+            name: described.get(name) for name, size in _SIZES_OF_BLOCKS.items() if described.get(name) != size
+        }:
+            raise UsageError(
+                f"`model.name_or_path` must have nf4 weights in blocks of 64 with quantised scales, but {key} has"
+                f" {sizes}; save it again with `bnb_4bit_use_double_quant`"
+            )
+        return torch.tensor([described["nested_offset"]], dtype=torch.float32)
+
+    def again(self) -> StoredWeights:
+        return QuantizedFiles(self._stored.again(), self._wholes)
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        return self._stored.wanted(needed)
+
+    def equal(self, key: str, other: str) -> bool:
+        return key not in self._kinds and other not in self._kinds and self._stored.equal(key, other)
+
+    def quantized(self, key: str) -> dict[str, Tensor] | None:
+        kind = self._kinds.get(key)
+        if kind is None:
+            return None
+        codes = self._stored.read(key)
+        if kind == "int8":
+            return {CODES: codes, "row_scales": self._stored.read(f"{key.removesuffix('weight')}SCB")}
+        scales, nested = (self._stored.read(f"{key}.{name}") for name in ("absmax", "nested_absmax"))
+        return {CODES: codes, "scales": scales, "nested_scales": nested, "offset": self._offsets[key]}
+
+    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
+        parts = self.quantized(key)
+        if parts is None:
+            self._stored._copy(key, targets)
+        elif targets and self.device != "meta":
+            whole = FORMATS[self._kinds[key]].dequantize(parts, self.shapes[key], torch.float32)
+            for index, target in targets:
+                target.copy_(whole[index])
 
 
 class SharedWeights(StoredWeights):

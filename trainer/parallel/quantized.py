@@ -132,9 +132,9 @@ class QuantizedWeight(nn.Module):
         """Return a weight as the products use it after its quantisation, in fp32."""
         return FORMATS[self.kind].dequantize(self.quantize(weight), self.shape, torch.float32)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in a type."""
-        return FORMATS[self.kind].dequantize(dict(self.named_parameters()), self.shape, dtype)
+    def dequantized(self, dtype: torch.dtype, parts: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the weight in a type, from its own tensors or from others of its format."""
+        return FORMATS[self.kind].dequantize(parts or dict(self.named_parameters()), self.shape, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.shape}"

@@ -165,13 +165,13 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     recipe = _origin_model(state)
     with _reading(state, "`training.seed`"):
         seed = int(identity["training"]["seed"])
-    model, drawn = build_base(described, recipe, seed)
+    model, drawn, quantized = build_base(described, recipe, seed)
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
     found_drawn = base.keys() & drawn
     if recipe.quantization is not None:
         adapted = copy.deepcopy(described)
         adapt(adapted, recipe, seed, drawn)
-        base = quantized_base(adapted, base)
+        base = quantized_base(adapted, base, quantized)
     parts = [
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
         for name, tensor in base.items()
