@@ -333,7 +333,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(tensor.untyped_storage(), component)
         if function.namespace == "c10d":
             self._count_collective(function, args, inputs)
-        else:
+        elif function.namespace != "profiler":  # marks for profilers; the first optimizer of a class adds more of them
             kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
             self.totals.work[kind] = self.totals.work.get(kind, NOTHING).plus(amount)
         return result
