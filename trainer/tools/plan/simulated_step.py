@@ -79,7 +79,6 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
     The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
 
     Args:
-        plan: the recipe and its layout.
         rank: the rank to simulate.
         length: the tokens of each text.
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
@@ -141,7 +140,7 @@ class _Simulation:
         with self.opened(built, longer) as (engine, ledger, batch):
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
             label_model(ledger, engine, built, self.offload)
-            gc.collect()  # cycles of the first step
+            gc.collect(0)  # cycles of the first step
             ledger.restart()
             resident = dict(ledger.alive)
             with nullcontext() if self.updates else replaced(engine.optimizer, step=lambda *_: None):
