@@ -54,10 +54,8 @@ def register(kind: Kind, name: str, value: Any, module: str) -> None:
     """Add a row to a table, or replace a row that was registered before.
 
     Args:
-        kind: The table.
         name: The name in recipes.
         value: The row; its meaning depends on the table.
-        module: The module that registers it.
 
     Raises:
         UsageError: A table cannot take the row.

@@ -29,8 +29,6 @@ class Disk(WritingTier[list[WrittenFile]]):
     """The checkpoints in a run's folder.
 
     Args:
-        store: the folder.
-        mesh: the ranks.
         model_files: the configuration and the tokenizer by file name, for an export without the original model.
         asynchronous: whether the training continues while a thread writes a copy in CPU memory.
         check_owner: raises an error on rank 0 if the folder no longer belongs to this run.

@@ -170,7 +170,6 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     Args:
         folder: the checkpoint's folder.
         turn: the index of this rank; it reads every `num_turns`-th file.
-        num_turns: the number of ranks.
 
     Returns:
         The names of the files, without `state.json` and `SHA256SUMS`.

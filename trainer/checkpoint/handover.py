@@ -77,7 +77,6 @@ def hand_over(
 
     Args:
         folder: a folder of each host, on a memory file system.
-        run_folder: the folder of the run.
         rendezvous: all ranks, with the spare ones.
         environment: of this rank among all.
         num_training: the number of ranks that train, the first ones.

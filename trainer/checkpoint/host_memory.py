@@ -130,7 +130,6 @@ class HostMemory(WritingTier[None]):
     Args:
         folder: a folder of each host, on a memory file system.
         store: the checkpoints in the run's folder.
-        mesh: the ranks.
         note: shows a note on rank 0.
     """
 

@@ -105,7 +105,6 @@ class Mirror(Tier):
     Args:
         url: the place of the copies, such as `s3://bucket/run`.
         disk: the checkpoints that are copied.
-        mesh: the ranks.
         note: shows a note on rank 0.
         is_stopped: returns whether rank 0 has to stop, instead of waiting for an answer before the first upload.
 

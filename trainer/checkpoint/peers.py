@@ -70,7 +70,6 @@ class Peers:
         """Begin to send a share to a rank, which calls `take_share`; return the sends.
 
         Args:
-            folder: the folder of the share.
             name: its file of tensors.
             rank: the receiver.
         """
@@ -81,7 +80,6 @@ class Peers:
 
         Args:
             begin: creates the temporary folder; after an error of it, the files are received and dropped.
-            place: the place of the share.
             step: the step of the checkpoint.
             name: the file of tensors.
             rank: the sender.

@@ -40,7 +40,6 @@ class Saver:
     Args:
         tiers: the places of checkpoints, the fastest first; a slower one is opened before a faster one.
         engine: the engine to save and restore.
-        mesh: the ranks.
         saved: the rest of each checkpoint.
         progress: the counters of the run; `resume` sets them.
     """

@@ -179,7 +179,6 @@ def entry_key(encoder: Any, libraries: Sequence[str], **facts: Any) -> str:
     """Return the key of an entry, which covers everything that determines its content.
 
     Args:
-        encoder: the resolved task.
         libraries: the packages that prepare rows, installed or not.
         facts: the digests of all inputs, by name.
     """
@@ -199,7 +198,6 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
     """Map an entry into memory.
 
     Args:
-        folder: the folder of the entry.
         verify: whether to read every byte and compare the checksums (about 1 GB per second).
 
     Raises:

@@ -43,9 +43,6 @@ def read_chunks(
     """Yield lists of at most `num_rows` rows; the values of a CSV file are texts.
 
     Args:
-        path: the file.
-        file_format: its format.
-        num_rows: the number of rows of a chunk.
         skip: the number of first rows to leave out.
         where: the name of the file in messages.
         keeps_errors: whether the error of a line takes the place of its row, and is not raised.
@@ -80,7 +77,6 @@ def write_rows(parts: Sequence[Path], path: Path, file_format: Format) -> None:
     Args:
         parts: the files, in order.
         path: the new file.
-        file_format: its format.
 
     Raises:
         DataError: a column holds values of several types, which Parquet lacks.

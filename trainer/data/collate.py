@@ -34,7 +34,6 @@ class Batching(Protocol):
         """Return the columns of the rows that are not scalars, each of shape `[batch, ...]`.
 
         Args:
-            split: the prepared split.
             row_ids: the indices of the rows, of shape `[batch]`.
             as_wide_as: the rows that decide the length of padded rows; None: `row_ids`.
         """
@@ -134,7 +133,6 @@ def collate(
     """Collate rows into one microbatch.
 
     Args:
-        split: the prepared split.
         row_ids: the indices of the rows, of shape `[batch]`.
         batching: the conversion of inputs to tensors.
         places: the value of `Microbatch.rows`, of shape `[batch]`.

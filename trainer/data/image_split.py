@@ -63,9 +63,6 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     Any number of processes may call this function at once: one prepares the split, and the others wait.
 
     Args:
-        split: the rows.
-        encoder: the resolved task.
-        processor: the image processor of the model.
         cache: the folder of the cache, which is created if it is missing.
 
     Returns:
@@ -143,7 +140,6 @@ def _with_contents(
     """Return the rows with the values of image columns replaced by the encoded images.
 
     Args:
-        batch: the rows.
         columns: the names of the image columns.
         content: returns the encoded image of an index in the batch, a column and a value.
     """

@@ -44,7 +44,6 @@ class Mixture:
     Args:
         sizes: the number of rows of each source; the rows of a source are consecutive.
         weights: the weight of each source, above 0; they need not sum to 1.
-        seed: the recipe's seed.
 
     Raises:
         UsageError: a weight is so small that an epoch has no row of its source.
@@ -119,7 +118,6 @@ class GlobalOrder:
         num_rows: the number of rows of the split, at least 1.
         lengths: the tokens of each row, of shape `[num_rows]`, to batch rows of similar length; None: shuffle only.
         global_batch_size: the number of rows of one optimizer step over all ranks.
-        seed: the recipe's seed.
         mixture: gives each number of an epoch its row; None: the number itself.
     """
 
@@ -246,7 +244,6 @@ def _permuted(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
 
     Args:
         numbers: the numbers, below `size`.
-        size: the number of numbers.
         keys: the keys of the rounds, `[rounds, n]`, or `[rounds, 1]` for all numbers.
     """
     images = _once(numbers, size, keys)

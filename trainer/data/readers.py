@@ -143,7 +143,6 @@ class RowPlaces:
 
     Attributes:
         paths: the files, in order.
-        file_format: their format.
         text: how they are read.
         chosen: the number of each row in the files, from 0; None: the rows are all rows of the files.
     """

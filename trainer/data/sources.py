@@ -32,7 +32,6 @@ class Split:
     """The rows of one split.
 
     Attributes:
-        rows: the rows.
         where: the name of the split in messages.
         first_row: the number of the rows before it in its file.
         is_part: whether it is a part of a file to predict, which may hold no token that the tokenizer knows.

@@ -88,9 +88,6 @@ def encode_split(
     Any number of processes may call this function at once: one tokenises the split, and the others wait.
 
     Args:
-        split: the rows.
-        encoder: the resolved task.
-        tokenizer: the tokenizer of the model.
         max_length: the maximum number of tokens of a row.
         cache: the folder of the cache, which is created if it is missing.
         num_processes: the number of processes that tokenise, which does not change the result; None: as many as there

@@ -48,8 +48,6 @@ def build_engine(
     Args:
         built: the model, or this rank's pipeline stages.
         task: the task, which computes the loss.
-        mesh: the ranks.
-        plan: the plan of the run.
         total_steps: the last step of the learning rate's schedule.
         teacher: the model to learn from; None on ranks without the last stage, or if there is none.
     """

@@ -46,8 +46,6 @@ def wrap_ddp(
     """Return `model` in DDP, with gradients summed, not averaged, during the backward pass.
 
     Args:
-        model: the model.
-        mesh: the ranks.
         sent_in: the type in which gradients are sent; None: their own.
         left_out: the names of parameters with gradients that DDP does not sum.
     """

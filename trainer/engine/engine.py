@@ -41,9 +41,7 @@ class Engine(ABC):
     Args:
         forward: the forward pass of the model.
         models: the model, or this rank's pipeline stages, with placed parameters.
-        optimizer: the optimizer.
         placements: the placement of each parameter, by its name in `models`.
-        mesh: the ranks.
         plan: the plan of the run, with precision, schedule and clipping.
         total_steps: the last step of the learning rate's schedule.
     """

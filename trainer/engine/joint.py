@@ -48,8 +48,6 @@ def joint_losses(
 
     Args:
         task: the task, with `rows_depend`.
-        mesh: the ranks.
-        num_rows: the number of rows of the global batch.
         microbatches: this rank's microbatches, at least one.
         scores: the scores of each microbatch `[batch, ...]`, those of fillers included.
     """

@@ -98,7 +98,6 @@ class PipelinedForward(ModelForward):
     Args:
         built: the stages, in order.
         task: the task, which computes the loss on the rank of the last stage.
-        mesh: the ranks.
         plan: the plan of the run, with the pipeline and the seed.
         rounded: see `ModelForward`.
     """
@@ -252,7 +251,6 @@ class PipelinedSchedule(Schedule):
 
     Args:
         forward: the stages.
-        mesh: the ranks.
         plan: the plan of the run, with the number of passes and of microbatches in each pass.
         sums: see `Schedule`.
         complete: see `Schedule`.

@@ -21,9 +21,6 @@ class LossScaler:
 
     It halves at each step with a non-finite global gradient norm, and doubles after `_GROWTH_INTERVAL` good steps. The
     norm is equal on all ranks, so they decide alike without communication.
-
-    Args:
-        device: the device of the factor.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -73,7 +73,6 @@ def shard(
     Args:
         model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
         placements: the placements of its parameters.
-        mesh: the ranks.
         how: types and memory.
         shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
 

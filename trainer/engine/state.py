@@ -91,7 +91,6 @@ def whole_tensors(
             but for the split over tensor ranks. Copies of tied weights on other stages are left out.
         models: the model, or this rank's stages of it.
         placements: the placements of all parameters.
-        mesh: the ranks.
     """
     joins: dict[str, Callable[[], Tensor]] = {}
     like: dict[str, Tensor] = {}

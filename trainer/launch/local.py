@@ -83,7 +83,6 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
     Args:
-        resolved: the resolved recipe.
         processes: the number of ranks; None: one for each GPU, or one process without GPUs.
         max_restarts: the maximum number of restarts from the last checkpoint after failures.
         job: the work of each rank.

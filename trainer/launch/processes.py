@@ -150,7 +150,6 @@ class LocalRanks:
     Args:
         life: function that each rank runs; it returns the exit code.
         argument: first argument of `life`, pickled where the start method is spawn.
-        number: number of ranks.
         method: fork, or spawn where CUDA is in use.
         folder: existing folder for the error files of the ranks.
     """
@@ -280,7 +279,6 @@ def _live(
     Args:
         life: as in `LocalRanks`.
         argument: first argument of `life`.
-        environment: of this rank.
         parent: process id of the watching process.
         listener: socket for the store of rank 0; other ranks close it.
         outputs: pipes for standard output and standard error; empty for rank 0.

@@ -219,7 +219,6 @@ def set_probabilities(config: Any, probability: float, given: Mapping[str, Any] 
     Zero also turns off stochastic depth and layer dropping; another probability keeps their rates.
 
     Args:
-        probability: the probability of all dropouts.
         given: the keys that the recipe sets in the configuration.
 
     Returns:

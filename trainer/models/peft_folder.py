@@ -48,7 +48,6 @@ def write_adapter(
         own: the names of the weights that the base does not hold: trained whole, or drawn from the seed.
         read: the function that returns a tensor by its name; a weight with a product and in `own` is merged.
         folder: the existing folder to write to.
-        dtype: the type of the weights.
 
     Returns:
         The file of weights.

@@ -55,7 +55,6 @@ class CrossingShapes:
 
         Args:
             inputs: the inputs of the model, with any number of rows.
-            num_rows: the number of rows of the microbatch.
         """
         if self._traced is None:
             num_texts = inputs["input_ids"][0].numel() // inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1

@@ -110,8 +110,6 @@ class Heartbeat(Observer):
     A failed write, for example on a full disk, is ignored: the file serves diagnosis only.
 
     Args:
-        run_folder: the folder of the run.
-        rank: of this process.
         local_rank: its number on this machine; the ranks of a machine follow each other.
     """
 

@@ -23,8 +23,6 @@ class Profiler(Observer):
 
     Args:
         steps: the first and the last step to profile, from 1.
-        rank: this rank.
-        folder: the folder of the traces.
         note: a function that shows a message to the user.
     """
 

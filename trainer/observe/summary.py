@@ -216,7 +216,6 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     """Return the lines on the outcome of a run and its resumption.
 
     Args:
-        record: the outcome.
         run: the run; None if it never started.
         evaluations: those to show as a curve; one alone is no curve.
     """

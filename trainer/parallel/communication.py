@@ -80,7 +80,6 @@ def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
 
     Args:
         x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        dim: the dimension of the positions.
         total: the number of positions of the whole sequence.
 
     Returns:
@@ -96,7 +95,6 @@ def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Args:
         x: partial sums of the whole sequence, `[..., total, ...]`; dx has this shape.
-        dim: the dimension of the positions.
 
     Returns:
         y, `[..., part of total, ...]`; dy has this shape.
@@ -109,7 +107,6 @@ def split_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Args:
         x: equal on all ranks, `[..., total, ...]`; dx has this shape.
-        dim: the dimension of the positions.
 
     Returns:
         y, `[..., part of total, ...]`, a view of `x`; dy has this shape.
@@ -125,7 +122,6 @@ def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
 
     Args:
         x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        dim: the dimension of the positions.
         total: the number of positions of the whole sequence.
 
     Returns:

@@ -30,7 +30,6 @@ class ParallelMesh:
     collectives are the identity, so one process needs no process group.
 
     Args:
-        device: the device of this rank.
         degrees: the size of each axis, 1 by default. Their product must be the world size.
     """
 
@@ -296,8 +295,6 @@ def init_process_group(device: torch.device, rank: int, world_size: int, store: 
     """Create the process group of all ranks.
 
     Args:
-        device: the device of this rank.
-        rank: the rank of this process.
         world_size: the number of ranks.
         store: the store of all ranks; a single rank needs no port.
         timeout: the limit for the creation and for each collective.

@@ -74,8 +74,6 @@ class Rendezvous:
     """Communication of ranks without a process group. All ranks must call the same methods in the same order.
 
     Args:
-        store: store of all ranks.
-        environment: of this rank.
         hosts_store: whether the store ends with this process.
         own_address: address of this machine in its connection to the store.
     """
@@ -473,7 +471,6 @@ def _await_all(
     """Wait for all ranks, with a notice after some time that names the missing ones.
 
     Args:
-        environment: of this rank.
         deadline: of the monotonic clock.
         wait: function that waits until a time; it returns None if ranks are missing.
         missing: function that returns the missing ranks; None: rank 0 and possibly others.

@@ -26,7 +26,6 @@ class RollCall:
 
     Args:
         store: store of the ranks, possibly with values of earlier processes.
-        rank: of this process.
         size: number of ranks.
     """
 

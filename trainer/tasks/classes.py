@@ -35,7 +35,6 @@ class NamedClasses(Task):
     """Base class of tasks that assign named classes; subclasses are frozen dataclasses with these fields.
 
     Attributes:
-        label_column: the column of labels.
         metric_names: the metrics to compute, the deciding one first.
         class_names: the name of class `i` at index `i`; None until `resolve` finds the names in the training split.
         labels_are_names: whether the training split holds class names, not indices. Other splits must do the same,
@@ -205,7 +204,6 @@ class NamedClasses(Task):
         """Return the error of a label that is null or has no index.
 
         Args:
-            label: the label.
             declared: the names that the column declares.
             place: the cell, for the message.
         """

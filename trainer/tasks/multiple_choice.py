@@ -250,7 +250,6 @@ class MultipleChoiceTask(TextTask):
         """Return the choices that a label may mean: the format, and the index of the choice.
 
         Args:
-            label: the label.
             choices: the texts of the choices.
             names: the labels of the choices; empty if they have none.
         """

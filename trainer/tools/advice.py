@@ -41,7 +41,6 @@ class MemoryAdvice:
     Only rank 0 of a run on GPUs plans, beside its preparation. On CPUs, the plan would take its time from the training.
 
     Args:
-        resolved: the recipe.
         environment: the ranks of the run.
     """
 

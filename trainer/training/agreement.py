@@ -47,8 +47,6 @@ def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_secon
     If they differ, each rank sends only the facts that differ from those of rank 0.
 
     Args:
-        facts: The facts of this rank.
-        meeting: The rendezvous of all ranks.
         timeout_seconds: The limit for other ranks.
 
     Raises:

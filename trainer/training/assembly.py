@@ -297,7 +297,6 @@ def assemble(
     """Build the model and the engine. All ranks must call it.
 
     Args:
-        plan: the recipe and its layout.
         mesh: of the plan's layout.
         data: of the recipe.
         adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets

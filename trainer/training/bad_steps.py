@@ -35,7 +35,6 @@ def examine(
         batch: The batch of the step.
         row_ids: The indices in the training split of the rows of the whole global batch.
         engine: The engine that holds the model.
-        mesh: The mesh of all ranks.
         last_good: The batch of the step before, which was finite; if its loss is not finite now, the weights have
             diverged, and the rows are innocent.
     """

@@ -88,7 +88,6 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
     """Check the model of a plan, without its weights.
 
     Args:
-        plan: the plan.
         options: the configuration keys of the resolved task; None: the data decides some of them.
         found: collects the problems; None: they are raised.
 

@@ -35,9 +35,7 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
     """Train on the most ranks that the recipe fits, while the others wait; return the exit code of the training.
 
     Args:
-        resolved: the recipe.
         everyone: this rank among all.
-        callbacks: the callbacks of all ranks.
 
     Raises:
         TrainerError: a user error, ranks are missing, or they have exited.

@@ -42,7 +42,6 @@ class Evaluator:
         loader: This rank's part of the split.
         num_rows: The number of rows of the split over all ranks.
         task: The task that computes the metrics.
-        mesh: The mesh of all ranks.
         observers: The observers that show the progress.
         split: The split, for tasks with metrics that need its texts.
     """
@@ -128,7 +127,6 @@ def in_row_order(gathered: Sequence[Mapping[str, Tensor]], num_rows: int) -> dic
 
     Args:
         gathered: The result of `RowTensors.joined` of each rank; empty for a rank that does not count.
-        num_rows: The number of rows of the split.
     """
     names = dict.fromkeys(name for part in gathered for name in part)
     whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}

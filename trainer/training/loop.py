@@ -71,12 +71,9 @@ class Loop:
     """Train until the last step, or until a signal, a file, a callback or the patience stops the run.
 
     Args:
-        recipe: The recipe.
         engine: The engine that takes the steps.
         loader: The batches that are left; they begin at `saver.progress`.
         validation: The evaluations.
-        mesh: The mesh of all ranks.
-        observers: The observers of the run.
         meter: The meter of rows and tokens per second.
         saver: The saver of checkpoints, which holds the progress of the run.
         steps_per_epoch: Optimizer steps of one pass over the training split.

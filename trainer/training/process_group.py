@@ -53,11 +53,7 @@ def meet_ranks(
     This stands before everything slow, so that a mistake in the cluster shows at once.
 
     Args:
-        resolved: the recipe.
-        plan: its plan.
-        environment: this rank.
         observer: shows that this rank waits.
-        callbacks: the callbacks of all ranks.
 
     Raises:
         UsageError: recipes, versions or sources differ between ranks.
@@ -176,8 +172,6 @@ def run_on_ranks(
     """Prepare and work as the rank of `environment`, and return the exit code.
 
     Args:
-        resolved: the recipe.
-        environment: the rank.
         prepare: runs before the ranks join.
         work: gets the plan, the mesh and the result of `prepare`.
 

@@ -12,7 +12,6 @@ class Requests:
     """The requests of the callbacks on all ranks. A run without callbacks exchanges nothing.
 
     Args:
-        mesh: the mesh of all ranks.
         has_callbacks: whether the run has any; the same on all ranks.
     """
 

@@ -51,13 +51,10 @@ def train(
     """Train the recipe as the rank of `environment`, and return how it ended.
 
     Args:
-        resolved: the recipe.
-        environment: this rank.
         stop: the requests to stop; its handlers stay until the caller leaves it.
         meeting: the rendezvous of the ranks; None: they meet here.
         saves: whether to write checkpoints and the model; a measurement does not need them.
         observer: an observer of this rank, beside the recipe's.
-        callbacks: the callbacks of all ranks.
 
     Raises:
         TrainerError: a user error; the observers have shown the end.

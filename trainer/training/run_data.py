@@ -86,10 +86,8 @@ def prepare_data(
     """Load and encode the splits of a recipe; ranks share the cache through file locks.
 
     Args:
-        recipe: the recipe.
         most_rows: the number of rows to encode of each split, and to read of large files; None: all.
         cache: the folder of the cache; None: that of the recipe, or of the user.
-        load: loads the preparation.
         observer: shows the preparation.
 
     Raises:

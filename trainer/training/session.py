@@ -69,11 +69,8 @@ class Session:
     """The observers of this rank: the recipe's on rank 0; callbacks; `observer`, heartbeat and watchdog on every rank.
 
     Args:
-        recipe: the recipe.
-        environment: this rank.
         owner: the ownership of the run's folder.
         observer: an observer of this rank, beside the recipe's.
-        callbacks: the callbacks of all ranks.
     """
 
     def __init__(

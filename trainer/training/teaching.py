@@ -71,7 +71,6 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
     """Check a teacher's files against the student, without a read of its weights.
 
     Args:
-        plan: the plan of the run.
         task: the task, perhaps without its classes.
         preparation: that of the student; None if its tokenizer or image processor is not on this machine.
 
@@ -101,8 +100,6 @@ def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: i
     """Load the teacher of a recipe, if it has one. All ranks must call it.
 
     Args:
-        plan: the plan of the run.
-        mesh: the ranks.
         task: the student's task, with its classes.
         padding_token: the id of the tokenizer's padding token; None without a tokenizer.
 

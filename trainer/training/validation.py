@@ -18,8 +18,6 @@ class Validation:
     """The evaluations of a run. The counters of the run hold the best one, so a resumed run knows it.
 
     Args:
-        recipe: The recipe.
-        progress: The counters of the run.
         evaluator: The evaluator; None: there is nothing to evaluate on.
         keep_best: A function that exports the model after the best evaluation so far.
         rows: The hash of the validation rows; None without them.

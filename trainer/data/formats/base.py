@@ -34,7 +34,6 @@ class TextOptions:
     """How text files are read.
 
     Attributes:
-        encoding: their encoding.
         delimiter: the delimiter of CSV files; None: found in each file's first lines.
         quotes: whether quotation marks enclose values of CSV files; otherwise they are text.
     """
@@ -53,8 +52,6 @@ class Files:
     """Files of one format, and how they are read.
 
     Attributes:
-        paths: the files.
-        text: how text files are read.
         key: the key of the recipe, for messages.
         most_rows: the number of rows to read; None: all.
     """
@@ -143,10 +140,7 @@ def load_with_datasets(
     """Return the rows that a reader of `datasets` finds.
 
     Args:
-        name: of the reader.
-        files: the files.
         load_all: loads all rows by the function that it gets; None: calls it.
-        options: of the reader.
     """
     import datasets
 
@@ -177,7 +171,6 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
     other texts of its column are lists.
 
     Args:
-        features: the types of the columns.
         of_any_keys: whether messages of a role and a text need it too.
     """
     import datasets

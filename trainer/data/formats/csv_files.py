@@ -140,7 +140,6 @@ def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) 
     """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
 
     Args:
-        rows: the rows.
         path: the first file.
         text: how the files are read.
         where: the name of the split in messages.

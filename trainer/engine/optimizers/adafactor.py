@@ -100,7 +100,6 @@ def _factored_update(
 
     Args:
         weight: the tensors `[n, *shape]`.
-        gradient: their gradients.
         state: their state `[n, ...]`, by key.
         group: the options of Adafactor.
     """

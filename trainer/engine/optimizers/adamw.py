@@ -65,7 +65,6 @@ class AdamW(PartlyAdamW):
     Args:
         groups: parameter groups; those with `in_bf16` hold weights in bf16.
         rounding: the stochastic rounding; None: weights have a compensation.
-        options: the options of AdamW.
     """
 
     key = IN_BF16

@@ -23,7 +23,6 @@ def averaged(optimizer: type[EngineOptimizer], decay: float) -> type[EngineOptim
     The first step sets the average. Evaluations, checkpoints and exports have the averages. A bad step changes none.
 
     Args:
-        optimizer: the class.
         decay: the share of the old average in the new one.
     """
     return type(optimizer.__name__, (_Averaged, optimizer), {"decay": decay})

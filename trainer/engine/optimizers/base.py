@@ -104,8 +104,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Make the state of a parameter of zeros, for a saved state that is read into its `parts`.
 
         Args:
-            parameter: the parameter.
-            placement: its placement.
             shapes: the shape of each whole tensor of the saved state, by key.
         """
         self.state[parameter] = {

@@ -39,7 +39,6 @@ def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: 
     """Yield consecutive items with at most `most` elements in all; a larger item is alone.
 
     Args:
-        items: the items.
         num_elements: a function that returns the elements of one.
         most: the most elements of a batch, from `most_elements`.
     """

@@ -78,7 +78,6 @@ class AdamW8bit(PartlyAdamW):
     Args:
         groups: parameter groups; those with `in_blocks` hold large parameters.
         whole: the placement of the parameters.
-        options: the options of AdamW.
     """
 
     key = IN_BLOCKS
@@ -173,7 +172,6 @@ class _Part:
     Only torch's square root on a CPU, which the codes do not need, may be the next number.
 
     Args:
-        placement: the placement of the parameter.
         weight: the part, which changes.
         gradient: its gradient, contiguous.
         state: the state of the optimizer for it, which changes.

@@ -57,7 +57,6 @@ def _update(
 
     Args:
         weight: the part, fp32, which changes.
-        gradient: its gradient.
         first: the codes of its first moments, int8, which change.
         second: the codes of its second moments, uint8, which change.
         scales: the scales of all blocks of the whole parameter, fp32 `[2, blocks]`.

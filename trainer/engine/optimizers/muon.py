@@ -27,7 +27,6 @@ class Muon(PartlyAdamW):
     Args:
         groups: parameter groups; those with `momentum` hold matrices.
         whole: the placement of the parameters.
-        options: the options of AdamW.
     """
 
     key = "momentum"

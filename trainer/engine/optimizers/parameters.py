@@ -116,7 +116,6 @@ class TrainedParameters:
         """Return the groups of parameters with the same learning rate and weight decay; none is empty.
 
         Args:
-            section: the recipe's optimizer.
             names: the parameters to group; None: all that are not frozen.
         """
         found: dict[tuple[bool, float, float], list[nn.Parameter]] = {}

@@ -21,12 +21,7 @@ from trainer.parallel.shards.gathering import gather_on_all, is_whole, local_par
 
 @dataclass(frozen=True)
 class WholeAccess:
-    """Whole tensors of sharded parameters; without a mesh, every tensor is whole.
-
-    Args:
-        placements: the placement of each parameter.
-        mesh: the ranks.
-    """
+    """Whole tensors of sharded parameters; without a mesh, every tensor is whole."""
 
     placements: Mapping[nn.Parameter, ParameterPlacement]
     mesh: ParallelMesh | None = None

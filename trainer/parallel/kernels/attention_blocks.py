@@ -81,7 +81,6 @@ def blocks(device: torch.device, dtype: torch.dtype, dim: int, has_floats: bool)
 
     Args:
         device: the device of its tensors.
-        dtype: their type.
         dim: the size of a head.
         has_floats: whether there is a bias or an additive mask.
     """

@@ -57,7 +57,6 @@ def attention(
         key: the keys, of the same shape and type.
         value: the values, likewise.
         starts: the place of the first token of each row, and the number of all tokens, int32 `[rows + 1]`.
-        longest: the tokens of the longest row.
         scale: the factor of the products of queries and keys.
         is_causal: whether a query sees no key at a later position.
         window: the largest distance of a query and a key that it sees; None: any.

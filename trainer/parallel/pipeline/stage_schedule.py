@@ -143,7 +143,6 @@ class PipelineDriver:
         schedule: a name of `SCHEDULE_CLASSES`.
         num_microbatches: the number of microbatches in one pass.
         group: the ranks of the pipeline.
-        device: the device of this rank.
         dtype: the type of the tensors between stages.
     """
 

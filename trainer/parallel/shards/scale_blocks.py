@@ -32,7 +32,6 @@ class Rows(NamedTuple):
 
     Args:
         elements: the elements in the flattened part.
-        width: the elements of a row.
         blocks: the block of each row, int32 `[rows]`; or as a slice, where each row is a block of its own.
     """
 
@@ -61,7 +60,6 @@ class BlockRows:
     """This rank's part of a parameter as rows of consecutive elements, each within one block.
 
     Args:
-        size: the elements of the part.
         width: the elements of a row, a divisor of `BLOCK`.
         blocks: the block of each row, int32 `[rows]`. Rows of padding, which are zero, count to any block. None: the
             part is the whole parameter. Its rows are its blocks; the last one may have fewer elements.
@@ -97,7 +95,6 @@ def block_rows(
     Args:
         shape: the shape of this rank's part, with padding.
         mesh: the ranks; None: the part is the whole parameter.
-        device: the device of the blocks.
     """
     if mesh is None or not is_shared(placement, mesh):
         return BlockRows(prod(shape), BLOCK, None)

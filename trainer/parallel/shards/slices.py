@@ -31,7 +31,6 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
     Args:
         whole: the whole tensor `[..., n, ...]`, n the size of dimension `split.dim`.
         split: the split of the whole tensor.
-        index: the index of the part.
         size: the number of parts.
 
     Returns:
@@ -54,7 +53,6 @@ def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int
     Args:
         total: the size of that dimension of the whole tensor.
         split: the split of the whole tensor.
-        index: the index of the part.
         size: the number of parts.
 
     Returns:
@@ -71,7 +69,6 @@ def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor
 
     Args:
         parts: the parts of all ranks along the split's axis, in order, `[..., n, ...]` each.
-        split: the split of the whole tensor.
         whole_size: the size of its dimension `split.dim`.
 
     Returns:

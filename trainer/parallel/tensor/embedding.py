@@ -16,8 +16,6 @@ class _ParallelEmbedding(nn.Module):
     """This rank's part of a whole embedding, with a copy of its weight; the copy keeps `requires_grad`.
 
     Args:
-        whole: the embedding.
-        split: the split of its weight.
         has_own_forward: whether the caller knows what the `forward` of the embedding's class does.
 
     Raises:
@@ -63,7 +61,6 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
     Args:
-        whole: the embedding.
         scale: the factor of the vectors, if the embedding's own `forward` multiplies them and does nothing else.
 
     Raises:

@@ -44,7 +44,6 @@ def linear_cross_entropy(
 
     Args:
         x: the input `[rows, hidden]`.
-        layer: the layer.
         labels: integer labels `[rows]`, or `IGNORED_LABEL`; equal on all ranks.
         cut: the split of the vocabulary over the ranks.
         num_columns: the maximum number of columns of a block.

@@ -23,7 +23,6 @@ class TrainedRows(nn.Module):
     """The rows `[tokens, hidden]` of some tokens of a vocabulary.
 
     Args:
-        rows: the rows.
         ids: the ids of their tokens, in ascending order.
     """
 

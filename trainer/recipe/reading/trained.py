@@ -40,7 +40,6 @@ def load_trained(
         source: an exported model folder, or the folder of a run: then its best model, or else its last one.
         recipe: a recipe for a folder of another origin; None: the recipe in the folder.
         overrides: the `key=value` overrides of the command line.
-        num_ranks: the number of ranks.
         evaluates: whether the validation split is needed; no other split needs to exist.
 
     Raises:

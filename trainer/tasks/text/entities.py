@@ -31,9 +31,6 @@ class Entities:
 class TagScheme:
     """The meaning of tags as parts of entities.
 
-    Args:
-        names: the tags.
-
     Attributes:
         types: the types of entities, sorted.
     """

@@ -26,7 +26,6 @@ class Masking:
     arXiv:1907.11692, section 4.1.
 
     Args:
-        seed: the recipe's seed.
         probability: the probability to choose a token, in (0, 1).
         mask_token: the id of the mask token.
         special_tokens: the ids of special tokens, int64 `[special]`.

@@ -46,9 +46,7 @@ def tags_of_words(
     """Return the tag of each word of a text.
 
     Args:
-        text: the text.
         value: its spans.
-        read: its words.
         names: the tags of the task.
         by_token: whether each token is a word, for messages.
         place: the cell of the spans, for messages.

@@ -17,7 +17,6 @@ def windows(num_tokens: int, size: int, stride: int) -> list[tuple[int, int]]:
     """Return start and end of windows of at most `size` tokens that cover all tokens; none without tokens.
 
     Args:
-        num_tokens: the number of tokens to cover.
         size: the maximum number of tokens of a window.
         stride: the number of tokens that two windows share, less than `size` if there are several.
     """
@@ -59,7 +58,6 @@ def require_fast(tokenizer: Tokenizer, feature: str) -> None:
     """Require a tokenizer that knows the characters of each token.
 
     Args:
-        tokenizer: the tokenizer of the model.
         feature: the key with its value that needs it, for the message.
 
     Raises:

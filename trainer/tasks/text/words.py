@@ -36,7 +36,6 @@ def read_words(
     """Tokenise texts, without truncation, and find the word of each token.
 
     Args:
-        texts: the texts.
         words: the words of each text, which are joined by spaces in `texts`; None: the tokenizer divides the texts.
         tokenizer: a fast tokenizer.
         each_token: whether each token of a text is a word; with `words` it has no effect.
@@ -96,7 +95,6 @@ def _words_of_text(
     Tokenizers of SentencePiece put punctuation into words.
 
     Args:
-        text: the text.
         places: the characters of each token.
         ids: the tokenizer's index of each token's word.
         each_token: whether each token is a word.
@@ -148,7 +146,6 @@ def joined(values: NDArray[Any], encoded: EncodedRows, num_words: Indices, fill:
         values: one value for each token, of shape `[tokens]`.
         encoded: the windows of all rows.
         num_words: the number of words of each row, of shape `[rows]`.
-        fill: the value of words without a token.
     """
     numbers = np.asarray(encoded.tokens[WORD])
     chosen = numbers > 0

@@ -130,7 +130,6 @@ def convert(
         files: At most one file of each tool.
         tool: The tool of the file; None to recognise it from the keys.
         processes: The number of ranks of the training; None for that of accelerate's file.
-        folder: The folder of the recipe.
 
     Raises:
         UsageError: a file cannot be read, or its tool is unknown.

@@ -30,9 +30,7 @@ def examine(machine: Machine, deep: bool = False, checks: Sequence[Check] = CHEC
     """Run the checks and return their results in order.
 
     Args:
-        machine: machine to check.
         deep: whether to run the checks that use the GPUs.
-        checks: checks to run.
     """
     begun = [_Making(check, machine) for check in checks if deep or not check.deep]
     return [making.result() for making in begun]

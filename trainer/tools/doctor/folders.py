@@ -94,7 +94,6 @@ def folder(path: Path, remedy: str, is_needed: bool, room: str | None = None) ->
     """Check that a folder, or its nearest existing parent, is writable; leave no file behind.
 
     Args:
-        path: the folder.
         remedy: the remedy for a folder that cannot be written.
         is_needed: whether this is a problem, not a warning.
         room: the remedy for a full folder; None: free some space, or `remedy`.

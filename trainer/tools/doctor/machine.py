@@ -21,7 +21,6 @@ class Machine:
     """This machine, as this process sees it.
 
     Args:
-        environ: environment variables.
         probe: answers from another process.
         root: folder of `/proc`, `/sys` and `/dev`.
         recipe: recipe to run, if any.

@@ -107,7 +107,6 @@ def bars(
 
     Args:
         title: the quantity.
-        groups: the names of the groups.
         found: a name, and its value in each group; values of the last groups may be missing.
         unit: the unit of the values.
         is_stacked: whether the bars of a group are one bar of several parts.

@@ -77,7 +77,6 @@ def read_run(folder: Path, name: str | None = None, state: str | None = None) ->
     """Read a run folder, even while it is written.
 
     Args:
-        folder: the run folder.
         name: its name on a page; None: that of the folder.
         state: its state; None: look at the lock of the folder, which must not be that of this process.
 
