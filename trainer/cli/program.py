@@ -30,6 +30,7 @@ from trainer.cli import (
     run,
     runs,
     schema,
+    search,
 )
 from trainer.ranks.environment import forbid_telemetry
 
@@ -39,6 +40,7 @@ _VERBS = (
     plan.plan,
     rehearse.rehearse,
     compare.compare,
+    search.search,
     report.report,
     runs.runs,
     doctor.doctor,

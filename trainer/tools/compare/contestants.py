@@ -56,7 +56,7 @@ def contestants(
         UsageError: the file cannot be read, or a line of it is not of overrides.
         RecipeError: the recipe is wrong with its common overrides.
     """
-    split = [(word, *_values(word)) for word in words]
+    split = [(word, *values_of(word)) for word in words]
     common = [word for word, _, values in split if len(values) < 2]
     axes = [[f"{key}={value}" for value in values] for _, key, values in split if len(values) > 1]
     own = load_recipe(recipe, common).recipe
@@ -80,7 +80,7 @@ def _ranks(recipe: str, common: Sequence[str], layout: tuple[str, ...], processe
     return 1 if STRATEGIES[strategy].single_process else processes
 
 
-def _values(word: str) -> tuple[str, list[str]]:
+def values_of(word: str) -> tuple[str, list[str]]:
     """Return the key and the values of `key=a,b`; commas inside of JSON strings, lists and objects separate nothing."""
     key, _, text = word.partition("=")
     depth, values = 0, [""]

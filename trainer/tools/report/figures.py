@@ -207,6 +207,33 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
     return figure
 
 
+def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequence[float], Sequence[str]]]) -> go.Figure:
+    """Draw parallel coordinates: a line for each name over all axes; the first line is the best and is drawn on top.
+
+    Args:
+        title: the quantity.
+        axes: the names of the axes.
+        found: a name, its place on each axis from 0 to 1, and the text of each value.
+    """
+    figure = go.Figure()
+    for number, (name, places, texts) in reversed(list(enumerate(found))):
+        figure.add_scatter(
+            x=list(map(_folded, axes)),
+            y=list(places),
+            mode="lines+markers",
+            name=label(name),
+            text=list(map(label, texts)),
+            hovertemplate="%{text}",
+            line={"color": COLOURS[0 if number else 1], "width": 1 if number else 3},
+            opacity=1 - 0.8 * number / max(1, len(found)),
+            showlegend=False,
+        )
+    _lay_out(figure, title, "", "")
+    figure.update_layout(hovermode="closest")
+    figure.update_yaxes(showticklabels=False)
+    return figure
+
+
 def _heat_map(**cells: Any) -> go.Figure:
     figure = go.Figure(go.Heatmap(showscale=False, **cells))
     figure.update_xaxes(type="category", automargin=True)

@@ -1,0 +1,300 @@
+"""Searches: their keys, trials that end in every way, several processes, and a real one that is stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState
+from scipy.stats import t
+
+from tests.helpers.figures import figures_of
+from tests.helpers.processes import finish, start
+from tests.helpers.tiny_run import write_tiny_run
+from tests.observe.samples import run_info
+from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
+from trainer.observe.metrics_file import MetricsFile
+from trainer.observe.records import EndRecord, EvaluationRecord
+from trainer.tools.search import search as search_module
+from trainer.tools.search.search import SearchRequest, search
+from trainer.tools.search.space import Axis, read_space
+from trainer.tools.search.study import Rules, Study
+from trainer.tools.search.trial_run import TrialRun
+
+RATE = "optimizer.learning_rate"
+
+
+class TestSpace:
+    def test_ranges_lists_and_overrides(self):
+        words = [f"{RATE}=1e-5..1e-3,log", "model.dropout=0,0.1", "training.epochs=1..3", "name=searched"]
+        common, axes = read_space("bert_sample", words)
+        assert common == ["name=searched"]
+        assert axes == [
+            Axis(RATE, ends=("1e-5", "1e-3"), is_log=True),
+            Axis("model.dropout", values=("0", "0.1")),
+            Axis("training.epochs", ends=("1", "3")),
+        ]
+        assert [axis.is_whole for axis in axes if axis.ends] == [False, True]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ([], "needs a key with several values"),
+            ([f"{RATE}=1e-3..1e-5"], "whose ends must grow"),
+            ([f"{RATE}=0..1,log"], "above 0"),
+            ([f"{RATE}=1e-3,0.001"], "equal values"),
+            (["parallel.strategy=ddp,fsdp"], "trainer plan --search"),
+            (["training.micro_batch_size=2..8"], "changes how a recipe trains"),
+            (["evaluation.batch_size=4,8"], "changes how a recipe trains"),
+        ],
+    )
+    def test_wrong_spaces_are_refused(self, words, message):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            read_space("bert_sample", words)
+
+    def test_each_value_is_checked_before_the_first_trial(self):
+        with pytest.raises(RecipeError, match="dropout"):
+            read_space("bert_sample", ["model.dropout=0,0.1,2"])
+
+
+@dataclass
+class Trained:
+    """Stand-in for `TrialRun.train`: each trial evaluates twice, and `accuracy` gives the value of its overrides."""
+
+    accuracy: Callable[[dict[str, str]], float]
+    codes: dict[int, int] = field(default_factory=dict)  # of the first runs, by their order
+    runs: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __call__(self, run: TrialRun, asked: Callable[[], int], is_poor: Callable[[EvaluationRecord], bool]) -> Any:
+        words = {key: text for key, _, text in (word.partition("=") for word in run.words)}
+        number = len(self.runs)
+        self.runs.append(tuple(run.words))
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "output.txt").write_text("loading\nerror: `x` must be 1, but is 2; use 1\n")
+        code = self.codes.get(number, ExitCode.DONE)
+        if code == ExitCode.STOPPED:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not asked():
+                time.sleep(0.01)
+            return code
+        file = MetricsFile()
+        file.start(run_info(run.folder))
+        for step in (1, 2) if code == ExitCode.DONE else ():
+            value = self.accuracy(words) * step
+            record = EvaluationRecord(step, {"loss": 1.0, "accuracy": value, "f1_macro": 0.5})
+            file.evaluation(record)
+            if is_poor(record):
+                file.close()
+                return None
+        file.end(EndRecord("finished", code, run.folder, None, None, 2, 1.0, "trainer run"))
+        file.close()
+        return code
+
+
+@pytest.fixture
+def request_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def make(trained: Trained, *words: str, **options: Any) -> SearchRequest:
+        monkeypatch.setattr(TrialRun, "train", lambda *parts: trained(*parts))  # noqa: PLW0108
+        found = {
+            "recipe": "bert_sample", "words": words or ("model.dropout=0,0.1,0.2",), "trials": 3, "processes": 1,
+            "at_once": 1, "seeds": 1, "sampler": "tpe", "pruner": "median", "storage": None,
+            "output": tmp_path / "found", "test": None, "write": None,
+        }  # fmt: skip
+        return SearchRequest(**{**found, **options})
+
+    return make
+
+
+def by_dropout(words: dict[str, str]) -> float:
+    return 0.3 - abs(float(words["model.dropout"]) - 0.1) + (float(words.get("training.seed", 42)) - 42) / 100
+
+
+def result(request: SearchRequest) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((request.output / "search.json").read_text())
+    return found
+
+
+class TestTrials:
+    def test_the_best_trial_is_written_as_a_recipe(self, request_of, tmp_path):
+        request = request_of(Trained(by_dropout), sampler="grid", trials=9, write=tmp_path / "best.json")
+        shown: list[str] = []
+        assert search(request, shown.append) == ExitCode.DONE
+        found = result(request)
+        assert [one["state"] for one in found["trials"]] == ["complete"] * 3
+        assert found["best"]["overrides"] == ["model.dropout=0.1"]
+        assert found["best"]["value"] == pytest.approx(0.6)
+        assert found["best"]["curve"] == [[1, pytest.approx(0.3)], [2, pytest.approx(0.6)]]
+        assert json.loads((tmp_path / "best.json").read_text()) == {"extends": "bert_sample", "model": {"dropout": 0.1}}
+        assert any("complete" in line for line in shown)
+        drawn = figures_of(request.output / "search.html")
+        assert {"validation accuracy", "values of the complete trials; the best one on top"} <= set(drawn)
+
+    def test_a_second_start_adds_trials_and_proposes_as_one_start_does(self, request_of, tmp_path):
+        words = (f"{RATE}=1e-5..1e-2,log", "model.dropout=0,0.1")
+        whole, parts = Trained(by_dropout), Trained(by_dropout)
+        search(request_of(whole, *words, trials=6, output=tmp_path / "whole"), print)
+        search(request_of(parts, *words, trials=2, output=tmp_path / "parts"), print)
+        assert len(parts.runs) == 2
+        search(request_of(parts, *words, trials=6, output=tmp_path / "parts"), print)
+        assert parts.runs == whole.runs
+
+    def test_a_poor_trial_keeps_nothing(self, request_of):
+        trained = Trained(lambda _: 0.1 if len(trained.runs) == 5 else 0.5)
+        request = request_of(trained, f"{RATE}=1e-5..1e-2,log", trials=5)
+        assert search(request, print) == ExitCode.DONE
+        poor = next(one for one in result(request)["trials"] if one["state"] == "given up")
+        assert poor["trial"] == 4
+        assert poor["curve"] == [[1, 0.1]]
+        assert sorted(one.name for one in (request.output / "trials").iterdir()) == ["0000", "0001", "0002", "0003"]
+
+    def test_failures(self, request_of):
+        trained = Trained(by_dropout, codes={0: ExitCode.NON_FINITE, 1: ExitCode.USER})
+        request = request_of(trained, f"{RATE}=1e-5..1e-2,log", "model.dropout=0.1")
+        assert search(request, print) == ExitCode.DONE
+        states = {one["trial"]: (one["state"], one["reason"]) for one in result(request)["trials"]}
+        assert states == {
+            0: ("given up", "given up: its numbers were not finite"),
+            1: ("failed", "`x` must be 1, but is 2; use 1"),
+            2: ("complete", None),
+        }
+        assert not (request.output / "trials" / "0000").exists()
+
+    def test_a_wrong_recipe_ends_the_search(self, request_of):
+        trained = Trained(by_dropout, codes=dict.fromkeys(range(9), ExitCode.USER))
+        with pytest.raises(TrainerError, match=r"the first 3 trials failed; .*`x` must be 1"):
+            search(request_of(trained, f"{RATE}=1e-5..1e-2,log", trials=9), print)
+        assert len(trained.runs) == 3
+
+    def test_a_stopped_trial_goes_on_in_the_next_start(self, request_of):
+        trained = Trained(by_dropout, {1: ExitCode.STOPPED})
+        request = request_of(trained, f"{RATE}=1e-5..1e-2,log", "model.dropout=0.1")
+        assert search(request, print) == 130
+        assert [one["state"] for one in result(request)["trials"]] == ["complete", "not ended"]
+        assert search(request, print) == ExitCode.DONE
+        assert trained.runs[1] == trained.runs[2]
+        assert len(trained.runs) == 4
+
+    def test_another_search_does_not_join(self, request_of):
+        search(request_of(Trained(by_dropout)), print)
+        with pytest.raises(UsageError, match="other values of: axes"):
+            search(request_of(Trained(by_dropout), "model.dropout=0,0.3"), print)
+        with pytest.raises(UsageError, match="other values of: facts"):
+            search(request_of(Trained(by_dropout), "model.dropout=0,0.1,0.2", "training.epochs=9"), print)
+
+    def test_seeds_give_intervals_and_decide(self, request_of):
+        by_luck = {"0": 0.30, "0.1": 0.29, "0.2": 0.1}
+
+        def accuracy(words: dict[str, str]) -> float:
+            first = "training.seed" not in words
+            return (
+                by_luck[words["model.dropout"]]
+                if first
+                else {"0": 0.1, "0.1": 0.29, "0.2": 0.1}[words["model.dropout"]]
+            )
+
+        trained = Trained(accuracy)
+        request = request_of(trained, sampler="grid", seeds=3)
+        search(request, print)
+        best = result(request)["best"]
+        assert best["overrides"] == ["model.dropout=0.1"]
+        assert best["seeds"] == [pytest.approx(0.58)] * 3
+        second = result(request)["trials"][1]
+        assert second["seeds"] == [pytest.approx(0.6), pytest.approx(0.2), pytest.approx(0.2)]
+        deviation = math.sqrt(((0.6 - 1 / 3) ** 2 + 2 * (0.2 - 1 / 3) ** 2) / 2)
+        assert second["half"] == pytest.approx(t.ppf(0.975, 2) * deviation / math.sqrt(3))
+        assert len(trained.runs) == 3 + 2 * 3
+        search(request, print)
+        assert len(trained.runs) == 3 + 2 * 3  # nothing is trained again
+
+    def test_several_workers_train_each_trial_once(self, request_of):
+        trained = Trained(by_dropout)
+        request = request_of(trained, f"{RATE}=1e-5..1e-2,log", "model.dropout=0.1", trials=8, at_once=3, pruner="none")
+        assert search(request, print) == ExitCode.DONE
+        assert len(set(trained.runs)) == len(trained.runs) == 8
+
+
+class TestStudy:
+    RULES = Rules([Axis("model.dropout", values=("0", "0.1"))], {}, True, "tpe", "median", 42)
+
+    @pytest.mark.parametrize("database", [False, True])
+    def test_processes_share_a_storage(self, tmp_path, database):
+        storage = f"sqlite:///{tmp_path}/study.db" if database else None
+        context = multiprocessing.get_context("fork")
+        claimed, ends = context.Queue(), context.Event()
+
+        def join() -> None:
+            trial = Study(tmp_path / "found", storage, self.RULES).claim(2)
+            claimed.put(None if trial is None else trial.number)
+            ends.wait(60)
+
+        other = context.Process(target=join)
+        other.start()
+        assert claimed.get(timeout=60) == 0
+        own = Study(tmp_path / "found", storage, self.RULES)
+        trial = own.claim(2)
+        assert trial is not None
+        assert trial.number == 1
+        assert own.claim(2) is None
+        own.tell(trial, 0.5, TrialState.COMPLETE)
+        ends.set()
+        other.join(60)
+        left = own.claim(2)  # its process has ended
+        assert left is not None
+        assert left.number == 0
+        assert [one.value for one in own.trials] == [None, 0.5]
+
+    def test_a_damaged_storage_is_named(self, tmp_path):
+        (tmp_path / "study.log").write_text("{}\n[1]\n")
+        with pytest.raises(UsageError, match=r"study\.log, cannot be opened"):
+            Study(tmp_path, None, self.RULES)
+
+    def test_a_password_in_the_address_is_not_shown(self, tmp_path):
+        with pytest.raises(UsageError) as error:
+            Study(tmp_path, "nothing://user:hunter2@host/db", self.RULES)
+        assert "hunter2" not in str(error.value)
+
+    @pytest.mark.parametrize(("sampler", "pruner"), [("grid", "none"), ("annealing", "none"), ("tpe", "best")])
+    def test_wrong_rules(self, tmp_path, sampler, pruner):
+        with pytest.raises(UsageError, match=r"is grid, but|use tpe|use median"):
+            Study(tmp_path, None, Rules([Axis(RATE, ends=("1", "2"))], {}, True, sampler, pruner, 42))
+
+
+def test_without_optuna_the_extra_is_named(request_of, monkeypatch):
+    monkeypatch.setattr(search_module, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"recipe-trainer\[search\]"):
+        search(request_of(Trained(by_dropout)), print)
+
+
+@pytest.mark.slow
+def test_a_search_is_stopped_in_a_trial_and_goes_on(tmp_path):
+    """Ctrl-C reaches the search alone; the trial saves, and the next start ends it and scores the best one."""
+    recipe = write_tiny_run(tmp_path, training={"max_steps": 60}, evaluation={"every": "20 steps"})
+    command = [
+        sys.executable, "-m", "trainer", "search", recipe, f"{RATE}=1e-4..1e-2,log", "--trials", "2", "--output",
+        tmp_path / "found", "--test", str(tmp_path / "train.jsonl"),
+    ]  # fmt: skip
+    child = start(command, tmp_path)
+    place = tmp_path / "found" / "trials" / "0000" / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (place.exists() and place.read_text().count("\n") > 3):
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    stopped = finish(child, 120)
+    assert stopped.returncode == 130, stopped
+    ended = finish(start(command, tmp_path), 240)
+    assert ended.returncode == 0, ended
+    found = json.loads((tmp_path / "found" / "search.json").read_text())
+    assert [one["state"] for one in found["trials"]] == ["complete"] * 2
+    assert found["test"]["metrics"]["accuracy"] >= 0

@@ -1,0 +1,100 @@
+"""A search from its command to its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trainer.base.disk import replace_text
+from trainer.base.distribution import install_command
+from trainer.base.errors import ExitCode, UsageError
+from trainer.base.text import for_terminal
+from trainer.ranks.environment import detect
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import Recipe
+from trainer.tasks.metrics.table import greater_is_better
+from trainer.tools.plan.searching import write_recipe
+from trainer.tools.search.space import read_space
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """The options of `trainer search`."""
+
+    recipe: str  # the name or path of the recipe
+    words: Sequence[str]  # overrides, of which at least one is an axis
+    trials: int  # the number of trials, those of other processes and of earlier starts included
+    processes: int | None  # the ranks of a trial; None: one, or an equal share of the GPUs
+    at_once: int  # the trials that train at the same time
+    seeds: int  # the seeds of the best trials; 1: no other than the recipe's
+    sampler: str
+    pruner: str
+    storage: str | None  # the address of a database; None: a file in the folder
+    output: Path | None  # the folder; None: `runs/NAME-search`
+    test: str | None  # a split that the best trial is scored on
+    write: Path | None  # a file for the recipe with the best values
+
+
+def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
+    """Search, write the results, and return the exit code; `echo` shows a line.
+
+    Raises:
+        TrainerError: a wrong argument, or the folder or the storage cannot be used.
+    """
+    if detect().has_ranks:
+        raise UsageError("`trainer search` starts its own ranks; run it without a launcher")
+    if find_spec("optuna") is None:
+        raise UsageError(f"`trainer search` needs the package optuna; install it ({install_command('search')})")
+    from trainer.tools.search.result import result_of
+    from trainer.tools.search.result_page import lines, write_page
+    from trainer.tools.search.study import Rules, Study
+    from trainer.tools.search.workers import Crew, Workers
+
+    common, axes = read_space(request.recipe, request.words)
+    recipe = load_recipe(
+        request.recipe, [*common, *(f"{one.key}={(one.values or one.ends)[0]}" for one in axes)]
+    ).recipe
+    metric = _checked_metric(recipe)
+    rules = Rules(
+        axes, _facts(recipe, [one.key for one in axes]), greater_is_better(metric), request.sampler, request.pruner,
+        recipe.training.seed,
+    )  # fmt: skip
+    folder = request.output or Path("runs") / f"{recipe.name}-search"
+    study = Study(folder, request.storage, rules)
+    crew = Crew(request.recipe, common, metric, request.processes, request.at_once)
+    workers = Workers(crew, study, lambda line: echo(for_terminal(line)))
+    code = workers.work(request.trials, request.seeds, request.test)
+    result = result_of(workers.ranked(request.seeds), study, metric)
+    replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n")
+    write_page(result, folder)
+    for line in lines(result):
+        echo(for_terminal(line))
+    echo(f"wrote     {folder / 'search.html'} and search.json")
+    if request.write is not None and result["best"] is not None and code == ExitCode.DONE:
+        write_recipe(request.write, request.recipe, [*common, *result["best"]["overrides"]])
+        echo(f"wrote     {request.write}; next: trainer run {request.write}")
+    return code
+
+
+def _checked_metric(recipe: Recipe) -> str:
+    if recipe.data.validation is None:
+        raise UsageError("`data.validation` decides between trials, but is null; name a split")
+    if recipe.training.stop_at_step is not None:
+        raise UsageError("`training.stop_at_step` is set, but trials train to their end; set training.max_steps")
+    return recipe.evaluation.best or recipe.task.metrics[0]
+
+
+def _facts(recipe: Recipe, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values that all trials of a search have in common."""
+    facts = recipe.model_dump(mode="json", exclude={"checkpoint", "logging", "parallel", "name"})
+    for key in keys:
+        *sections, last = key.split(".")
+        place: Any = facts
+        for section in sections:
+            place = place.get(section) or {}
+        place.pop(last, None)
+    return facts

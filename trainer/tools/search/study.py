@@ -1,0 +1,226 @@
+"""The study of a search: its trials in Optuna's storage, which several processes and machines share.
+
+Optuna proposes values and decides which trials are given up. A proposal depends on the seed of the recipe, the number
+of the trial and the results so far.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from trainer.base.digests import digest_of
+from trainer.base.errors import UsageError
+from trainer.base.owned_lock import OwnedLock
+from trainer.base.text import without_secrets
+from trainer.checkpoint.owner import OWNER_FILE
+from trainer.tools.search.space import Axis
+
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("median", "hyperband", "none")
+WORDS, REASON, STEP, SECONDS = "overrides", "reason", "step", "seconds"
+"""Attributes of a trial in the storage: its overrides; why it failed; its best step; its time."""
+
+_RULES, _SURPLUS, _SCORE = "rules", "surplus", "score"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a search, which every process that joins it must have.
+
+    Attributes:
+        axes: the keys and their values.
+        facts: values of the recipe that define the trials.
+        is_better_above: whether the larger metric is the better one.
+        sampler: one of `SAMPLERS`.
+        pruner: one of `PRUNERS`.
+        seed: the seed of the proposals.
+    """
+
+    axes: Sequence[Axis]
+    facts: Any
+    is_better_above: bool
+    sampler: str
+    pruner: str
+    seed: int
+
+    def make_sampler(self, number: int) -> BaseSampler:
+        """Return the sampler of a trial."""
+        seed = int(digest_of([self.seed, number])[:8], 16)
+        if self.sampler == "tpe":
+            return TPESampler(seed=seed, n_startup_trials=min(10, 2 + 2 * len(self.axes)), constant_liar=True)
+        points = self.points if self.sampler == "grid" else [{}]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return PartialFixedSampler(points[number % len(points)], RandomSampler(seed=seed))
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """The points of the grid; none if an axis is a range."""
+        keys = [axis.key for axis in self.axes]
+        return [dict(zip(keys, one, strict=True)) for one in itertools.product(*(axis.values for axis in self.axes))]
+
+    def make_pruner(self) -> BasePruner:
+        """Return the pruner of a process."""
+        return {"median": MedianPruner(n_startup_trials=4), "hyperband": HyperbandPruner(), "none": NopPruner()}[
+            self.pruner
+        ]
+
+
+class Study:
+    """The trials of a search.
+
+    Args:
+        folder: the folder of the trials.
+        storage: the address of a database that SQLAlchemy opens; None: a file in the folder.
+        rules: the rules of the search.
+
+    Raises:
+        UsageError: the storage cannot be opened, or has another search.
+    """
+
+    def __init__(self, folder: Path, storage: str | None, rules: Rules) -> None:
+        for name, value, known in (("sampler", rules.sampler, SAMPLERS), ("pruner", rules.pruner, PRUNERS)):
+            if value not in known:
+                raise UsageError(f"`--{name}` is {value!r}; use {', '.join(known)}")
+        if rules.sampler == "grid" and (ranges := [axis.key for axis in rules.axes if not axis.values]):
+            raise UsageError(f"`--sampler` is grid, but `{ranges[0]}` is a range; name its values: a,b,c")
+        self.folder, self._rules = folder, rules
+        self._own: dict[Path, OwnedLock] = {}
+        self._lock = threading.Lock()  # of the workers, which are threads
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        file = folder / "study.log"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(file))) if storage is None else storage,
+                study_name=folder.name,
+                sampler=rules.make_sampler(0),
+                pruner=rules.make_pruner(),
+                direction="maximize" if rules.is_better_above else "minimize",
+                load_if_exists=True,
+            )
+            saved = self._study.user_attrs.get(_RULES)
+        except (UsageError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # of SQLAlchemy, its driver, the file system, or a damaged file
+            place = file if storage is None else without_secrets(storage)
+            raise UsageError(f"the storage of the search, {place}, cannot be opened ({error}); name another") from error
+        own = json.loads(json.dumps(asdict(rules)))
+        if saved is None:
+            self._study.set_user_attr(_RULES, own)
+        elif saved != own:
+            differing = ", ".join(name for name in own if saved.get(name) != own[name])
+            raise UsageError(
+                f"{folder} has a search with other values of: {differing}; restore them, or name another folder with"
+                " --output"
+            )
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, in the order of their numbers."""
+        return [one for one in self._study.get_trials(deepcopy=False) if _SURPLUS not in one.user_attrs]
+
+    def place(self, number: int) -> Path:
+        """Return the run folder of a trial."""
+        return self.folder / "trials" / f"{number:04}"
+
+    def claim(self, most: int) -> Trial | None:
+        """Return a trial that nobody else trains: one that was left half-way, or a new one; None if `most` are there.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        with self._lock:
+            for one in self.trials:
+                if one.state == TrialState.RUNNING and WORDS in one.user_attrs and self._take(self.place(one.number)):
+                    return Trial(self._study, one._trial_id)
+            if self._rules.sampler == "grid":
+                most = min(most, len(self._rules.points))
+            if len(self.trials) >= most:
+                return None
+            trial = self._study.ask()
+            if trial.number >= most or not self._take(self.place(trial.number)):  # another process was faster
+                trial.set_user_attr(_SURPLUS, True)
+                self._study.tell(trial, state=TrialState.FAIL)
+                return None
+            self._study.sampler = self._rules.make_sampler(trial.number)
+            trial.set_user_attr(WORDS, [axis.propose(trial) for axis in self._rules.axes])
+            return trial
+
+    def take(self, folder: Path) -> bool:
+        """Take a run folder, and return whether nobody else has it.
+
+        Raises:
+            OSError: the folder above cannot be written.
+        """
+        with self._lock:
+            return self._take(folder)
+
+    def _take(self, folder: Path) -> bool:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A run may outlive the search that started it. A process does not see its own locks.
+        if folder in self._own or OwnedLock(folder / OWNER_FILE).is_held():
+            return False
+        lock = OwnedLock(folder.with_name(f"{folder.name}.lock"))
+        if not lock.try_take():
+            return False
+        self._own[folder] = lock
+        return True
+
+    def release(self, folder: Path) -> None:
+        """Leave a run folder to others."""
+        with self._lock:
+            self._own.pop(folder).release()
+
+    def reported(self, trial: Trial) -> set[int]:
+        """Return the steps with a reported value."""
+        return set(self.trials[trial.number].intermediate_values)
+
+    @property
+    def seed(self) -> int:
+        """The seed of all trials."""
+        return self._rules.seed
+
+    @property
+    def score(self) -> dict[str, Any]:
+        """The metrics of the best trial on a third split; empty without."""
+        return dict(self._study.user_attrs.get(_SCORE, {}))
+
+    @score.setter
+    def score(self, values: dict[str, Any]) -> None:
+        self._study.set_user_attr(_SCORE, values)
+
+    @property
+    def sign(self) -> int:
+        """1 if the larger value is the better one, else -1."""
+        return 1 if self._rules.is_better_above else -1
+
+    def importance(self) -> dict[str, float]:
+        """Return the share of each key in the differences of the values; empty with too few complete trials."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of too few trials: all shares would be equal
+            try:
+                return dict(optuna.importance.get_param_importances(self._study))
+            except (ValueError, RuntimeError, UserWarning):  # also fewer than two trials, or equal values
+                return {}
+
+    def tell(self, trial: Trial, value: float | None, state: TrialState, **facts: Any) -> None:
+        """Save the result of a trial; `facts` are attributes."""
+        with self._lock:
+            for name, fact in facts.items():
+                trial.set_user_attr(name, fact)
+            self._study.tell(trial, value, state)
