@@ -21,7 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 HASHES = ROOT / "docker" / "hashes.txt"
 PYTHONS = ("3.11", "3.12")
 PROCESSORS = ("x86_64", "aarch64")
-EXTRAS = ("deepspeed", "excel", "generation", "lora", "mlflow", "quantization", "schedule-free", "tensorboard", "wandb")
+EXTRAS = (
+    "deepspeed",
+    "excel",
+    "generation",
+    "lora",
+    "mlflow",
+    "quantization",
+    "schedule-free",
+    "search",
+    "tensorboard",
+    "wandb",
+)
 _INDEX = "https://pypi.org/simple"
 _OWN_INDEX = frozenset(("torch", "triton"))
 
