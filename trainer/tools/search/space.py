@@ -39,7 +39,7 @@ class Axis:
             return f"{self.key}={trial.suggest_categorical(self.key, self.values)}"
         if self.is_whole:
             return f"{self.key}={trial.suggest_int(self.key, *map(int, self.ends), log=self.is_log)}"
-        return f"{self.key}={trial.suggest_float(self.key, *map(float, self.ends), log=self.is_log)!r}"
+        return f"{self.key}={trial.suggest_float(self.key, *map(float, self.ends), log=self.is_log):.6g}"
 
 
 def read_space(recipe: str, words: Sequence[str]) -> tuple[list[str], list[Axis]]:
