@@ -5,15 +5,11 @@ import math
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-pytest.importorskip("mlflow")
-pytest.importorskip("sqlalchemy")
-
-from mlflow.entities import Run
-from mlflow.tracking import MlflowClient
 
 from tests.observe.samples import end_record, run_info, step_record
 from tests.observe.test_tracking import wait_for
@@ -22,14 +18,18 @@ from trainer.observe.mlflow import MLflowService
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.tracking import IDS_FILE_NAME, Tracker
 
-pytestmark = pytest.mark.timeout(60)
+# Its import takes a second, so each worker would wait for it at the collection.
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="needs mlflow and sqlalchemy"),
+]
 
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory) -> Path:
     """Its tables, made once: that takes seconds."""
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
+    client(file.parent).search_experiments()
     return file
 
 
@@ -62,11 +62,13 @@ def write(folder: Path, steps: range, resumed_from: int | None = None, loss: flo
     tracker.close()
 
 
-def client(folder: Path) -> MlflowClient:
+def client(folder: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
     return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
 
 
-def only_run(folder: Path) -> Run:
+def only_run(folder: Path) -> Any:
     store = client(folder)
     (run,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
     return run

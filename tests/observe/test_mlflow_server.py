@@ -15,20 +15,20 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mlflow")
-pytest.importorskip("sqlalchemy")
-
-from mlflow.tracking import MlflowClient
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.observe.mlflow import MLflowService
 from trainer.observe.tracking import Tracker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="needs mlflow and sqlalchemy"),
+]
 STEPS_BEFORE, STEPS_WITHOUT, STEPS_AFTER = 3, 40, 3
 
 
@@ -120,6 +120,8 @@ def test_a_killed_server_gets_all_points_when_it_is_back(server, tmp_path, monke
     assert wait_for(lambda: not tracker._waiting, 60)
     tracker.end(end_record(tmp_path / "run"))
     tracker.close()
+    from mlflow.tracking import MlflowClient
+
     store = MlflowClient(server.uri)
     (run,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
     history = store.get_metric_history(run.info.run_id, "train/loss")

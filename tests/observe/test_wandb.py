@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-
-pytest.importorskip("wandb")
-
-import wandb
 
 from tests.helpers.processes import ROOT, environment
 from tests.helpers.tracked import offline_runs
@@ -25,12 +22,15 @@ from trainer.observe.records import EvaluationRecord
 from trainer.observe.tracking import Tracker
 from trainer.observe.wandb import WandbService
 
-pytestmark = pytest.mark.timeout(60)
+# Its import takes seconds, so each worker would wait for it at the collection.
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")]
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
     """No account of whoever runs the tests, and another working folder than that of the run."""
+    import wandb
+
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
