@@ -288,6 +288,17 @@ class TestResume:
         assert error.value.exit_code == ExitCode.USER
         assert numbers(recipe) == before
 
+    def test_another_configuration_in_the_folder_of_the_model_is_refused(self, tmp_path):
+        recipe = write_tiny_run(tmp_path)
+        train(recipe, "training.max_steps=1")
+        model = tmp_path / "run" / "model"
+        words = (f"model.name_or_path={model}", "model.config=null", f"checkpoint.folder={tmp_path / 'second'}")
+        train(recipe, *words, "training.stop_at_step=2")
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "hidden_act": "relu", "architectures": None}))
+        with pytest.raises(UsageError, match=r"training: `model.config.hidden_act` was None and is 'relu'\."):
+            train(recipe, *words)
+
     def test_more_epochs_after_the_end_are_a_new_run(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
         train(recipe)

@@ -23,14 +23,15 @@ FROZEN_WEIGHTS = "frozen_weights"
 
 
 def identity(
-    recipe: Recipe, content_hash: str, beside: Mapping[str, str | None] | None = None, teacher: str | None = None
+    recipe: Recipe, content_hash: str, beside: Mapping[str, Any] | None = None, teacher: str | None = None
 ) -> dict[str, Any]:
     """Return the facts that define a training.
 
     Args:
         recipe: the recipe of the run.
         content_hash: the hash of the prepared training split.
-        beside: further facts of the model by name, outside of training and checkpoints; None for a missing one.
+        beside: further facts of the model by name, outside of training and checkpoints; None for a missing one. They
+            replace keys of the recipe.
         teacher: the digest of the weights of `distillation.teacher`, which stands for its place.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))

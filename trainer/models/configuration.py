@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -315,6 +316,30 @@ def _add_tokens(config: Any, recipe: Model, tokens: Sequence[str]) -> None:
             " tokenizer in `model.tokenizer`"
         )
     config.get_text_config().vocab_size = max(size, needed)
+
+
+_NOT_COMPUTED = {
+    "architectures", "attn_implementation", "dtype", "experts_implementation", "id2label", "label2id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def computed_facts(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration that decide what its model computes, without defaults of its class.
+
+    Places, versions and types of weights are left out, and so are classes, which the rows and the weights hold.
+    """
+    try:
+        defaults = _plain_values(type(config)())
+    except Exception:  # some classes have no defaults
+        defaults = {}
+    of_config = _plain_values(config).items()
+    return {key: value for key, value in of_config if key == "model_type" or value != defaults.get(key)}
+
+
+def _plain_values(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in _NOT_COMPUTED and not key.startswith("_")}
 
 
 _SIZES = (

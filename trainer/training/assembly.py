@@ -32,6 +32,7 @@ from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
+from trainer.models.configuration import computed_facts
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
@@ -329,14 +330,18 @@ def assemble(
         if adapt is not None:
             adapt(model)
     model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}
-    beside = {"buffers": buffers_hash(models, mesh), "normalisation": data.preparation.normalisation}
+    beside = {
+        "buffers": buffers_hash(models, mesh),
+        "normalisation": data.preparation.normalisation,
+        "config": computed_facts(described.config),
+    }
     saved = Saved(
         identity(recipe, data.train.content_hash, beside, placed.digest),
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
     )
     engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)
-    data = with_reference(recipe, data, engine, mesh)
+    data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
     return Assembly(plan, mesh, data, built, engine, saved, progress or Progress())
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.base.digests import digest_of
-from trainer.base.disk import UNFINISHED
 from trainer.base.distribution import versions
-from trainer.base.errors import storage_error
+from trainer.data.cache import CorruptEntryError, EntryWriter, entry_key, open_entry, open_or_write
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
 from trainer.engine.engine import Engine
@@ -35,17 +32,20 @@ REFERENCE = "reference"
 """The column of the reference."""
 
 
-def with_reference(recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh) -> PreparedData:
+def with_reference(
+    recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh, model: Mapping[str, Any]
+) -> PreparedData:
     """Return the data with the column `reference`, if the loss of its task has a reference. All ranks must call it.
 
-    The model computes it as in an evaluation, in the layout of the training. A later run with the same model, rows,
-    precision and versions of packages reads it from the cache.
+    The model computes it as in an evaluation, in the layout of the training. A later run with the same model and its
+    configuration, rows, precision, source code and versions of packages reads it from the cache.
 
     Args:
         recipe: the recipe.
         data: the data of the recipe.
         engine: the engine, before the first step and before a checkpoint is loaded.
         mesh: the ranks.
+        model: the facts of the model beside its weights.
 
     Raises:
         TrainerError: the cache cannot be written.
@@ -54,15 +54,19 @@ def with_reference(recipe: Recipe, data: PreparedData, engine: Engine, mesh: Par
         return data
     state = engine.state()
     weights = joined(mesh.all_gather(own_digest(_weights(chain(state.parts, state.frozen)))))
-    facts = [weights, versions(), recipe.precision, recipe.weights, recipe.tf32, mesh.device.type]
+    facts = {
+        "weights": weights,
+        "model": dict(model),
+        "numbers": [recipe.precision, recipe.weights, recipe.tf32, mesh.device.type],
+    }
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
 
     def completed(split: EncodedSplit) -> EncodedSplit:
-        place = cache / f"{REFERENCE}-{digest_of([*facts, split.content_hash])[:32]}.npy"
-        known: Tensor | None = mesh.share(_read(place, len(split)) if mesh.rank == 0 else None)
+        key = f"{REFERENCE}-{entry_key(data.task, tuple(versions()), **facts, rows=split.content_hash)}"
+        known: Tensor | None = mesh.share(_read(cache / key) if mesh.rank == 0 else None)
         if known is None:
             computed = _compute(recipe, data, split, engine, mesh)
-            mesh.on_rank_zero(lambda: None if computed is None else _write(place, computed))
+            mesh.on_rank_zero(lambda: None if computed is None else _write(cache, key, computed))
             known = mesh.share(computed)
         assert known is not None, "rank 0 has it"
         return split.with_array(REFERENCE, known.numpy())
@@ -95,31 +99,22 @@ def _compute(
     return data.task.reference_of(in_row_order(gathered, len(split))).float()
 
 
-def _read(place: Path, num_rows: int) -> Tensor | None:
-    """Return the values of a file; None if there is none, or it is damaged."""
+def _read(entry: Path) -> Tensor | None:
+    """Return the values of an entry; None if there is none, or it is damaged."""
     try:
-        values = np.load(place, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        return torch.from_numpy(open_entry(entry, verify=True).arrays[REFERENCE].copy())
+    except (FileNotFoundError, CorruptEntryError):
         return None
-    is_whole = values.dtype == np.float32 and values.shape[:1] == (num_rows,) and bool(np.isfinite(values).all())
-    return torch.from_numpy(values) if is_whole else None
 
 
-def _write(place: Path, values: Tensor) -> None:
+def _write(cache: Path, key: str, values: Tensor) -> None:
     """Write values, whole or not at all.
 
     Raises:
         TrainerError: the folder cannot be written.
     """
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=place.parent) as folder:  # a full disk leaves nothing
-            made = Path(folder) / place.name
-            np.save(made, values.numpy())
-            made.replace(place)
-    except OSError as error:
-        raise storage_error(
-            f"`data.cache` must be a folder that can be written, but the reference cannot be kept in `{place.parent}`:"
-            f" {error}; make room or name another folder",
-            error,
-        ) from error
+
+    def write(entry: EntryWriter) -> None:
+        entry.add({REFERENCE: list(values.numpy())})
+
+    open_or_write(cache, key, write)
