@@ -14,7 +14,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
@@ -22,6 +25,7 @@ from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError
 from trainer.cli import main
 from trainer.data.chunked_rows import read_chunks
+from trainer.tasks.masked_lm import MaskedLMTask
 
 Row = dict[str, Any]
 MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}}
@@ -239,6 +243,30 @@ def test_each_task(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert shown(answer) == shown(row)
     notes = capfd.readouterr().err
     assert ("truncated: 1 rows of `" in notes) == (name in TRUNCATES)
+
+
+def test_masked_tokens_alone_have_logits_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, run = CASES["masked_lm"], tmp_path / "run"
+    assert main(["run", str(write(tmp_path, "masked_lm", case))]) == 0
+    rows = [{"text": f"word{number} [MASK] word2 word3 word4 [MASK] word5"} for number in range(24)]
+    sizes: list[int] = []
+
+    def recorded(task: MaskedLMTask, logits: Tensor, labels: Tensor) -> Tensor:
+        sizes.append(len(logits))
+        return token_scores(task, logits, labels)
+
+    token_scores = MaskedLMTask.token_scores
+    monkeypatch.setattr(MaskedLMTask, "token_scores", recorded)
+    monkeypatch.setattr("trainer.models.chunked_head._LOGITS", 5 * TINY_BERT["vocab_size"])
+    found = predicted(run, rows, tmp_path / "out.jsonl", "evaluation.batch_size=24")
+    assert (max(sizes), sum(sizes)) == (5, 64)  # of 216 tokens; 48 are masked, and shapes are rounded
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    inputs = tokenizer([row["text"] for row in rows], return_tensors="pt")
+    with torch.no_grad():
+        best = AutoModelForMaskedLM.from_pretrained(run / "model").eval()(**inputs).logits.argmax(-1)
+    masked = inputs["input_ids"] == tokenizer.mask_token_id
+    expected = [tokenizer.convert_ids_to_tokens(row[places].tolist()) for row, places in zip(best, masked, strict=True)]
+    assert [answer["tokens"] for answer in found] == expected
 
 
 def shown(value: Any) -> Any:

@@ -67,7 +67,7 @@ def build_engine(
 
 
 def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
-    """Return `task.vocabulary_chunk`; None if it is "auto", but a part of the training needs all logits.
+    """Return `task.vocabulary_chunk`; None if it is no number, and a part of the training needs all logits.
 
     Raises:
         UsageError: it is a number, but the model needs all logits.
@@ -75,10 +75,10 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     columns = task.vocabulary_chunk
     if columns is None:
         return None
-    if columns == "auto" and (plan.recipe.distillation or plan.recipe.parallel.strategy == "dp"):
+    if isinstance(columns, str) and (plan.recipe.distillation or plan.recipe.parallel.strategy == "dp"):
         return None
     why = next((why for part in built if (why := why_whole(part.model))), None)
-    if why is not None and columns != "auto":
+    if why is not None and not isinstance(columns, str):
         raise refuse_blocks(why)
     return columns if why is None else None
 

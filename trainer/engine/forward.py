@@ -263,7 +263,7 @@ class ModelForward:
         if self._task.generates:
             generated = self._generated(self._ready(microbatch))
             return begin_to_host({} if microbatch.filler else generated)
-        microbatch, logits = self._evaluated(microbatch, labelled=False)
+        microbatch, logits = self._evaluated(microbatch, labelled=microbatch.labels.numel() > 0)
         return begin_to_host({} if logits is None else self._task.answers(logits, microbatch.inputs))
 
     def _evaluated(self, microbatch: Microbatch, labelled: bool) -> tuple[Microbatch, Tensor | None]:

@@ -20,7 +20,7 @@ from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cro
 from trainer.parallel.tensor.low_rank import product_of
 from trainer.parallel.tensor.trained_rows import rows_of
 
-Columns = int | Literal["auto"]
+Columns = int | Literal["auto", "tokens"]
 TokenScores = Callable[[Tensor, Tensor], Tensor]
 
 _LEAST_COLUMNS = 4096
@@ -36,7 +36,8 @@ class ChunkedHead:
 
     Args:
         head: the linear layer from hidden states to logits; its `forward` is replaced.
-        columns: the maximum number of columns of a block; `auto`: see `_columns`.
+        columns: the maximum number of columns of a block; `auto`: see `_columns`; `tokens`: blocks of tokens, each with
+            the scores of all columns.
         cut: how the vocabulary is sharded over tensor ranks; None: it is not.
         scores: computes scores `[..., 2]` from logits `[..., vocabulary]` and labels `[...]`, if there is one block.
     """
@@ -87,7 +88,15 @@ class ChunkedHead:
     def _scores_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the scores `[tokens, 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
         head, weight = self._head, self._head.weight
-        columns = self._columns(len(labels), len(weight), torch.is_grad_enabled() and weight.requires_grad)
+        if self._chosen == "tokens":
+            step = max(1, _LOGITS // len(weight))
+            blocks = [
+                (tokens[first : first + step], labels[first : first + step]) for first in range(0, len(labels), step)
+            ]
+            return torch.cat([self._scores(self._logits(own), of) for own, of in blocks])
+        columns = self._columns(
+            self._chosen, len(labels), len(weight), torch.is_grad_enabled() and weight.requires_grad
+        )
         if columns >= len(weight):
             return self._scores(self._logits(tokens), labels)
         received = head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens
@@ -101,14 +110,14 @@ class ChunkedHead:
         )
         return torch.stack(found, -1)
 
-    def _columns(self, num_tokens: int, num_columns: int, is_trained: bool) -> int:
+    def _columns(self, chosen: int | Literal["auto"], num_tokens: int, num_columns: int, is_trained: bool) -> int:
         """Return the maximum number of columns of a block.
 
         `auto` has at least 64 MiB of logits in a block, and blocks wide enough for fast products. The weight's gradient
         needs the logits a second time, so a trained weight has one block for logits below 1 GiB.
         """
-        if self._chosen != "auto":
-            return self._chosen
+        if chosen != "auto":
+            return chosen
         if is_trained and num_tokens * num_columns < _LOGITS_OF_TRAINED:
             return num_columns
         return max(_LEAST_COLUMNS, _LOGITS // num_tokens)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
 from trainer.tasks.text.columns import require_text, tokenise
 from trainer.tasks.text.masking import Masking
@@ -20,15 +21,17 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 class MaskedLMTask(TokenLabels):
     """Masked language modelling with cross entropy over the vocabulary.
 
-    `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded.
+    `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded. `is_answering`:
+    mask tokens have a label of 0, which no code compares, and the scores of tokens are their answers.
     """
 
     text_columns: tuple[str, ...]
     mask_probability: float
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto"] | None = None
+    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
     takes_token_scores: bool = False
+    is_answering: bool = False
 
     auto_class_name = "AutoModelForMaskedLM"
     beside_rows = ("mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores")
@@ -43,17 +46,27 @@ class MaskedLMTask(TokenLabels):
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
-        return tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
+        features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
+        if self.is_answering:
+            mask = tokenizer.mask_token_id
+            features["labels"] = [[0 if one == mask else IGNORED_LABEL for one in ids] for ids in features["input_ids"]]
+        return features
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking:
         return Masking.of(tokenizer, self.mask_probability, seed)
 
     def without_labels(self) -> MaskedLMTask:
-        return replace(self, metric_names=(), vocabulary_chunk=None)
+        return replace(self, metric_names=(), vocabulary_chunk="tokens", is_answering=True)
+
+    def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._best(logits).unsqueeze(-1) if self.is_answering else super().token_scores(logits, labels)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"tokens": logits[..., 0] if self.takes_token_scores else self._best(logits)}
+
+    def _best(self, logits: Tensor) -> Tensor:
         cut = self._cut(logits)
-        return {"tokens": vocab_parallel_argmax(logits, cut.group, cut.size)}
+        return vocab_parallel_argmax(logits, cut.group, cut.size)
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return the predicted tokens of the mask tokens of each text, and the text with them."""

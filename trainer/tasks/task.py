@@ -119,7 +119,7 @@ class Loss(ABC):
 class VocabularyLoss(Loss):
     """The part of a loss over a vocabulary; tensor ranks may share its tokens."""
 
-    vocabulary_chunk: int | Literal["auto"] | None = None
+    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
     """The tokens of the vocabulary for which the head computes logits at a time; None: it computes all logits."""
     takes_token_scores = False
     """Whether `loss_sum` and `predictions` take token scores instead of logits."""

@@ -40,7 +40,7 @@ class TokenLabels(TextTask):
 
     metric_names: tuple[str, ...]
     vocabulary: VocabularyCut | None
-    vocabulary_chunk: int | Literal["auto"] | None
+    vocabulary_chunk: int | Literal["auto", "tokens"] | None
     takes_token_scores: bool
 
     rows_are_labels = False
