@@ -57,6 +57,7 @@ __all__ = [
     "assemble",
     "load_recipe",
     "plan",
+    "preview",
     "register_family",
     "register_metric",
     "register_recipes",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from trainer.models.families.family import ModelFamily
     from trainer.observe.callbacks import Callback
+    from trainer.observe.preview import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
     from trainer.recipe.schema import ImageKeys, TextKeys
     from trainer.tasks.task import ImageTask, TextTask
@@ -146,6 +147,29 @@ def plan(
         raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
     return plan_recipe(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
+
+
+def preview(
+    recipe: ResolvedRecipe | str | Path, *, rows: int = 3, split: str = "training", processes: int = 1, rank: int = 0
+) -> Preview:
+    """Describe what a model will see, as `trainer preview` does: rows with marked tokens, lengths, classes and types.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        rows: The rows of the split, and at most those of the first microbatch, to describe.
+        split: `training` or `validation`.
+        processes: The ranks of the layout; none is started.
+        rank: The data-parallel rank of the microbatch.
+
+    Raises:
+        TrainerError: The data cannot be prepared, or the model cannot be described.
+    """
+    from trainer.recipe.plan import plan_run
+    from trainer.tools.preview import preview_recipe
+
+    forbid_telemetry()
+    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    return preview_recipe(plan_run(resolved.recipe, processes), rows, split, rank)
 
 
 def _result(folder: Path, code: int) -> RunResult:

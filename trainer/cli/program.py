@@ -24,6 +24,7 @@ from trainer.cli import (
     mine,
     plan,
     predict,
+    preview,
     recipes,
     rehearse,
     report,
@@ -37,6 +38,7 @@ from trainer.ranks.environment import forbid_telemetry
 _VERBS = (
     run.run,
     check.check,
+    preview.preview,
     plan.plan,
     rehearse.rehearse,
     compare.compare,

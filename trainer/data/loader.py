@@ -84,6 +84,10 @@ class TrainLoader:
         """Return the split indices of the rows of the global batch of `step` (from 0), over all ranks."""
         return [int(row) for row in self._batches.row_ids(step)]
 
+    def batch(self, step: int) -> RankBatch:
+        """Return the part of this rank of the global batch of `step` (from 0)."""
+        return self._batches[step]
+
     def __iter__(self) -> Iterator[RankBatch]:
         batches = _load(self._batches, self._steps, self._num_workers, self._pin_memory)
         return batches if self._ahead_to is None else copied_ahead(batches, self._ahead_to)

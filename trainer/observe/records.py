@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.observe.preview import Preview
 from trainer.parallel.state_bytes import StateBytes
 
 Kind = Literal["split", "replicated", "frozen", "tied"]
@@ -64,6 +65,7 @@ class RunInfo:
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
     unit: str = "rows"  # of the numbers of rows: "rows", or "windows" or "packed rows" of them
     groups: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of parameter groups; empty without
+    preview: Preview | None = None  # of the first step; None: the run is resumed
     ranks: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of the layout; empty for one process
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -55,11 +56,15 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.evaluation import Evaluator
 from trainer.training.model_card import complete_folder
+from trainer.training.preview import step_of_run
 from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
 from trainer.training.validation import Validation
+
+_ROWS_SHOWN = 3
+"""Rows of the first microbatch in the report of a run."""
 
 
 @dataclass
@@ -201,7 +206,11 @@ class Assembly:
         """Return the facts for the start-up summary. All ranks must call it."""
         facts = run_info(self.plan, environment, self.data, self.models, self.placements, self.mesh)
         groups = self.built[0].groups.table
-        return replace(facts, resumed_from=self.progress.step or None, stages=self._stage_texts(), groups=groups)
+        first = None
+        if self.mesh.rank == 0 and not self.progress.step:
+            first = step_of_run(self.plan, self.data, self.train_loader, _ROWS_SHOWN)
+        resumed = self.progress.step or None
+        return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=first)
 
     def export(self, place: Path | str) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
@@ -256,22 +265,25 @@ class Assembly:
 
 def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_sample: int = 0) -> TrainLoader:
     """Return this rank's part of each global batch from a sample on."""
+    on_gpu = mesh.device.type == "cuda"
+    ahead_to = mesh.device if on_gpu and plan.copies_ahead else None
+    return batches_of(plan, data, mesh.index("dp"), start_sample=start_sample, pin_memory=on_gpu, ahead_to=ahead_to)
+
+
+def batches_of(plan: RunPlan, data: PreparedData, data_rank: int, **options: Any) -> TrainLoader:
+    """Return the part of a data-parallel rank of each global batch; `options` are those of `TrainLoader`."""
     recipe = plan.recipe
     lengths = data.train.lengths if recipe.data.group_by_length else None
-    seed = recipe.training.seed
-    on_gpu = mesh.device.type == "cuda"
     return TrainLoader(
         data.train,
-        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, seed, data.mixture(recipe)),
+        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed, data.mixture(recipe)),
         plan.batch,
-        mesh.index("dp"),
+        data_rank,
         data.preparation.batching,
         plan.total_steps(len(data.train)),
-        start_sample=start_sample,
         num_workers=recipe.data.num_workers,
-        pin_memory=on_gpu,
         masking=data.masking,
-        ahead_to=mesh.device if on_gpu and plan.copies_ahead else None,
+        **options,
     )
 
 

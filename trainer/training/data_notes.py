@@ -13,11 +13,15 @@ from trainer.base.text import listed
 from trainer.data.order import Mixture
 from trainer.data.split import EncodedSplit
 from trainer.models.configuration import rotary_positions
+from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
+from trainer.tasks.causal_lm import TextColumn
 from trainer.tasks.classes import plain_name
 from trainer.tasks.task import Task, TextTask
+from trainer.tasks.types import Tokenizer
 
 _MOST_COMPARED = 500_000  # training rows; comparing more takes seconds at each start
+_MOST_LABELS = 5_000_000  # training labels; counting more takes time at each start
 _USUAL_SHARE = 0.01  # of the rows
 
 SplitsByName = Mapping[str, EncodedSplit]
@@ -46,6 +50,47 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
             share = number / max(tokens, 1)
             unknown.append(f"unknown to the tokenizer: {share:.2%} of {tokens:,} {name} tokens")
     return [*cut, *targets, *blank, *unknown]
+
+
+def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) -> list[str]:
+    """Return warnings on a training split that teaches too little.
+
+    They are on answers that are trained wholly with their prompts, or not at all; on a missing end; on most rows being
+    cut; and on classes without a row.
+    """
+    notes = []
+    if 2 * split.num_cut > len(split):
+        notes.append(f"most training rows lose their end: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
+    if absent := [name for name, count in class_counts(task, split) if not count]:
+        notes.append(
+            f"no training row has the class {listed(list(map(repr, absent)), 3)}, so it is never predicted well"
+        )
+    if (
+        not isinstance(task, TextTask)
+        or not task.labels_are_tokens
+        or isinstance(getattr(task, "examples", None), TextColumn)
+    ):
+        return notes
+    column = split.ragged.get("labels")
+    labels = split.tokens.get("labels") if column is None else column.values
+    if labels is None or not len(labels) or tokenizer is None:
+        return notes  # random tokens are hidden
+    labels = labels[:_MOST_LABELS]
+    is_trained = labels != IGNORED_LABEL
+    if not is_trained.any():
+        notes.append("no token of the training rows is trained: `data.max_length` cuts all answers")
+        return notes
+    if column is None:
+        if is_trained.all():
+            notes.append("all tokens of the training rows are trained, those of prompts too")
+        starts = split.offsets[:-1][split.offsets[:-1] < len(labels)]
+        if empty := int((np.add.reduceat(is_trained, starts, dtype=int) == 0).sum()):
+            notes.append(f"no token is trained in {empty:,} of {len(starts):,} training texts: their answers are cut")
+    ends = task.end_tokens(tokenizer)
+    if ends and not np.isin(labels, ends).any():
+        names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
+        notes.append(f"no end token ({names}) is trained, so the model does not learn to end an answer")
+    return notes
 
 
 def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> str:

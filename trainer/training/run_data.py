@@ -29,6 +29,7 @@ from trainer.training.data_notes import (
     position_notes,
     row_notes,
     row_unit,
+    trained_notes,
 )
 from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
 
@@ -160,6 +161,7 @@ def prepare_data(
         *own,
         *row_notes(recipe, unit, prepared.splits, source_rows),
         *class_notes(task, train, validation),
+        *trained_notes(task, train, tokenizer),
         *position_notes(preparation.config, prepared.splits),
         *bounded,
         *mixture_notes(recipe, prepared.mixture(recipe), train.sources),

@@ -64,11 +64,19 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Marked:
+    """A text of pieces; each has a mark, its text, and a note that may be empty."""
+
+    title: str
+    pieces: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
 class Section:
     """A part of a page."""
 
     title: str
-    blocks: Sequence[Table | Text | go.Figure | str]  # a plain string is a paragraph
+    blocks: Sequence[Table | Text | Marked | go.Figure | str]  # a plain string is a paragraph
 
     @property
     def is_of_pairs(self) -> bool:
@@ -116,4 +124,4 @@ def _template() -> jinja2.Template:
 
 
 def _kind(block: Any) -> str:
-    return {Table: "table", Text: "text", str: "paragraph"}.get(type(block), "figure")
+    return {Table: "table", Text: "text", Marked: "marked", str: "paragraph"}.get(type(block), "figure")

@@ -30,6 +30,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
+from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.timeline import BACKWARD, order_of, simulate
 
 MOST_STEPS = 20_000
@@ -148,6 +149,8 @@ def page_of(runs: Sequence[Run]) -> str:
         sections.append(Section("Differences of the recipes", [_differences(runs)]))
     found = (_training(runs), _evaluation(runs), _logged(runs), _costs(runs))
     sections += [section for section in found if section.blocks]
+    previews = [(run, one) for run in runs if (one := run.info.get("preview"))]
+    sections += [Section(f"First step of {run.name}", list(preview_blocks(one))) for run, one in previews]
     sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
     return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
 

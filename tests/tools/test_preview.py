@@ -1,0 +1,160 @@
+"""Previews of every task: their marks are compared with the texts of the sample, and their numbers with the rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainer
+from tests.helpers.browser import needs_browser, open_page
+from tests.helpers.tiny_run import write_tiny_run
+from trainer.cli import main
+from trainer.observe.preview import Piece, ShownText
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tasks.registry import build_task
+from trainer.training.data_notes import trained_notes
+from trainer.training.preview import lengths_histogram
+
+
+def marked(text: ShownText, mark: str) -> str:
+    return "".join(piece.text for piece in text.pieces if piece.mark == mark).strip()
+
+
+def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
+    for name in ("train.jsonl", "validation.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "roles", "label", "trained"),
+    [
+        ("bert_sample", ["text"], "graphics", ""),
+        ("vit_sample", ["image"], "0", ""),
+        ("choice_sample", ["text 0", "text 1", "text 2", "text 3"], "0", ""),
+        ("embedding_sample", ["anchor", "positive"], "", ""),
+        ("reranker_sample", ["text 0", "text 1", "text 2", "text 3"], "1, 0, 0, 0", ""),
+        ("reward_sample", ["chosen", "rejected"], "", ""),
+        ("dpo_sample", ["chosen", "rejected"], "", "the topic is formats. [SEP]"),
+        ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
+        ("qa_sample", ["text"], "tokens 22 to 32", "true if the module specified by fullname is a package"),
+    ],
+)
+def test_the_tasks(recipe: str, roles: list[str], label: str, trained: str):
+    found = trainer.preview(recipe, rows=1)
+    (row,) = found.rows
+    assert [text.role for text in row.texts] == roles
+    assert row.label == label
+    assert {marked(text, "trained") for text in row.texts} >= {trained}
+    assert len(found.step) == 1
+    assert found.kinds[1][0] == "trained"
+    assert sum(count for _, count in found.splits[0].histogram) == (
+        found.splits[0].rows if found.splits[0].longest else 0
+    )
+
+
+def test_packed_answers_end_with_the_end_token():
+    (row,) = trainer.preview("sft_sample", rows=1).rows
+    pieces = row.texts[0].pieces
+    trained = [piece.text.strip() for piece in pieces if piece.mark == "trained"]
+    documents = [piece for piece in pieces if piece.note.startswith("document")]
+    assert len(trained) == len(documents) == 6
+    assert all(text.endswith("[SEP]") and len(text.split()) == 2 for text in trained)
+
+
+def test_hidden_tokens_are_shown_as_they_were():
+    (row,) = trainer.preview("bert_sample_mlm", rows=1).rows
+    assert marked(row.texts[0], "masked") == "can reset"
+    assert "".join(piece.text for piece in row.texts[0].pieces).startswith(
+        "[CLS] the optional parameter newscmprio can be"
+    )
+
+
+def test_words_of_entities_have_their_tags():
+    (row,) = trainer.preview("ner_sample", rows=1).rows
+    assert Piece("trained", " json", "B-CLASS") in row.texts[0].pieces
+
+
+def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = str(write_tiny_run(tmp_path, task={"class_weights": {"no": 3.0, "yes": 1.0}}, data={"max_length": 6}))
+    write_rows(
+        tmp_path, [{"text": f"word1 word2 word3 word4 word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)]
+    )
+    assert main(["preview", recipe, "--rows", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["rows"], one["weight"]) for one in found["classes"]] == [
+        ("no", 20, 3.0),
+        ("yes", 20, 1.0),
+    ]
+    assert found["splits"][0]["cut"] == 40
+    assert found["splits"][0]["uncut"][-1] == [7, 40]
+    assert found["rows"][0]["texts"][0]["pieces"][-1]["mark"] == "cut"
+    assert any("most training rows lose their end: 40 of 40" in note for note in found["notes"])
+    own, other = (trainer.preview(recipe, processes=2, rank=rank).step for rank in (0, 1))
+    assert {row.row for row in own}.isdisjoint(row.row for row in other)
+    assert main(["preview", recipe, "--rank", "1"]) == 2
+    assert "must be below the data-parallel size 1" in capsys.readouterr().err
+
+
+def test_a_class_without_rows_is_noted_by_check_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = write_tiny_run(tmp_path, task={"labels": ["no", "yes", "rare"]})
+    write_rows(tmp_path, [{"text": f"word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)])
+    for verb in ("check", "preview"):
+        assert main([verb, str(recipe)]) == 0
+        assert "no training row has the class 'rare'" in " ".join(capsys.readouterr().out.split())
+
+
+class TestNotesOnAnswers:
+    @pytest.mark.parametrize(
+        ("labels", "note"),
+        [
+            ([-100, 5, 3, -100, 6, 3], None),
+            ([-100, 5, 6, -100, 6, 5], "no end token"),
+            ([-100] * 6, "no token of the training rows"),
+            ([4, 5, 3, 4, 6, 3], "those of prompts too"),
+            ([-100, -100, -100, -100, 6, 3], "no token is trained in 1 of 2"),
+        ],
+    )
+    def test_notes(self, labels: list[int], note: str | None):
+        class Tokenizer:
+            eos_token_id = 3
+
+            def decode(self, ids: list[int]) -> str:
+                return "</s>"
+
+        task = build_task(load_recipe("dpo_sample").recipe.task)
+        split = trainer_split(labels)
+        found = trained_notes(task, split, Tokenizer())  # type: ignore[arg-type]
+        assert len(found) == (note is not None)
+        assert note is None or note in found[0]
+
+
+def trainer_split(labels: list[int]):
+    from trainer.data.split import EncodedSplit
+
+    tokens = {"input_ids": np.full(6, 4, np.int32), "labels": np.array(labels, np.int32)}
+    return EncodedSplit(np.array([0, 3, 6]), tokens, {}, "hash")
+
+
+def test_a_histogram_counts_each_length_once():
+    assert lengths_histogram(np.array([1, 1, 2, 20])) == (
+        (2, 3),
+        (4, 0),
+        *((edge, 0) for edge in range(6, 20, 2)),
+        (20, 1),
+    )
+    assert lengths_histogram(np.zeros(0, int)) == ()
+
+
+@needs_browser
+def test_the_page_and_the_report_show_the_marks(tmp_path: Path):
+    recipe = str(write_tiny_run(tmp_path))
+    assert main(["run", recipe, "training.max_steps=1"]) == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "First step of run" in (tmp_path / "run" / "report.html").read_text()
+    assert main(["preview", "ner_sample", "--rows", "1", "-o", str(tmp_path / "page.html")]) == 0
+    opened = open_page(tmp_path / "page.html", tmp_path)
+    assert (opened.console, opened.requests) == ([], [])
+    assert '<span class="trained" title="trained"> json<sub>B-CLASS</sub></span>' in opened.dom

@@ -1,0 +1,48 @@
+"""`trainer preview`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json
+
+
+def preview(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows to show.")] = 3,
+    split: Annotated[Literal["training", "validation"], typer.Option(help="The split of the rows.")] = "training",
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the layout; none is started.")] = 1,
+    rank: Annotated[int, typer.Option(min=0, metavar="R", help="Data-parallel rank of the microbatch.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write an HTML page.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the model will see: rows and the first microbatch, with marks for trained and other tokens.
+
+    Also show lengths, classes with their weights, and the types of the parameters. It needs no weights and no GPU.
+    """
+    from trainer.base.collector import importing
+    from trainer.recipe.plan import plan_run
+    from trainer.recipe.reading.loading import load_recipe
+
+    plan = plan_run(load_recipe(recipe, overrides or ()).recipe, processes)
+    with importing():
+        from rich.console import Console
+
+        from trainer.tools.preview import preview_lines, preview_recipe, write_preview
+
+    found = preview_recipe(plan, rows, split, rank)
+    if output is not None:
+        write_preview(found, output)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        console = Console(highlight=False, markup=False)
+        for line in preview_lines(found):
+            console.print(line, soft_wrap=True)
+        if output is not None:
+            typer.echo(f"wrote     {output}")

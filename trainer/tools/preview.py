@@ -1,0 +1,138 @@
+"""The work of `trainer preview`: what a model will see, before a step.
+
+It needs the data, the tokenizer and the model's configuration, but no weights and no GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.text import Text
+
+from trainer.base.disk import replace_text
+from trainer.base.errors import UsageError, storage_error
+from trainer.base.text import aligned
+from trainer.observe.preview import Preview, ShownRow
+from trainer.recipe.plan import RunPlan
+from trainer.tools.report.page import Section, render
+from trainer.tools.report.preview_blocks import preview_blocks, split_table
+from trainer.training.assembly import batches_of, describe_model
+from trainer.training.preview import kinds, lengths_histogram, shown_rows, step_of_run
+from trainer.training.row_encoding import TextPreparation
+from trainer.training.run_data import PreparedData, prepare_data
+
+_MOST_UNCUT = 1_000  # rows that are encoded without a maximum length
+_NO_LIMIT = 10**6  # tokens
+_STYLES = {"trained": "green", "masked": "magenta", "input": "", "padding": "dim", "cut": "red"}
+_SIGNS = {"trained": ("[", "]"), "masked": ("<", ">"), "input": ("", ""), "padding": ("(", ")"), "cut": ("{cut: ", "}")}
+
+
+def preview_recipe(plan: RunPlan, rows: int = 3, split: str = "training", data_rank: int = 0) -> Preview:
+    """Return the preview of a recipe.
+
+    Args:
+        plan: the recipe and its layout.
+        rows: the rows to show of the split, and at most of the microbatch.
+        split: `training` or `validation`.
+        data_rank: the data-parallel rank of the microbatch.
+
+    Raises:
+        TrainerError: the data cannot be prepared, there is no such split, or the model cannot be described.
+    """
+    recipe = plan.recipe
+    data = prepare_data(recipe)
+    if split not in data.splits:
+        raise UsageError(f"`--split` is {split}, but the recipe has {' and '.join(data.splits)}")
+    shown = data.splits[split]
+    if data_rank >= plan.batch.data_parallel_size:
+        raise UsageError(
+            f"`--rank` must be below the data-parallel size {plan.batch.data_parallel_size}, but is {data_rank}"
+        )
+    preview = step_of_run(plan, data, batches_of(plan, data, data_rank), rows)
+    uncut = _uncut(plan, data) if shown.num_cut else None
+    longer = None if uncut is None else uncut.splits[split]
+    splits = [
+        replace(one, uncut=lengths_histogram(uncut.splits[one.name].lengths)) if uncut is not None and one.cut else one
+        for one in preview.splits
+    ]
+    first = range(min(rows, len(shown), len(longer) if longer is not None else len(shown)))
+    return replace(
+        preview,
+        rows=shown_rows(shown, data, first, longer),
+        splits=tuple(splits),
+        kinds=kinds(plan, describe_model(recipe, data)),
+        notes=tuple(data.notes(recipe.data.max_length)),
+    )
+
+
+def _uncut(plan: RunPlan, data: PreparedData) -> PreparedData | None:
+    """Return the first rows without a maximum length; None if they are not of texts, or not the same rows."""
+    if not isinstance(data.preparation, TextPreparation) or data.unit != "rows":
+        return None
+    whole = replace(data.preparation, max_length=_NO_LIMIT)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
+        found = prepare_data(plan.recipe, _MOST_UNCUT, Path(cache), lambda _: whole)
+        return found  # the open files of the cache can be read after it is deleted
+
+
+def preview_lines(preview: Preview) -> Iterator[Text]:
+    """Yield the lines of a terminal: marks have colours, and signs where there are none."""
+    signs = ", ".join(f"{before}{mark}{after}" for mark, (before, after) in _SIGNS.items() if before and mark != "cut")
+    yield Text(f"{preview.name}: {preview.task}; tokens are {signs}, and {{cut: ...}}; the others are read only")
+    for title, rows in (("the first microbatch of step 1", preview.step), ("rows of the split", preview.rows)):
+        if rows:
+            yield Text(f"\n{title}", style="bold")
+        for row in rows:
+            yield from _row_lines(row)
+    values = asdict(preview)
+    header, table = split_table(values["splits"])
+    yield Text("\n" + "\n".join(aligned([header, *table])))
+    for split in preview.splits:
+        for name, histogram in (("", split.histogram), (" without max_length", split.uncut)):
+            most = max((count for _, count in histogram), default=0)
+            if most:
+                yield Text(f"\nlengths of {split.name} rows{name}")
+            for edge, count in histogram:
+                yield Text(f"  up to {edge:>6,}  {count:>9,}  {'#' * round(40 * count / most)}")
+    if preview.classes:
+        classes = [(one.name, f"{one.rows:,}", f"{one.weight:.4g}") for one in preview.classes]
+        yield Text("\n" + "\n".join(aligned([("class", "training rows", "weight"), *classes])))
+    yield Text("\n" + "\n".join(aligned(preview.kinds)))
+    for note in preview.notes:
+        yield Text(f"note      {note}")
+
+
+def _row_lines(row: ShownRow) -> Iterator[Text]:
+    label = f"  label {row.label}" if row.label else ""
+    for number, text in enumerate(row.texts):
+        line = Text(f"row {row.row + 1}" if number == 0 else "", style="bold")
+        line.append(f" {text.role}, {text.tokens} tokens{label if number == 0 else ''}: ", style="dim")
+        for piece in text.pieces:
+            before, after = _SIGNS[piece.mark]
+            if piece.note.startswith("document"):
+                line.append(f" | {piece.note}: ", style="yellow")
+            space = " " if piece.text.startswith(" ") or piece.mark in ("padding", "cut") else ""
+            note = f":{piece.note}" if piece.note and not piece.note.startswith("document") else ""
+            line.append(space)
+            line.append(f"{before}{piece.text.removeprefix(' ')}{note}{after}", style=_STYLES[piece.mark])
+        yield line
+
+
+def write_preview(preview: Preview, path: Path) -> None:
+    """Write the HTML page of a preview.
+
+    Raises:
+        TrainerError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(
+            path, render(f"Preview of {preview.name}", [Section("Preview", list(preview_blocks(asdict(preview))))])
+        )
+    except OSError as error:
+        raise storage_error(
+            f"the preview cannot be written to {str(path)!r} ({error.strerror}); use -o", error
+        ) from error

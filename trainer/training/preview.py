@@ -1,0 +1,281 @@
+"""A description of what a model will see: tokens with marks, labels, lengths, and the types of its parameters.
+
+It comes from the encoded rows and from microbatches as a run collates them, so it shows the truth of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trainer.data.collate import collate
+from trainer.data.loader import TrainLoader
+from trainer.data.order import IndexArray
+from trainer.data.split import EncodedSplit
+from trainer.engine.precision import rounded_by_autocast
+from trainer.models.describe import ModelDescription
+from trainer.observe.preview import Mark, Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
+from trainer.recipe.plan import RunPlan
+from trainer.tasks.embedding import EmbeddingTask
+from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.tasks.preference import PreferenceTask
+from trainer.tasks.question_answering import QuestionAnsweringTask
+from trainer.tasks.reward_model import RewardModelTask
+from trainer.tasks.task import TextTask
+from trainer.tasks.text.words import WORD
+from trainer.tasks.token_classification import TokenClassificationTask
+from trainer.training.data_notes import class_counts
+from trainer.training.run_data import PreparedData
+
+_MOST_COUNTED = 20_000_000  # tokens of a split
+_BINS = 10
+
+
+def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader, most: int) -> Preview:
+    """Describe the first rows of the first microbatch of a rank in step 1, the splits and the classes."""
+    microbatch = loader.batch(0).microbatches[0]
+    ids = loader.row_ids(0)
+    places = microbatch.rows.tolist()
+    if microbatch.filler:
+        places = []
+    rows = list(of_microbatch(microbatch, [ids[place] for place in places[:most]], data))
+    length = plan.recipe.data.max_length
+    return Preview(
+        name=plan.recipe.name,
+        task=plan.recipe.task.type,
+        step=tuple(rows),
+        splits=tuple(shown_split(name, split, data, length) for name, split in data.splits.items()),
+        classes=shown_classes(data),
+    )
+
+
+def shown_split(name: str, split: EncodedSplit, data: PreparedData, max_length: int) -> ShownSplit:
+    """Describe a split; `max_length` is that of the recipe."""
+    lengths = split.lengths if split.tokens else np.zeros(0, int)
+    longest = int(lengths.max(initial=0))
+    trained = None
+    if data.masking is None and isinstance(data.task, TextTask):
+        labels = split.tokens.get("labels")
+        if labels is not None:
+            trained = float((np.asarray(labels[:_MOST_COUNTED]) != IGNORED_LABEL).mean()) if len(labels) else 0.0
+    return ShownSplit(name, len(split), split.num_cut, max_length, longest, lengths_histogram(lengths), trained)
+
+
+def lengths_histogram(lengths: IndexArray) -> tuple[tuple[int, int], ...]:
+    """Return the upper ends of some ranges of lengths, and the number of lengths in each."""
+    longest = int(lengths.max(initial=0))
+    if not longest:
+        return ()
+    edges = np.unique(np.linspace(0, longest, _BINS + 1).round().astype(int))
+    # The ranges of numpy have no upper end, but the last one.
+    counts = np.histogram(lengths - 0.5, edges)[0]
+    return tuple((int(edge), int(count)) for edge, count in zip(edges[1:], counts, strict=True))
+
+
+def shown_classes(data: PreparedData) -> tuple[ShownClass, ...]:
+    """Describe the classes of a task with one class for each row."""
+    weights = getattr(data.task, "class_weights", None) or {}
+    return tuple(ShownClass(name, rows, weights.get(name, 1.0)) for name, rows in class_counts(data.task, data.train))
+
+
+def shown_rows(
+    split: EncodedSplit, data: PreparedData, rows: Sequence[int], uncut: EncodedSplit | None = None
+) -> tuple[ShownRow, ...]:
+    """Describe rows of a split, each without padding; `uncut` holds the same rows without a maximum length."""
+    found = []
+    for row in rows:
+        ids = np.array([row])
+        batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking, epoch=0)
+        (shown,) = of_microbatch(batch, [row], data)
+        found.append(_with_rest(shown, split, uncut, data) if uncut is not None else shown)
+    return tuple(found)
+
+
+def _with_rest(shown: ShownRow, split: EncodedSplit, uncut: EncodedSplit, data: PreparedData) -> ShownRow:
+    """Return a row with a piece for the tokens that each text lost."""
+    texts = []
+    for number, text in enumerate(shown.texts):
+        if number >= split.texts_per_row:
+            texts.append(text)
+            continue
+        place = shown.row * split.texts_per_row + number
+        own, whole = (int(one.offsets[place + 1] - one.offsets[place]) for one in (split, uncut))
+        if whole > own:
+            start = int(uncut.offsets[place]) + own
+            rest = _decoded(data, uncut.tokens["input_ids"][start : int(uncut.offsets[place + 1])])
+            text = replace(text, pieces=(*text.pieces, Piece("cut", rest, f"{whole - own} tokens")))
+        texts.append(text)
+    return replace(shown, texts=tuple(texts))
+
+
+def of_microbatch(batch: Microbatch, rows: Sequence[int], data: PreparedData) -> Iterator[ShownRow]:
+    """Yield the rows of a microbatch; `rows` are their indices in the split."""
+    inputs, task = batch.inputs, data.task
+    if "input_ids" not in inputs:
+        size = " x ".join(map(str, inputs["pixel_values"].shape[1:]))
+        for place, row in enumerate(rows):
+            image = ShownText("image", 0, (Piece("input", size),))
+            yield ShownRow(row, _label(task, batch.labels[place]), (image,))
+        return
+    for place, row in enumerate(rows):
+        own = {name: tensor[place] for name, tensor in inputs.items()}
+        labels = batch.labels[place]
+        by_token = labels.shape == own["input_ids"].shape
+        several = own["input_ids"].dim() > 1
+        texts = []
+        for number, role in enumerate(_roles(task, own["input_ids"].shape[0] if several else 1)):
+            part = {name: one[number] if several and one.dim() > 1 else one for name, one in own.items()}
+            of_text = labels[number] if by_token and several else labels
+            texts.append(_text(role, part, of_text if by_token else None, labels, data))
+        if "decoder_input_ids" in own:
+            texts.append(_target(labels, data))
+        yield ShownRow(row, "" if by_token or "decoder_input_ids" in own else _label(task, labels), tuple(texts))
+
+
+def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: Tensor, data: PreparedData) -> ShownText:
+    """Describe one text by the inputs, and perhaps labels, of its tokens `[sequence]`."""
+    task = data.task
+    assert isinstance(task, TextTask)
+    number = int(inputs["attention_mask"].sum())
+    ids = inputs["input_ids"][:number].tolist()
+    tokens = [_Token(token, "input") for token in ids]
+    if labels is not None:
+        own = labels[:number].tolist()
+        if isinstance(task, MaskedLMTask):
+            tokens = [
+                _Token(token, "input") if label == IGNORED_LABEL else _Token(label, "masked")
+                for token, label in zip(ids, own, strict=True)
+            ]
+        elif isinstance(task, TokenClassificationTask):
+            names = task.model_options()["id2label"]
+            words = inputs[WORD][:number].tolist()
+            tokens = [
+                _Token(token, "input", "", word)
+                if label == IGNORED_LABEL
+                else _Token(token, "trained", str(names[label]), word)
+                for token, label, word in zip(ids, own, words, strict=True)
+            ]
+        elif not task.labels_are_tokens:
+            tokens = [
+                _Token(token, "input") if label == IGNORED_LABEL else _Token(token, "trained", f"{label:g}")
+                for token, label in zip(ids, own, strict=True)
+            ]
+        else:
+            tokens = list(_predicted(ids, own, inputs.get("position_ids")))
+    if isinstance(task, QuestionAnsweringTask) and of_row.numel() == 2:
+        first, last = of_row.tolist()
+        answer = range(first, last + 1) if last else range(0)
+        tokens = [
+            replace(one, mark="trained", note="answer") if place in answer else one for place, one in enumerate(tokens)
+        ]
+    pieces = list(_pieces(tokens, data))
+    if padding := len(inputs["input_ids"]) - number:
+        pieces.append(Piece("padding", f"{padding} tokens of padding"))
+    return ShownText(role, number, tuple(pieces))
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A token of a text; neighbours with equal fields but the first form a piece. `group` is a word or a document."""
+
+    token: int
+    mark: Mark
+    note: str = ""
+    group: int = 0
+
+
+def _predicted(ids: Sequence[int], labels: Sequence[int], positions: Tensor | None) -> Iterator[_Token]:
+    """Yield the tokens of documents, of which the label of each is the next one; the last one may be a label only."""
+    starts = [0] if positions is None else (positions[: len(ids)] == 0).nonzero().flatten().tolist()
+    for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
+        note = f"document {number + 1}" if len(starts) > 1 else ""
+        yield _Token(ids[start], "input", note, number)
+        for place in range(start, end):
+            if labels[place] != IGNORED_LABEL:
+                yield _Token(labels[place], "trained", "", number)
+            elif place + 1 < end:
+                yield _Token(ids[place + 1], "input", note, number)
+
+
+def _target(labels: Tensor, data: PreparedData) -> ShownText:
+    known = labels[labels != IGNORED_LABEL]
+    pieces = [Piece("trained", _decoded(data, known.tolist()))]
+    if padding := len(labels) - len(known):
+        pieces.append(Piece("padding", f"{padding} tokens of padding"))
+    return ShownText("target", len(known), tuple(pieces))
+
+
+def _pieces(tokens: Sequence[_Token], data: PreparedData) -> Iterator[Piece]:
+    done: list[int] = []
+    before = ""
+    for (mark, note, _), group in groupby(tokens, key=lambda one: (one.mark, one.note, one.group)):
+        own = [one.token for one in group]
+        done += own
+        whole = _decoded(data, done)  # spaces and characters depend on the tokens before
+        yield Piece(mark, whole[len(before) :] if whole.startswith(before) else _decoded(data, own), note)
+        before = whole
+
+
+def _decoded(data: PreparedData, ids: Any) -> str:
+    tokenizer: Any = data.preparation.text_tokenizer
+    return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
+
+
+def _roles(task: Any, number: int) -> list[str]:
+    if number == 1:
+        return ["text"]
+    if isinstance(task, RewardModelTask | PreferenceTask):
+        return ["chosen", "rejected"][:number]
+    if isinstance(task, EmbeddingTask) and task.score_column is None:
+        return ["anchor", "positive", *(f"negative {place}" for place in range(1, number))][:number]
+    return [f"text {place}" for place in range(number)]
+
+
+def _label(task: Any, label: Tensor) -> str:
+    names = task.model_options().get("id2label")
+    values = label.flatten().tolist()
+    if isinstance(task, QuestionAnsweringTask):
+        return f"tokens {values[0]} to {values[1]}" if values and values[1] else "no answer" if values else ""
+    if names is not None and len(names) > 1:
+        if label.dim() == 0:
+            return str(names[int(label)])
+        return ", ".join(str(names[place]) for place, value in enumerate(values) if value)
+    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+    return ", ".join(shown)
+
+
+def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...], ...]:
+    """Return a table of the kinds of parameters: a header, then trained and frozen ones with their types.
+
+    Raises:
+        UsageError: the model cannot be built on `meta`.
+    """
+    recipe = plan.recipe
+    model = description.on_meta()
+    description.adapt(model)
+    in_16_bits = rounded_by_autocast(model) if recipe.weights != "fp32" else set()
+    counted: dict[tuple[bool, bool], list[int]] = {}
+    for name, parameter in model.named_parameters():
+        counted.setdefault((parameter.requires_grad, name in in_16_bits), []).append(parameter.numel())
+    rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
+    master = {"bf16_compensated": "16 bits in the optimizer", "bf16_stochastic": "none, rounded at random"}
+    sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
+    state = "8 bits" if "8bit" in recipe.optimizer.name else "fp32"
+    for (is_trained, in_bf16), sizes in sorted(counted.items(), reverse=True):
+        weights = "bf16" if in_bf16 and is_trained else "fp32"
+        stored = recipe.model.quantization if recipe.model.quantization and not is_trained else weights
+        whole = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
+        rows.append(
+            (
+                "trained" if is_trained else "frozen", f"{sum(sizes):,}", stored, recipe.precision,
+                *((master[recipe.weights] if in_bf16 else whole, "fp32", f"{recipe.optimizer.name}, {state}", sent)
+                  if is_trained else ("", "", "", "")),
+            )
+        )  # fmt: skip
+    return tuple(rows)
