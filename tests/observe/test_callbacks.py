@@ -12,6 +12,7 @@ from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import TrainerError, UsageError
 from trainer.observe.callbacks import Callback, CallbackObserver, check_callbacks, described, made
 from trainer.observe.observer import Observer, Observers, Request
+from trainer.observe.records import EvaluationRecord
 
 
 @dataclass
@@ -50,6 +51,25 @@ def test_an_error_names_the_callback_its_moment_and_line():
         TrainerError, match=r"`Answer` failed in `step`: IndexError: .*test_callbacks.py, line [0-9]+\)"
     ):
         CallbackObserver(Answer(), print).step(step_record(1))
+
+
+class Changing(Callback):
+    def start(self, run):
+        run.recipe["training"] = None
+
+    def evaluation(self, record):
+        record.metrics.clear()
+        return Request(stop=np.array([0, 1]))  # type: ignore[arg-type]
+
+
+def test_a_change_of_a_record_stays_with_the_callback_and_an_answer_without_a_truth_value_is_an_error(tmp_path):
+    observer, record, info = CallbackObserver(Changing(), print), EvaluationRecord(1, {"loss": 1.0}), run_info(tmp_path)
+    before = dict(info.recipe)
+    observer.start(info)
+    with pytest.raises(TrainerError, match=r"`Changing` failed in `evaluation`: ValueError"):
+        observer.evaluation(record)
+    assert record.metrics == {"loss": 1.0}
+    assert info.recipe == before
 
 
 def test_an_error_at_the_end_of_a_failed_run_does_not_hide_the_first(tmp_path):

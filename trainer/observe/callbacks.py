@@ -11,7 +11,8 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 from trainer.base.errors import TrainerError, UsageError
@@ -60,7 +61,7 @@ class CallbackObserver(Observer):
     """The observer that calls a callback.
 
     Args:
-        callback: the callback.
+        callback: the callback. It gets copies, so that its changes reach neither the training nor other observers.
         note: shows a note to the user.
     """
 
@@ -71,25 +72,25 @@ class CallbackObserver(Observer):
 
     def start(self, run: RunInfo) -> None:
         with self._named("start"):
-            _nothing(self._callback.start(run))  # type: ignore[func-returns-value]
+            _nothing(self._callback.start(deepcopy(run)))  # type: ignore[func-returns-value]
 
     def step(self, record: StepRecord) -> Request | None:
         with self._named("step"):
-            return self._checked(self._callback.step(record))
+            return self._checked(self._callback.step(deepcopy(record)))
 
     def evaluation(self, record: EvaluationRecord) -> Request | None:
         with self._named("evaluation"):
-            return self._checked(self._callback.evaluation(record))
+            return self._checked(self._callback.evaluation(deepcopy(record)))
 
     def checkpoint(self, record: CheckpointRecord) -> Request | None:
         with self._named("checkpoint"):
-            return self._checked(self._callback.checkpoint(record))
+            return self._checked(self._callback.checkpoint(deepcopy(record)))
 
     def end(self, record: EndRecord) -> None:
         """Call the callback. A failed run has an error of its own, so an error here is only a note then."""
         try:
             with self._named("end"):
-                _nothing(self._callback.end(record))  # type: ignore[func-returns-value]
+                _nothing(self._callback.end(deepcopy(record)))  # type: ignore[func-returns-value]
         except TrainerError as error:
             if record.outcome != "failed":
                 raise
@@ -115,7 +116,8 @@ class CallbackObserver(Observer):
             raise TypeError(f"it must return a Request or None, but returns {request!r}")
         if request.stop:
             self._note(f"{self._name} asks to stop")
-        return replace(request, log={_name(name): _number(name, value) for name, value in request.log.items()})
+        numbers = {_name(name): _number(name, value) for name, value in request.log.items()}
+        return Request(bool(request.evaluate), bool(request.save), bool(request.stop), numbers)
 
 
 def _nothing(value: Any) -> None:
