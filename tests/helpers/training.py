@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers.families import CONFIGS
@@ -31,8 +32,10 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.boxes import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.recipe.sentence import DenseLayer
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.classes import NamedClasses
+from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.text.masking import Masking
@@ -145,10 +148,29 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def tiny_task(recipe: Recipe) -> Task:
-    """Return the recipe's task. A classification task without names has three classes."""
+    """Return the recipe's task. A classification task without names has three classes.
+
+    An embedding with a learned temperature has two dense layers too, as folders of sentence-transformers have.
+    """
     task = build_task(recipe.task)
+    if isinstance(task, EmbeddingTask) and task.learns_temperature:
+        return replace(task, dense=_dense_layers(recipe.model.config["hidden_size"]))
     unnamed = isinstance(task, NamedClasses) and task.class_names is None
     return task.with_classes(tuple("abc"), None) if unnamed else task
+
+
+@cache
+def _dense_layers(hidden_size: int) -> tuple[DenseLayer, ...]:
+    sizes, generator = ((hidden_size, 10), (10, 6)), torch.Generator().manual_seed(0)
+    layers = []
+    for number, (before, after) in enumerate(sizes):
+        weights = {"linear.weight": torch.randn(after, before, generator=generator) / 4}
+        weights |= {} if number else {"linear.bias": torch.randn(after, generator=generator)}
+        file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        save_file(weights, file)
+        activation = f"torch.nn.modules.activation.{'GELU' if number else 'Tanh'}"
+        layers.append(DenseLayer(str(file), f"{number + 2}_Dense", before, after, not number, activation))
+    return tuple(layers)
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
@@ -353,7 +375,14 @@ TINY_TASKS = {
         Padding(0),
     ),
     "embedding_duplicates": TinyTask(
-        {"type": "embedding", "texts": ["a", "b", "c"], "mask_duplicates": True, "dimensions": [16, 5]},
+        {
+            "type": "embedding",
+            "texts": ["a", "b", "c"],
+            "mask_duplicates": True,
+            "dimensions": [6, 5],
+            "learn_temperature": True,
+            "temperature": 0.5,
+        },
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_duplicates,
         Padding(0),

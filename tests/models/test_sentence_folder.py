@@ -69,10 +69,12 @@ def notes_of(folder: Path, model: Path, **keys: Any) -> list[str]:
     return embedding_notes(load_recipe(str(recipe_of(folder, model, **keys))).recipe)
 
 
-FOLDERS = {
-    "cls": ([Pooling(SIZE, "cls")], {}),
-    "two poolings": ([Pooling(SIZE, ("max", "weightedmean")), Normalize()], {"prompts": PROMPTS}),
-    "prompts": ([Pooling(SIZE, "mean_sqrt_len_tokens"), Normalize()], {"prompts": PROMPTS}),
+DENSE = [Dense(SIZE, 8), Dense(8, 4, bias=False, activation_function=None)]
+FOLDERS: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any]]] = {
+    "cls": ([Pooling(SIZE, "cls")], {}, {"learn_temperature": True}),
+    "two poolings": ([Pooling(SIZE, ("max", "weightedmean")), Normalize()], {"prompts": PROMPTS}, {}),
+    "no prompt": ([Pooling(SIZE, ("cls", "mean_sqrt_len_tokens"), include_prompt=False)], {"prompts": PROMPTS}, {}),
+    "dense": ([Pooling(SIZE, include_prompt=False), *DENSE, Normalize()], {"prompts": PROMPTS}, {}),
 }
 
 
@@ -86,9 +88,9 @@ def embeddings_of(recipe: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
     """Losses and embeddings are those of a plain loop of sentence-transformers."""
-    modules, options = FOLDERS[name]
+    modules, options, keys = FOLDERS[name]
     model = save(base, tmp_path / "model", *modules, **options)
-    recipe = recipe_of(tmp_path, model)
+    recipe = recipe_of(tmp_path, model, **keys)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     plain = {"optimizer.weight_decay": 0, "optimizer.momentum": 0, "schedule.warmup": 0, "schedule.name": "constant"}
     changed = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, **plain, "model.dropout": 0}
@@ -103,11 +105,14 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
     found = [record.loss for record in read_metrics(tmp_path / "run" / "metrics.jsonl").steps]
     theirs = SentenceTransformer(str(model), device="cpu").eval()  # the recipe has no dropout
     loss, losses = MultipleNegativesRankingLoss(theirs, scale=20.0), []
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    log_scale = torch.nn.Parameter(torch.tensor(20.0).log())
+    optimizer = torch.optim.SGD([*theirs.parameters(), log_scale], lr=0.1)
     prompts = options.get("prompts", {"query": "", "document": ""})
     for _ in range(3):
-        columns = [[prompts[kind] + row[key] for row in rows] for kind, key in (("query", "a"), ("document", "b"))]
-        value = loss([theirs.preprocess(column) for column in columns], None)
+        columns = [(prompts[kind], [row[key] for row in rows]) for kind, key in (("query", "a"), ("document", "b"))]
+        if keys:
+            loss.scale = log_scale.exp()
+        value = loss([theirs.preprocess(column, prompt=prompt or None) for prompt, column in columns], None)
         losses.append(value.item())
         optimizer.zero_grad()
         value.backward()
@@ -115,15 +120,21 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
     assert found == pytest.approx(losses, rel=1e-6)
     exported = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     assert [type(module) for module in exported] == [type(module) for module in theirs]
-    assert exported[1].pooling_mode == theirs[1].pooling_mode
+    assert exported[1].get_config_dict() == theirs[1].get_config_dict()
     assert exported.prompts == theirs.prompts
     assert exported.max_seq_length == LENGTH
-    again = recipe_of(tmp_path / "again", tmp_path / "run" / "model")
+    again = recipe_of(tmp_path / "again", tmp_path / "run" / "model", **keys)
     texts = [json.loads(line) for line in (tmp_path / "again" / "validation.jsonl").read_text().splitlines()]
     found = embeddings_of(again)
     for place, (encode, key) in enumerate(((exported.encode_query, "a"), (exported.encode_document, "b"))):
         expected = encode([row[key] for row in texts], convert_to_tensor=True)
         torch.testing.assert_close(found[:, place], expected, atol=1e-5, rtol=1e-5)
+    if keys:
+        temperature = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations[-1].metrics["temperature"]
+        assert temperature == pytest.approx(1 / log_scale.exp().item(), rel=1e-6) != 0.05
+        read = sentence_folder.sentence_folder(load_recipe(str(again)).recipe)
+        assert read is not None
+        assert read.temperature == pytest.approx(temperature, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -140,19 +151,24 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
             r'pooling cls \+ mean, but .* "cls"; set it to null',
         ),
         (
-            lambda: [Pooling(SIZE, "cls", include_prompt=False), Normalize()],
+            lambda: [Pooling(SIZE), Dense(SIZE, SIZE, use_residual=True)],
             {},
-            r"leaves the prompt out of its pooling",
+            r"with `use_residual` True in 2_Dense, but dense layers map",
         ),
         (lambda: [Pooling(SIZE, "mean")], {"normalize": True}, r"does not scale .* is true; set it to false"),
         (lambda: [Pooling(SIZE), Normalize()], {"normalize": False}, r"that scales .* is false; set it to true"),
         (
-            lambda: [Pooling(SIZE), Dense(SIZE, 8), Normalize()],
+            lambda: [Pooling(SIZE), Normalize(), Dense(SIZE, 8)],
             {},
-            r"modules Transformer, Pooling, Dense, Normalize, but",
+            r"modules Transformer, Pooling, Normalize, Dense, but",
+        ),
+        (
+            lambda: [Pooling(SIZE), Dense(SIZE, 8, activation_function=torch.nn.Softplus())],
+            {},
+            r"the activation torch.nn.modules.activation.Softplus in 2_Dense",
         ),
     ],
-    ids=["cls", "two", "prompt", "no normalisation", "normalisation", "dense"],
+    ids=["cls", "two", "residual", "no normalisation", "normalisation", "order", "activation"],
 )
 def test_another_embedding_is_refused(base, tmp_path, modules, task, problem):
     model = save(base, tmp_path / "model", *modules())

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, product_start, rows_start
+from trainer.models.added import is_added
 from trainer.models.draw import Gather, whole_already
 from trainer.models.families.table import layers_of
 from trainer.models.forward_context import replace_forward
@@ -280,9 +281,9 @@ def factor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def head_parameters(model: Any) -> set[str]:
-    """Return the parameters outside of the base model; none for the head of a language model, which is no fresh one."""
+    """Return the parameters outside of the base model, but not the head of a language model, which is no fresh one."""
     if any(mark in type(model).__name__ for mark in _LANGUAGE_HEADS) or model.base_model is model:
-        return set()
+        return {name for name, _ in model.named_parameters() if is_added(name)}
     base = {id(parameter) for parameter in model.base_model.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in base}
 

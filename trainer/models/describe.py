@@ -17,6 +17,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.models.adapters import adapt
+from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
 from trainer.models.draw import Gather, whole_already
@@ -49,6 +50,7 @@ class ModelUse:
         unused: modules of the base model to freeze, because the task does not use them.
         packed: whether rows hold several documents, which the model must keep apart.
         is_trained: whether the model learns, and does not only teach.
+        added: a module after the model, with the values of its parameters (`models/added.py`); None: none.
     """
 
     auto_class_name: str
@@ -57,6 +59,7 @@ class ModelUse:
     unused: Sequence[str] = ()
     packed: bool = False
     is_trained: bool = True
+    added: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,13 @@ class ModelDescription:
         return model
 
     def adapt(self, model: nn.Module, drawn: Sequence[str] = (), gather: Gather = whole_already) -> None:
-        """Freeze and add adapters as the recipe asks, and freeze modules that the task does not use; see `prepare`."""
+        """Add the module of the task and adapters, and freeze as the recipe and the task ask; see `prepare`."""
+        if self.use.added is not None:
+            add_module(model, self.use.added)
         adapt(model, self.recipe, self.seed, drawn, gather)
         _freeze(model, self.use.unused)
+        if self.use.added is not None:
+            _require_learned(model)
 
     def prepare(
         self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None, gather: Gather = whole_already
@@ -133,7 +140,7 @@ class ModelDescription:
         """
         if self.config.model_type in FAMILIES:
             return []
-        checked = self._sample(keys) if model is None else model
+        checked = self._sample(keys) if model is None or self.use.added is not None else model
         return check_invariance(checked, keys, self.use.packed, self.use.auto_class_name, self.use.is_trained)
 
     def _sample(self, keys: DropoutKeys | None) -> nn.Module:
@@ -220,6 +227,17 @@ def _freeze(model: nn.Module, names: Sequence[str]) -> None:
     for name, module in base.named_children():
         if name in names:
             module.requires_grad_(False)
+
+
+def _require_learned(model: nn.Module) -> None:
+    """Refuse a parameter of an added module that a key of the recipe learns, and another one freezes."""
+    for name, module in model.named_modules():
+        key = getattr(module, "learned_by", None)
+        if key is not None and not all(parameter.requires_grad for parameter in module.parameters()):
+            raise UsageError(
+                f"`{key}` is true, but {name} is frozen; leave it out of `model.freeze`, name it in"
+                f" `model.adapter.modules_to_save`, or set `{key}` to false"
+            )
 
 
 def sizes_differ(which: str) -> UsageError:

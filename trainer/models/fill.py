@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from trainer.base.errors import UsageError
 from trainer.models.adapter_starts import Start
 from trainer.models.adapters import factor_shapes, starts_of
+from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import CannotLoadPartsError, ModelDescription, ModelUse, sizes_differ
 from trainer.models.draw import Gather, draw_weights, whole_already
@@ -224,6 +225,8 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
         for name, shape in parts.factors.items():
             if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
+    for name, value in values_of(described.use.added).items():
+        parts.fill_whole(name, value)
     parts.check_filled()
     shards, parts.shards, parts.starts = parts.shards, {}, {}  # weights that are read again start no adapter
     origin = _origin(parts, whole, sources, stored, seed)

@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import TrainerError
 from trainer.models.adapters import MergedWeights
+from trainer.models.added import is_added, without_added, write_added
 from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_files import WeightFile, WeightFiles, described_model, plan_files, transformers_class
 from trainer.parallel.mesh import ParallelMesh
@@ -46,7 +47,8 @@ def files_of_weights(model: nn.Module, adapter: Adapter | None, dtype: torch.dty
     """Return the files that `save_model` writes for a whole model, perhaps on `meta`."""
     weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-    return plan_weights(json.loads(_saved_config(model, dtype).to_json_string()), weights | buffers, adapter)[1]
+    described = json.loads(_saved_config(model, dtype).to_json_string())
+    return plan_weights(described, without_added(weights) | buffers, adapter)[1]
 
 
 def save_model(
@@ -82,7 +84,7 @@ def save_model(
             raise _cannot_write(folder, error) from error
         return described
 
-    merged, planned = plan_weights(mesh.on_rank_zero(begin), tensors.shapes, adapter)
+    merged, planned = plan_weights(mesh.on_rank_zero(begin), without_added(tensors.shapes), adapter)
     writing: _Writing | None = None
     error: Exception | None = None
     for number, file in enumerate(planned.files):
@@ -94,10 +96,12 @@ def save_model(
         if writer == mesh.rank:
             writing = _Writing(file, merged, {name: t for name, t in collected.items() if t is not None}, folder)
     error = (writing.end() if writing else None) or error
+    added = {name: tensors.collect(name, 0) for name in tensors.shapes if is_added(name)}
     if error is None and mesh.rank == 0:
         try:
             planned.write_index(folder)
-        except OSError as raised:
+            write_added({name: one for name, one in added.items() if one is not None}, folder, dtype)
+        except (OSError, SafetensorError) as raised:
             error = raised
     failures = [text for text in mesh.all_gather(str(error) if error else None) if text]
     if failures:

@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: pooling, normalisation, prompts and activation, which a recipe takes as they are.
+"""Folders of sentence-transformers: poolings, dense layers, prompts and the like, which a recipe takes as they are.
 
 A key of the recipe that contradicts the folder is refused. Differences that leave the embedding of a text as it is are
 notes.
@@ -10,14 +10,27 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.hub_files import find_file
 from trainer.recipe.schema import Embedding, Model, Recipe, Reranker
-from trainer.recipe.sentence import ACTIVATIONS, DOCUMENT, POOLINGS, QUERY, prompt_of
+from trainer.recipe.sentence import (
+    ACTIVATIONS,
+    DENSE_ACTIVATIONS,
+    DOCUMENT,
+    POOLINGS,
+    QUERY,
+    SCALE_FOLDER,
+    DenseLayer,
+    prompt_of,
+)
 
 _MODULES = "modules.json"
 _SETTINGS = tuple(
@@ -38,7 +51,7 @@ class SentenceFolder:
 
     `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
     `default_prompt` is the name of the one that texts have by default. `activation` is that of a cross-encoder, which
-    has no poolings.
+    has no poolings. `temperature` is a learned one, which only folders of this project have.
     """
 
     poolings: tuple[str, ...]
@@ -47,6 +60,9 @@ class SentenceFolder:
     default_prompt: str | None
     notes: tuple[str, ...]
     activation: str | None = None
+    dense: tuple[DenseLayer, ...] = ()
+    pools_prompt: bool = True
+    temperature: float | None = None
 
 
 def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
@@ -70,15 +86,26 @@ def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
     folder = _Folder(recipe, recipe.task, modules)
     problems = Problems()
     poolings: tuple[str, ...] = ()
+    dense: tuple[DenseLayer, ...] = ()
     with problems.collect():
         folder.require_modules()
+        dense = folder.dense()
     with problems.collect():
         poolings = folder.poolings()
     for check in (folder.require_text, folder.require_length, folder.require_prompts):
         with problems.collect():
             check()
     problems.raise_all()
-    return SentenceFolder(poolings, folder.normalizes, folder.prompts, folder.default_prompt, tuple(folder.notes()))
+    return SentenceFolder(
+        poolings,
+        folder.normalizes,
+        folder.prompts,
+        folder.default_prompt,
+        tuple(folder.notes()),
+        dense=dense,
+        pools_prompt=folder.pools_prompt,
+        temperature=folder.temperature() if recipe.task.learn_temperature else None,
+    )
 
 
 def _cross_encoder(recipe: Recipe, task: Reranker) -> SentenceFolder | None:
@@ -147,14 +174,15 @@ class _Folder:
         default = config.get("default_prompt_name")
         self.default_prompt = default if isinstance(default, str) else None
         self.normalizes = self._names[-1:] == ["Normalize"]
+        self.pools_prompt = True
 
     def require_modules(self) -> None:
         """Require the modules that the task computes, with the normalisation of the recipe."""
         others = self._names[:-1] if self.normalizes else self._names
-        if others != ["Transformer", "Pooling"]:
+        if others[:2] != ["Transformer", "Pooling"] or set(others[2:]) - {"Dense"}:
             raise UsageError(
                 f"{self._place} with the modules {listed(self._names, 10)}, but `task.type` embedding computes"
-                " Transformer, Pooling and Normalize only, in this order; use another model, or remove"
+                " Transformer, Pooling, Dense and Normalize only, in this order; use another model, or remove"
                 f" {_MODULES} from a copy to train and export it without the other modules"
             )
         if path := self._modules[0].get("path"):
@@ -167,6 +195,54 @@ class _Folder:
                 f" but `task.normalize` is {json.dumps(self._task.normalize)}; set it to {json.dumps(self.normalizes)},"
                 " or to null"
             )
+
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """Return the dense layers of the folder; refuse one that the task does not compute."""
+        numbers = [number for number, name in enumerate(self._names) if name == "Dense"]
+        return tuple(self._dense(str(self._modules[number].get("path")), f"{number}_Dense") for number in numbers)
+
+    def _dense(self, path: str, folder: str) -> DenseLayer:
+        model = self._recipe.model
+        config = _read(model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
+        if config is None:
+            raise UsageError(
+                f"{self._place}, but {path}/config.json, which describes a dense layer, is missing; add it"
+            )
+        file = find_file(model, f"{path}/{SAFE_WEIGHTS_NAME}")
+        if file is None:
+            raise UsageError(
+                f"{self._place}, but {path}/{SAFE_WEIGHTS_NAME} is missing; save the model again with"
+                " sentence-transformers, which writes safetensors"
+            )
+        name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
+        sizes = _size(config, "in_features"), _size(config, "out_features")
+        layer = DenseLayer(file, folder, *sizes, config.get("bias") is not False, name)
+        embedding = "sentence_embedding"
+        other = [key for key in ("module_input_name", "module_output_name") if config.get(key) not in (None, embedding)]
+        other += [key for key in ("use_residual",) if config.get(key)]
+        if other or not name.startswith("torch.nn.") or layer.activation_name not in DENSE_ACTIVATIONS:
+            problem = f"`{other[0]}` {config[other[0]]}" if other else f"the activation {name}"
+            raise UsageError(
+                f"{self._place} with {problem} in {path}, but dense layers map embeddings, with one of the activations"
+                f" {listed(list(DENSE_ACTIVATIONS), 10)}; use another model"
+            )
+        with safe_open(file, framework="pt") as opened:
+            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        expected: dict[str, tuple[int, ...]] = {"linear.weight": (layer.out_features, layer.in_features)}
+        expected |= {"linear.bias": (layer.out_features,)} if layer.bias else {}
+        if shapes != expected:
+            raise UsageError(
+                f"{self._place}, but {file} holds {shapes} and its config.json describes {expected}; mend one of them"
+            )
+        return layer
+
+    def temperature(self) -> float | None:
+        """Return the temperature that an earlier training has learned."""
+        file = find_file(self._recipe.model, f"{SCALE_FOLDER}/{SAFE_WEIGHTS_NAME}")
+        if file is None:
+            return None
+        with safe_open(file, framework="pt") as opened:
+            return exp(-float(opened.get_tensor("log")))
 
     def poolings(self) -> tuple[str, ...]:
         """Return the poolings of the folder; refuse one that is unknown, or not that of the recipe."""
@@ -184,11 +260,7 @@ class _Folder:
                 f" {listed(list(_POOLINGS), 10)}; use another model, or remove {_MODULES} from a copy to train another"
                 " pooling"
             )
-        if config.get("include_prompt") is False:
-            raise UsageError(
-                f"{self._place} that leaves the prompt out of its pooling (`include_prompt`), which is not supported;"
-                " use another model"
-            )
+        self.pools_prompt = config.get("include_prompt") is not False
         if self._task.pooling is not None and [_POOLINGS[name] for name in found] != [self._task.pooling]:
             fix = f'"{_POOLINGS[found[0]]}" or null' if len(found) == 1 else "null"
             raise UsageError(
@@ -253,6 +325,11 @@ class _Folder:
                 f"texts are cut at `data.max_length` {self._recipe.data.max_length} tokens, also by the exported"
                 f" folder; {name} cuts at {self._longest}"
             )
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    size = config.get(key)
+    return size if isinstance(size, int) else 0
 
 
 def _poolings_of(config: Mapping[str, Any]) -> list[str]:

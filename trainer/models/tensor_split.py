@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
+from trainer.models.added import ADDED
 from trainer.models.attention import RING_ATTENTION, share_heads
 from trainer.models.dropout import move_site
 from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
@@ -364,7 +365,8 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
     )  # fmt: skip
     for place in places:
         matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
-        if matrices and not _any(known, place) and not isinstance(place.module, LowRank | TrainedRows):
+        is_ours = isinstance(place.module, LowRank | TrainedRows) or prefixes(place.name)[0] == ADDED
+        if matrices and not _any(known, place) and not is_ours:
             raise UsageError(
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
                 f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"

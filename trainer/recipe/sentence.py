@@ -29,6 +29,35 @@ ACTIVATIONS = {
 }
 """The values of `task.activation`, and their names in folders of cross-encoders."""
 
+DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+"""The activations of dense layers, by their names in torch.nn."""
+
+POOLED = "pooled_tokens"
+"""The encoded column that is 1 for the tokens to pool and 0 for those of a prompt."""
+
+HIGHEST_SCALE = 100.0
+"""The largest inverse of a learned temperature."""
+
+SCALE_FOLDER = "contrastive_scale"
+"""The folder of a learned temperature in an exported folder, which sentence-transformers does not read."""
+
+
+class DenseLayer(NamedTuple):
+    """A dense layer after the pooling: its weights, its folder when exported, and its configuration."""
+
+    file: str
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+
+    @property
+    def activation_name(self) -> str:
+        """The name of the activation in torch.nn."""
+        return self.activation.rpartition(".")[2]
+
+
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")
 """The names of the prompt of a text by its role; the first one that a folder has counts."""
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
-from trainer.parallel.dtypes import at_least_fp32
-from trainer.recipe.sentence import DOCUMENT, POOLINGS, QUERY, prompt_of
+from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, prompt_of
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts
 from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
@@ -98,6 +98,10 @@ class EmbeddingTask(SeveralTexts):
         has_roles: whether texts are queries and documents; if not, they have one prompt.
         query_column: the column of queries, after `without_labels`; None: the first one.
         dimensions: numbers of values of nested embeddings, and the weight of the loss of each.
+        learns_temperature: whether the temperature is a parameter, which `temperature` starts. Scores then hold it as
+            one more value of each embedding.
+        dense: the dense layers after the pooling.
+        pools_prompt: whether the pooling takes the tokens of prompts.
     """
 
     text_columns: tuple[str, ...]
@@ -112,10 +116,15 @@ class EmbeddingTask(SeveralTexts):
     has_roles: bool = True
     query_column: str | None = None
     dimensions: tuple[tuple[int, float], ...] = ()
+    learns_temperature: bool = False
+    dense: tuple[DenseLayer, ...] = ()
+    pools_prompt: bool = True
 
     recipe_type = "embedding"
     auto_class_name = "AutoModel"
-    beside_rows = ("poolings", "normalize", "temperature", "metric_names", "dimensions")
+    beside_rows = (
+        "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense"
+    )  # fmt: skip
     rows_are_labels = True
     unused_modules = ("pooler",)
 
@@ -133,12 +142,15 @@ class EmbeddingTask(SeveralTexts):
 
     def for_configuration(self, config: Any) -> EmbeddingTask:
         super().for_configuration(config)
-        size = getattr(config, "hidden_size", None)
-        if isinstance(size, int) and any(number > size * len(self.poolings) for number, _ in self.dimensions):
+        hidden_size = getattr(config, "hidden_size", None)
+        size = hidden_size * len(self.poolings) if isinstance(hidden_size, int) else None
+        if self.dense:
+            size = self.dense[-1].out_features
+        if size is not None and any(number > size for number, _ in self.dimensions):
             numbers = [number for number, _ in self.dimensions]
             raise UsageError(
-                f"`task.dimensions` must be at most the {size * len(self.poolings)} values of an embedding, but is"
-                f" {numbers}; remove the larger ones"
+                f"`task.dimensions` must be at most the {size} values of an embedding, but is {numbers}; remove the"
+                " larger ones"
             )
         if "cls" in self.poolings and _is_causal(config):
             raise UsageError(
@@ -149,7 +161,32 @@ class EmbeddingTask(SeveralTexts):
 
     def in_sentence_folder(self, folder: SentenceFolder) -> EmbeddingTask:
         prompts = self.prompts.of_folder(folder, self.has_roles)
-        return replace(self, poolings=folder.poolings, normalize=folder.normalize, prompts=prompts)
+        return replace(
+            self,
+            poolings=folder.poolings,
+            normalize=folder.normalize,
+            prompts=prompts,
+            dense=folder.dense,
+            pools_prompt=folder.pools_prompt,
+            temperature=folder.temperature or self.temperature,
+        )
+
+    @property
+    def _head(self) -> SentenceHead:
+        return SentenceHead(
+            self.poolings, self.normalize, self.dense, self.temperature if self.learns_temperature else None
+        )
+
+    @property
+    def _adds_module(self) -> bool:
+        return self.learns_temperature or bool(self.dense)
+
+    def added_module(self) -> nn.Module | None:
+        return self._head if self._adds_module else None
+
+    def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        taken = inputs if self._adds_module else {name: inputs[name] for name in inputs if name != POOLED}
+        return super().model_inputs(taken)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_columns(features, self.text_columns, "task.texts", where)
@@ -170,13 +207,13 @@ class EmbeddingTask(SeveralTexts):
                 if text is not None and not text.strip():
                     raise DataError(f"{cell(column, first_row + place, where)} is empty; leave the row out")
         query = self.query_column or self.text_columns[0]
-        texts = [
-            tokenise(
-                rows, [column], tokenizer, max_length, where, first_row,
-                (self.prompts.query if column == query else self.prompts.document) or "",
-            )
-            for column in self.text_columns
-        ]  # fmt: skip
+        texts = []
+        for column in self.text_columns:
+            prompt = (self.prompts.query if column == query else self.prompts.document) or ""
+            texts.append(tokenise(rows, [column], tokenizer, max_length, where, first_row, prompt))
+            if not self.pools_prompt:
+                start = _prompt_length(prompt, tokenizer, max_length)
+                texts[-1][POOLED] = [[int(at >= start) for at in range(len(ids))] for ids in texts[-1]["input_ids"]]
         features: dict[str, list[Any]] = {
             name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
         }
@@ -205,13 +242,17 @@ class EmbeddingTask(SeveralTexts):
         return numbers
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
-        """Return the embeddings `[batch, texts, hidden]` in fp32."""
-        states = at_least_fp32(output.last_hidden_state)
-        mask = inputs["attention_mask"].flatten(0, -2)
-        pooled = torch.cat([_pooled(states, mask, pooling) for pooling in self.poolings], dim=-1)
-        if self.normalize:
-            pooled = F.normalize(pooled, dim=-1)
-        return pooled.view(len(inputs["input_ids"]), -1, pooled.shape[-1])
+        """Return the embeddings `[batch, texts, hidden]` in fp32; a learned temperature is one more value."""
+        embeddings: Tensor = output.last_hidden_state
+        if not self._adds_module:
+            embeddings = self._head(embeddings, inputs.get(POOLED, inputs["attention_mask"]).flatten(0, -2))
+        return embeddings.view(len(inputs["input_ids"]), -1, embeddings.shape[-1])
+
+    def _split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings, and the temperature of each row `[rows]`."""
+        if self.learns_temperature:
+            return scores[..., :-1], scores[:, 0, -1]
+        return scores, scores.new_full((len(scores),), self.temperature)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return labels.new_tensor(len(labels)).long()
@@ -234,20 +275,21 @@ class EmbeddingTask(SeveralTexts):
         (Li and Li 2023, arXiv:2309.12871). With `dimensions`, it is the sum over nested embeddings (Kusupati et al.
         2022, arXiv:2205.13147).
         """
+        embeddings, temperature = self._split(scores)
         if not self.dimensions:
-            return self._losses(scores, labels)
-        parts = [weight * self._losses(scores[..., :size], labels) for size, weight in self.dimensions]
+            return self._losses(embeddings, temperature, labels)
+        parts = [weight * self._losses(embeddings[..., :size], temperature, labels) for size, weight in self.dimensions]
         return torch.stack(parts).sum(0)
 
-    def _losses(self, scores: Tensor, labels: Tensor) -> Tensor:
+    def _losses(self, embeddings: Tensor, temperature: Tensor, labels: Tensor) -> Tensor:
         if self.loss == "multiple_negatives":
-            return _multiple_negatives(scores, self.temperature, labels if self.mask_duplicates else None)
+            return _multiple_negatives(embeddings, temperature, labels if self.mask_duplicates else None)
         if self.loss == "angle":
-            return _cosent(_angle_similarity(scores) / self.temperature, labels).expand(len(scores))
-        cosines = F.cosine_similarity(scores[:, 0], scores[:, 1], dim=-1)
+            return _cosent(_angle_similarity(embeddings) / temperature, labels).expand(len(embeddings))
+        cosines = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1)
         if self.loss == "cosine":
             return (cosines - labels.to(cosines.dtype)).square()
-        return _cosent(cosines / self.temperature, labels).expand(len(cosines))
+        return _cosent(cosines / temperature, labels).expand(len(cosines))
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = {"embeddings": logits.float()}
@@ -255,10 +297,13 @@ class EmbeddingTask(SeveralTexts):
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return the metrics, and the loss of the whole split as one batch: it depends on no batch size."""
-        embeddings = _alike(predictions["embeddings"], split)
-        labels = predictions.get("labels", embeddings.new_zeros(len(embeddings)))
+        scores = _alike(predictions["embeddings"], split)
+        labels = predictions.get("labels", scores.new_zeros(len(scores)))
         with torch.no_grad():
-            computed = {"loss": float(self.joint_losses(embeddings.double(), labels).mean())}
+            computed = {"loss": float(self.joint_losses(scores.double(), labels).mean())}
+        embeddings, temperature = self._split(scores)
+        if self.learns_temperature:
+            computed["temperature"] = float(temperature[0])
         computed |= self._metrics(embeddings, labels, split)
         for size, _ in self.dimensions:
             nested = self._metrics(embeddings[..., :size], labels, split)
@@ -280,7 +325,7 @@ class EmbeddingTask(SeveralTexts):
         if split is None:
             return None
         few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
-        embeddings = _alike(predictions["embeddings"], split)
+        embeddings, _ = self._split(_alike(predictions["embeddings"], split))
         first, second, *_ = self.text_columns
         if self.score_column is not None:
             names = (first, second, self.score_column)
@@ -298,7 +343,7 @@ class EmbeddingTask(SeveralTexts):
         return replace(self, text_columns=(first,), score_column=None, mask_duplicates=False, query_column=first)
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"embeddings": logits.float()}
+        return {"embeddings": self._split(logits)[0].float()}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         names = ["embedding"]
@@ -313,13 +358,13 @@ class EmbeddingTask(SeveralTexts):
             max_length: the maximum number of tokens of a text.
             hidden_size: the size of an embedding.
         """
-        names = ["Transformer", "Pooling", *["Normalize"] * self.normalize]
+        names = ["Transformer", "Pooling", *["Dense"] * len(self.dense), *["Normalize"] * self.normalize]
         paths = [f"{place}_{name}" if place else "" for place, name in enumerate(names)]
         modules = [
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{name}"}
             for place, (path, name) in enumerate(zip(paths, names, strict=True))
         ]
-        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": True}
+        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": self.pools_prompt}
         if list(self.poolings) == [name for name in POOLINGS if name in self.poolings]:
             pooling |= {names.switch: pooling in self.poolings for pooling, names in POOLINGS.items()}
         else:  # an order that versions before 5 do not have
@@ -331,22 +376,22 @@ class EmbeddingTask(SeveralTexts):
             "config_sentence_transformers.json": {"similarity_fn_name": "cosine", **prompts},
             "1_Pooling/config.json": pooling,
         }
-        return files | ({"2_Normalize/config.json": {}} if self.normalize else {})
+        for layer in self.dense:
+            files[f"{layer.folder}/config.json"] = {
+                "in_features": layer.in_features,
+                "out_features": layer.out_features,
+                "bias": layer.bias,
+                "activation_function": layer.activation,
+            }
+        return files | ({f"{paths[-1]}/config.json": {}} if self.normalize else {})
 
 
-def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
-    """Return the embeddings `[texts, hidden]` of states `[texts, sequence, hidden]`; padding is on the right."""
-    if pooling == "cls":
-        return states[:, 0]
-    if pooling == "last":
-        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-    weights = mask.unsqueeze(-1).to(states.dtype)
-    if pooling == "max":
-        return states.masked_fill(weights == 0, -torch.inf).amax(1)
-    if pooling == "weighted_mean":
-        weights = weights * torch.arange(1, mask.shape[1] + 1, device=mask.device)[:, None]
-    total = weights.sum(1).clamp(min=1e-9)
-    return (states * weights).sum(1) / (total.sqrt() if pooling == "mean_sqrt_length" else total)
+def _prompt_length(prompt: str, tokenizer: Tokenizer, max_length: int) -> int:
+    """Return the number of tokens before a text: those of its prompt alone, without a special token at its end."""
+    if not prompt:
+        return 0
+    ids = tokenizer([prompt], truncation=True, max_length=max_length)["input_ids"][0]
+    return len(ids) - (ids[-1] in tokenizer.all_special_ids)
 
 
 def _angle_similarity(embeddings: Tensor) -> Tensor:
@@ -375,19 +420,20 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 12
 
 
-def _multiple_negatives(embeddings: Tensor, temperature: float, numbers: Tensor | None) -> Tensor:
+def _multiple_negatives(embeddings: Tensor, temperature: Tensor, numbers: Tensor | None) -> Tensor:
     """Return the loss of each row `[rows]`.
 
     Args:
         embeddings: the embeddings `[rows, texts, hidden]`.
+        temperature: the divisor of the cosines of each row `[rows]`.
         numbers: the numbers of the texts `[rows, texts]`. A candidate is then no negative of an anchor if it equals the
             anchor, its positive, or the positive of an equal anchor. None: all candidates are.
     """
     unit = F.normalize(embeddings, dim=-1)
     candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives in the order of rows, then the negatives
 
-    def losses(anchors: Tensor, right: Tensor) -> Tensor:
-        logits = anchors @ candidates.T / temperature
+    def losses(anchors: Tensor, right: Tensor, divisors: Tensor) -> Tensor:
+        logits = anchors @ candidates.T / divisors[:, None]
         if numbers is not None:
             others = numbers[:, 1:].T.flatten()
             own, positive = numbers[right, :1], numbers[right, 1:2]
@@ -398,10 +444,10 @@ def _multiple_negatives(embeddings: Tensor, temperature: float, numbers: Tensor 
         return F.cross_entropy(logits, right, reduction="none")
 
     own = torch.arange(len(unit), device=unit.device)
-    return _in_blocks(losses, unit[:, 0], own)
+    return _in_blocks(losses, unit[:, 0], own, temperature)
 
 
-def _in_blocks(function: Callable[[Tensor, Tensor], Tensor], *rows: Tensor) -> Tensor:
+def _in_blocks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """Return the results of blocks of rows; a backward pass computes each block again instead of keeping it."""
     blocks = list(zip(*(torch.split(tensor, _ROWS_AT_ONCE) for tensor in rows), strict=True))
     if len(blocks) == 1:

@@ -136,6 +136,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 prompts=Prompts(recipe.query_prompt, recipe.document_prompt),
                 has_roles=recipe.has_roles,
                 dimensions=_dimensions(recipe),
+                learns_temperature=recipe.learn_temperature,
             )
         case CausalLM():
             return CausalLMTask(

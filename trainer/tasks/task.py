@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
@@ -329,6 +329,14 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
     def in_sentence_folder(self, folder: SentenceFolder) -> Self:
         """Return the task with the embedding of the model's folder of sentence-transformers."""
         return self
+
+    def added_module(self) -> nn.Module | None:
+        """Return a module that computes the last hidden states that `scores` gets; None: those of the model.
+
+        It gets the hidden states and the attention mask, and has the values with which its parameters begin. It runs in
+        the forward pass of the model, which every layout trains.
+        """
+        return None
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the contents of further JSON files of an exported folder, by their path in the folder.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.recipe.sentence import DenseLayer
+
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
@@ -69,6 +71,21 @@ class SentenceFolder(Protocol):
 
     @property
     def normalize(self) -> bool: ...
+
+    @property
+    def dense(self) -> tuple[DenseLayer, ...]:
+        """The dense layers after the pooling."""
+        ...
+
+    @property
+    def pools_prompt(self) -> bool:
+        """Whether the pooling takes the tokens of prompts."""
+        ...
+
+    @property
+    def temperature(self) -> float | None:
+        """The learned temperature; None: the folder has none."""
+        ...
 
     @property
     def activation(self) -> str | None:

@@ -296,6 +296,7 @@ def describe_model(recipe: Recipe, data: PreparedData) -> ModelDescription:
         data.preparation.padding_token,
         task.unused_modules,
         task.packs_documents,
+        added=task.added_module(),
     )
     return describe(recipe.model, recipe.training, use)
 

@@ -30,6 +30,7 @@ from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.row_encoding import (
     require_fit,
+    with_folder,
 )
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.teaching import check_teacher
@@ -111,7 +112,8 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
     notes: list[str] = []
     groups = ParameterGroups()
     with problems.collect():
-        use = ModelUse(task.auto_class_name, options or {}, unused=task.unused_modules)
+        added = with_folder(task, recipe).added_module()
+        use = ModelUse(task.auto_class_name, options or {}, unused=task.unused_modules, added=added)
         described = describe(recipe.model, recipe.training, use)
     if described is not None:
         with problems.collect():

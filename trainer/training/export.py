@@ -28,15 +28,17 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.adapters import MergedWeights, adapt
+from trainer.models.added import is_added, values_of, without_added, write_added
 from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
 from trainer.models.quantizing import quantized_base
 from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
-from trainer.recipe.schema import Adapter, Model
-from trainer.tasks.registry import PEFT_TASK_TYPES
+from trainer.recipe.schema import Adapter, Model, Recipe
+from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
 from trainer.training.model_card import complete_folder
+from trainer.training.row_encoding import with_folder
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
@@ -86,6 +88,8 @@ def export(
         for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
             if key.startswith(prefix):
                 shapes[key.removeprefix(prefix)], keys[key.removeprefix(prefix)] = shape, key
+    added = {name: keys[name] for name in shapes if is_added(name)}
+    shapes = without_added(shapes)
 
     temporary = place.with_name(f"{UNFINISHED}{place.name}")
     try:
@@ -100,8 +104,8 @@ def export(
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
         described = described_model(config)
-        base, drawn = _base_weights(described, state, shapes)
-        available = shapes | {name: tuple(tensor.shape) for name, tensor in base.items()}
+        base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
+        available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
         merged = MergedWeights(described, available, _adapter(state))
 
         def read(name: str) -> Tensor:
@@ -115,6 +119,8 @@ def export(
             weights = [write_adapter(described, _origin_model(state), task_type, names, own, read, temporary, type_)]
         else:
             weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
+        frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
+        write_added(frozen | {name: _read(state, key) for name, key in added.items()}, temporary, type_)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress)
     except UnknownModelError as error:
         raise UsageError(
@@ -172,6 +178,10 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
         adapted = copy.deepcopy(described)
         adapt(adapted, recipe, seed, drawn)
         base = quantized_base(adapted, base, quantized)
+    with _reading(state, "its recipe"):
+        whole = Recipe.model_validate(state.facts.origin["recipe"])
+    added = values_of(with_folder(build_task(whole.task), whole).added_module())
+    base |= {name: value for name, value in added.items() if name not in saved}
     parts = [
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
         for name, tensor in base.items()

@@ -5,13 +5,14 @@ This is the only module that joins a kind of task, of data and of model.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.base.errors import DataError, Problems, UsageError
+from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
@@ -209,6 +210,14 @@ def fitted(task: Task, preparation: Preparation) -> Task:
     """
     folder = preparation.sentence_folder
     return (task.in_sentence_folder(folder) if folder else task).for_configuration(preparation.config)
+
+
+def with_folder(task: Task, recipe: Recipe) -> Task:
+    """Return a task with the modules of the model's folder, if it can be read; another check reports its problems."""
+    with suppress(OSError, TrainerError):
+        folder = sentence_folder(recipe)
+        return task if folder is None else task.in_sentence_folder(folder)
+    return task
 
 
 @dataclass(frozen=True)

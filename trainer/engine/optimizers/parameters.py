@@ -29,11 +29,13 @@ _LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
 def no_decay_names(model: nn.Module) -> set[str]:
     """Return the parameters without weight decay: biases, and weights of normalisation layers.
 
-    Classes of transformers with names that end in "Norm" count as normalisation layers.
+    Classes of transformers with names that end in "Norm" count as normalisation layers, and so do modules of tasks with
+    `has_weight_decay` false.
     """
     names = set()
     for module_name, module in model.named_modules():
         is_norm = isinstance(module, NormTypes) or type(module).__name__.endswith("Norm")
+        is_norm |= not getattr(module, "has_weight_decay", True)
         for name, _ in module.named_parameters(recurse=False):
             if is_norm or name == "bias" or name.endswith("_bias"):
                 names.add(f"{module_name}.{name}" if module_name else name)

@@ -15,6 +15,7 @@ from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
+from trainer.recipe.sentence import HIGHEST_SCALE
 
 
 def _shared(columns: Mapping[str, list[str]]) -> Iterator[Contradiction]:
@@ -93,6 +94,9 @@ class Embedding(TaskKeys):
     anchor are not its negatives."""
     temperature: float = Field(0.05, gt=0)
     """Divisor of the cosine similarities; not for the loss `cosine`."""
+    learn_temperature: bool = False
+    """Learn the temperature, as CLIP does: 1 / temperature is exp(s), at most 100, with a trained number s that begins
+    at -log(`temperature`). Weight decay does not change it."""
     metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
         default=["recall_at_1", "mrr"], min_length=1
     )
@@ -109,6 +113,9 @@ class Embedding(TaskKeys):
         yield from super().contradictions()
         yield from repeated("task.texts", [*self.texts, *([self.score] if self.score else [])])
         yield from self._of_dimensions()
+        if self.learn_temperature and self.temperature < 1 / HIGHEST_SCALE:
+            text = f"must be at least {1 / HIGHEST_SCALE} to be learned, but is {self.temperature}; increase it"
+            yield clash(text, "task.temperature", "task.learn_temperature")
         if self.loss == "multiple_negatives":
             yield from self._without_scores()
             return
@@ -124,8 +131,8 @@ class Embedding(TaskKeys):
             if metric != "spearman":
                 problem = f'has "{metric}", which needs positives, but the loss is {self.loss}, with scores'
                 yield clash(f'{problem}; set it to ["spearman"]', "task.metrics", "task.loss")
-        if self.loss == "cosine" and self.changed("temperature"):
-            yield clash("does not apply to the loss cosine; remove it", "task.temperature", "task.loss")
+        for key in self.changed("temperature", "learn_temperature") if self.loss == "cosine" else []:
+            yield clash("does not apply to the loss cosine; remove it", f"task.{key}", "task.loss")
 
     def _of_dimensions(self) -> Iterator[Contradiction]:
         yield from repeated("task.dimensions", self.dimensions or [])

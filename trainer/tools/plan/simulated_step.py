@@ -51,6 +51,7 @@ from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelle
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
+from trainer.training.row_encoding import with_folder
 from trainer.training.teaching import describe_teacher, has_teacher, place_teacher, teacher_classes
 
 _MICROBATCHES = 3
@@ -59,7 +60,7 @@ _FP32_BYTES = 4
 
 def planned_task(plan: RunPlan) -> Task:
     """Return the task of a recipe; the teacher's classes, or else two, stand for those that only the data knows."""
-    task = build_task(plan.recipe.task)
+    task = with_folder(build_task(plan.recipe.task), plan.recipe)
     if isinstance(task, NamedClasses) and task.class_names is None:
         names = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
         return task.with_classes(names, None)
@@ -69,7 +70,8 @@ def planned_task(plan: RunPlan) -> Task:
 def planned_model(plan: RunPlan) -> ModelDescription:
     """Describe the model of a recipe for its planned task."""
     recipe, task = plan.recipe, planned_task(plan)
-    use = ModelUse(task.auto_class_name, task.model_options(), unused=task.unused_modules)
+    added = task.added_module()
+    use = ModelUse(task.auto_class_name, task.model_options(), unused=task.unused_modules, added=added)
     return describe(recipe.model, recipe.training, use)
 
 
