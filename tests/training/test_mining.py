@@ -93,16 +93,25 @@ def test_two_ranks_find_the_same(trained, tmp_path):
     ]
 
 
+class Stored:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.number = rows, len(rows)
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        return self.rows[start:stop]
+
+
 def test_blocks_and_ranks_change_nothing(monkeypatch):
     draws = torch.Generator().manual_seed(0)
     queries, documents = (F.normalize(torch.randn(n, 5, generator=draws), dim=-1) for n in (13, 40))
     documents[20:] = documents[:20]  # equal ones stand in their order
     pairs = torch.stack([torch.arange(26) % 13, torch.randint(40, (26,), generator=draws)], dim=1)
     limits = Limits(number=4, margin=0.0)
-    whole = dict(zip_rows([mine(queries, documents, pairs, limits)]))
+    stored = Stored(queries), Stored(documents)
+    whole = dict(zip_rows([mine(*stored, pairs, limits)]))
     monkeypatch.setattr(mining, "_QUERIES_AT_ONCE", 2)
     monkeypatch.setattr(mining, "_DOCUMENTS_AT_ONCE", 7)
-    assert dict(zip_rows([mine(queries, documents, pairs, limits, rank, 3) for rank in range(3)])) == whole
+    assert dict(zip_rows([mine(*stored, pairs, limits, rank, 3) for rank in range(3)])) == whole
     similar = queries.double() @ documents.double().T
     for query, found in whole.items():
         right = pairs[pairs[:, 0] == query, 1]

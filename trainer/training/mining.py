@@ -1,16 +1,18 @@
 """The work of `trainer mine`: hard negatives of pairs of texts, by the embeddings of a trained model.
 
-The search is exact. Each rank compares its share of the queries with all documents, in blocks. Options and results are
-those of `mine_hard_negatives` of sentence-transformers.
+The search is exact. Embeddings lie in files of rank 0, which sends them in blocks. Each rank compares its share of a
+block of queries with each block of documents. Options and results are those of `mine_hard_negatives` of
+sentence-transformers.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +35,9 @@ from trainer.training.row_encoding import Preparation, fitted, load_preparation
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
 
-_QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 256, 16_384  # the size of a block of similarities
-_DIGITS = 6  # rounding errors of embeddings are below
+_QUERIES_AT_ONCE, _DOCUMENTS_AT_ONCE = 4_096, 2_048  # the size of a block of similarities on a rank
+_UNITS = 10**6  # in a similarity of 1; rounding errors of embeddings are below one
+_HALF = 2**32  # of 64 bits
 
 
 @dataclass(frozen=True)
@@ -122,16 +125,18 @@ class Mining:
             return torch.tensor([len(texts.queries), len(texts.documents)]), texts.pairs
 
         sizes, pairs = mesh.on_rank_zero(read)
-        parts = []
-        for name, size, encoder in (
-            (query, int(sizes[0]), own),
-            (document, int(sizes[1]), replace(own, text_columns=(document,))),
-        ):
-            listed = None if texts is None else (texts.queries if name == query else texts.documents)
-            parts.append(self._embedded(mesh, predictor, encoder, size, listed))
-        queries, documents = mesh.on_rank_zero(lambda: parts)
-        found = mine(queries, documents, pairs, self.limits, mesh.rank, mesh.world_size)
-        gathered = mesh.gather(found)
+        with ExitStack() as stack:
+            folder = mesh.on_rank_zero(lambda: stack.enter_context(_folder_beside(self._output)))
+            parts = []
+            for name, size, encoder in (
+                (query, int(sizes[0]), own),
+                (document, int(sizes[1]), replace(own, text_columns=(document,))),
+            ):
+                listed = None if texts is None else (texts.queries if name == query else texts.documents)
+                stored = StoredRows(mesh, Path(folder, str(len(parts))), size)
+                self._embed(mesh, predictor, encoder, stored, listed)
+                parts.append(stored)
+            gathered = mesh.gather(mine(*parts, pairs, self.limits, mesh.rank, mesh.world_size))
 
         def write() -> int:
             assert texts is not None
@@ -146,10 +151,19 @@ class Mining:
                 number = self.limits.number
                 print_note(f"left out: {left_out:,} of {len(pairs):,} pairs have fewer than {number} negatives")
 
-    def _embedded(
-        self, mesh: ParallelMesh, predictor: Predictor, task: EmbeddingTask, size: int, texts: Sequence[str] | None
-    ) -> Tensor:
-        """Return the unit embeddings of texts `[texts, hidden]` on rank 0. All ranks must call it.
+    @property
+    def _output(self) -> Path:
+        return Path(self.request.output).absolute()
+
+    def _embed(
+        self,
+        mesh: ParallelMesh,
+        predictor: Predictor,
+        task: EmbeddingTask,
+        stored: StoredRows,
+        texts: Sequence[str] | None,
+    ) -> None:
+        """Store the unit embeddings of texts. All ranks must call it.
 
         Args:
             texts: the texts on rank 0; None on others.
@@ -157,24 +171,21 @@ class Mining:
         import pyarrow
 
         (column,) = task.text_columns
-        found = []
-        for start in range(0, size, self.request.chunk_rows):
+        for start in range(0, stored.number, self.request.chunk_rows):
 
             def chunk(start: int = start) -> Tensor:
                 assert texts is not None
                 return table_bytes(pyarrow.table({column: texts[start : start + self.request.chunk_rows]}))
 
-            number = min(self.request.chunk_rows, size - start)
+            number = min(self.request.chunk_rows, stored.number - start)
             answers, _ = predictor.answers(mesh.on_rank_zero(chunk), torch.arange(start, start + number), start, task)
-            if mesh.rank == 0:
-                found.append(F.normalize(answers["embeddings"][:, 0].float(), dim=-1))
-        return torch.cat(found) if found else torch.empty(0)
+            stored.append(F.normalize(answers["embeddings"][:, 0].float(), dim=-1) if answers else torch.empty(0))
 
     def _write(self, texts: _Texts, negatives: dict[int, list[int]], columns: tuple[str, str]) -> int:
         """Write the output, and return the number of pairs that are left out."""
-        output, left_out = Path(self.request.output).absolute(), 0
+        output, left_out = self._output, 0
         try:
-            with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=output.parent) as folder:
+            with _folder_beside(output) as folder:
                 lines, made = Path(folder) / "rows.jsonl", Path(folder) / output.name
                 with lines.open("w", encoding="utf-8") as file:
                     for query, document in texts.pairs.tolist():
@@ -187,7 +198,7 @@ class Mining:
                 write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
                 made.replace(output)
         except OSError as error:
-            raise TrainerError(f"`--output` could not be written to {output}: {error}; make room there") from error
+            raise _cannot_write(output, error) from error
         return left_out
 
     def _row(self, columns: tuple[str, str], query: str, right: str, wrong: Sequence[str]) -> Row:
@@ -227,6 +238,62 @@ class _Texts:
         return cls(list(queries), list(documents), torch.tensor(list(pairs)))
 
 
+class StoredRows:
+    """Rows of fp32 numbers in a file of rank 0. All ranks must make the same calls.
+
+    Args:
+        mesh: the ranks.
+        path: the file, which must not exist yet.
+        number: the number of rows.
+    """
+
+    def __init__(self, mesh: ParallelMesh, path: Path, number: int) -> None:
+        self._mesh, self._path, self.number = mesh, path, number
+
+    def append(self, rows: Tensor) -> None:
+        """Write the rows of rank 0 `[rows, hidden]` to the end.
+
+        Raises:
+            TrainerError: they cannot be written.
+        """
+
+        def write() -> None:
+            try:
+                with self._path.open("ab") as file:
+                    rows.contiguous().numpy().tofile(file)
+            except OSError as error:
+                raise _cannot_write(self._path, error) from error
+
+        self._mesh.on_rank_zero(write)
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Return some rows `[rows, hidden]` on all ranks."""
+        return self._mesh.on_rank_zero(lambda: self._read(start, stop))
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        row_bytes = self._path.stat().st_size // self.number
+        with self._path.open("rb") as file:
+            file.seek(start * row_bytes)
+            content = bytearray(file.read((stop - start) * row_bytes))
+        return torch.frombuffer(content, dtype=torch.float32).view(stop - start, -1)
+
+
+def _folder_beside(output: Path) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for temporary files, on the disk of the output.
+
+    Raises:
+        TrainerError: it cannot be made.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=output.parent)
+    except OSError as error:
+        raise _cannot_write(output, error) from error
+
+
+def _cannot_write(place: Path, error: OSError) -> TrainerError:
+    return TrainerError(f"`--output` could not be written to {place}: {error}; make room there")
+
+
 def _text(row: Row, column: str, number: int, where: str) -> str:
     if column not in row:
         raise DataError(f"row {number} of {where} has no column `{column}`; its columns are {', '.join(row)}")
@@ -244,62 +311,91 @@ def zip_rows(gathered: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[int, l
             yield query, [number for number in of_query if number >= 0]
 
 
+class Rows(Protocol):
+    """Unit embeddings, which `__call__` returns in blocks `[rows, hidden]`; `number` is that of all rows."""
+
+    number: int
+
+    def __call__(self, start: int, stop: int) -> Tensor: ...
+
+
 def mine(
-    queries: Tensor, documents: Tensor, pairs: Tensor, limits: Limits, rank: int = 0, world_size: int = 1
+    queries: Rows, documents: Rows, pairs: Tensor, limits: Limits, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return the queries of a rank `[queries]`, and the documents that are their negatives `[queries, number]`.
 
-    The most similar one is first, and of equal ones the first document. -1 stands for a negative that is missing.
+    The most similar one is first, and of equal ones the first document. -1 stands for a negative that is missing. A
+    rank holds a block of queries and one of documents, with the most similar documents of the former.
 
     Args:
-        queries: unit embeddings `[all queries, hidden]`.
-        documents: unit embeddings `[documents, hidden]`.
+        queries: the embeddings of all queries.
+        documents: the embeddings of all documents.
         pairs: the numbers of queries and of their right documents `[pairs, 2]`.
         limits: the choice of negatives.
         rank: the rank, which has each `world_size`-th query.
         world_size: the number of ranks.
     """
     most_right = int(torch.bincount(pairs[:, 0]).max())
-    last = limits.last(most_right)
-    own = torch.arange(rank, len(queries), world_size)
+    pairs = pairs[(pairs[:, 0] % world_size == rank).nonzero().flatten()]
+    own = torch.arange(rank, queries.number, world_size)
     found = [torch.empty(0, limits.number, dtype=torch.long)]
-    for block in torch.split(own, _QUERIES_AT_ONCE):
-        scores, numbers = _most_similar(queries[block], documents, last + most_right)
-        place = torch.full((len(queries),), -1).index_put((block,), torch.arange(len(block)))
-        of_block = pairs[place[pairs[:, 0]] >= 0]
-        at = place[of_block[:, 0]]
-        right = (queries[of_block[:, 0]].double() * documents[of_block[:, 1]].double()).sum(1)
-        least = torch.full((len(block),), torch.inf, dtype=torch.float64).scatter_reduce(0, at, right, "amin")[:, None]
-        is_right = torch.zeros(scores.shape, dtype=torch.bool)
-        for row, document in zip(at.tolist(), of_block[:, 1].tolist(), strict=True):
-            is_right[row] |= numbers[row] == document
-        out = is_right
-        if limits.margin is not None:
-            out = out | (scores + limits.margin > least)
-        if limits.relative_margin is not None:
-            out = out | (scores > least - least.abs() * limits.relative_margin)
-        if limits.highest is not None:
-            out = out | (scores > limits.highest)
-        if limits.lowest is not None:
-            out = out | (scores < limits.lowest)
-        # The documents that remain move to the front, in their order.
-        order = out.int().sort(dim=1, stable=True).indices[:, :last]
-        chosen = numbers.masked_fill(out, -1).gather(1, order)[:, limits.skip :][:, : limits.number]
-        found.append(F.pad(chosen, (0, limits.number - chosen.shape[1]), value=-1))
+    step = _QUERIES_AT_ONCE * world_size
+    for start in range(0, queries.number, step):
+        stop = min(start + step, queries.number)
+        # Ranks without queries in the last block take part in its collectives.
+        block = queries(start, stop)[(rank - start) % world_size :: world_size].double()
+        of_block = pairs[(pairs[:, 0] >= start) & (pairs[:, 0] < stop)]
+        of_block = torch.stack([(of_block[:, 0] - start) // world_size, of_block[:, 1]], dim=1)
+        found.append(_negatives(block, documents, of_block, limits, most_right))
     return own, torch.cat(found)
 
 
-def _most_similar(queries: Tensor, documents: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return similarities and numbers of the most similar documents `[queries, number]`, in descending order."""
-    scores = torch.empty(len(queries), 0, dtype=torch.float64)
-    numbers = torch.empty(len(queries), 0, dtype=torch.long)
-    for start in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        block = documents[start : start + _DOCUMENTS_AT_ONCE].double()
-        similar = (queries.double() @ block.T).round(decimals=_DIGITS)
-        scores = torch.cat([scores, similar], 1)
-        numbers = torch.cat([numbers, torch.arange(start, start + len(block)).expand(len(queries), -1)], 1)
-        scores, places = scores.topk(min(number, scores.shape[1]), dim=1)
-        numbers = numbers.gather(1, places)
-    numbers, places = numbers.sort(dim=1)
-    scores, order = scores.gather(1, places).sort(dim=1, descending=True, stable=True)
-    return scores, numbers.gather(1, order)
+def _negatives(queries: Tensor, documents: Rows, pairs: Tensor, limits: Limits, most_right: int) -> Tensor:
+    """Return the negatives of queries `[queries, number]`.
+
+    Args:
+        queries: the embeddings of a block of queries.
+        documents: the embeddings of all documents.
+        pairs: the numbers of queries in the block, and of their right documents.
+        limits: the choice of negatives.
+        most_right: the largest number of right documents of a query.
+    """
+    last = limits.last(most_right)
+    scores, numbers, least = _most_similar(queries, documents, pairs, last + most_right)
+    out = torch.zeros(scores.shape, dtype=torch.bool)
+    for row, document in pairs.tolist():
+        out[row] |= numbers[row] == document
+    if limits.margin is not None:
+        out = out | (scores + limits.margin > least)
+    if limits.relative_margin is not None:
+        out = out | (scores > least - least.abs() * limits.relative_margin)
+    if limits.highest is not None:
+        out = out | (scores > limits.highest)
+    if limits.lowest is not None:
+        out = out | (scores < limits.lowest)
+    # The documents that remain move to the front, in their order.
+    order = out.int().sort(dim=1, stable=True).indices[:, :last]
+    chosen = numbers.masked_fill(out, -1).gather(1, order)[:, limits.skip :][:, : limits.number]
+    return F.pad(chosen, (0, limits.number - chosen.shape[1]), value=-1)
+
+
+def _most_similar(queries: Tensor, documents: Rows, pairs: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the most similar documents of queries, and the least similarity of a right one `[queries, 1]`.
+
+    The first results are similarities and numbers of these documents `[queries, number]`, in descending order, and of
+    equal ones in that of the documents. Both are the halves of one integer, so topk decides ties too.
+    """
+    best = torch.empty(len(queries), 0, dtype=torch.long)
+    least = torch.full((len(queries),), torch.inf, dtype=torch.float64)
+    for start in range(0, documents.number, _DOCUMENTS_AT_ONCE):
+        block = documents(start, min(start + _DOCUMENTS_AT_ONCE, documents.number)).double()
+        similar = queries @ block.T
+        inside = pairs[(pairs[:, 1] >= start) & (pairs[:, 1] < start + len(block))]
+        least = least.scatter_reduce(0, inside[:, 0], similar[inside[:, 0], inside[:, 1] - start], "amin")
+        later = _HALF - 1 - torch.arange(start, start + len(block))
+        both = similar.mul_(_UNITS).round_().long().mul_(_HALF).add_(later)
+        # The best of the block first, so that similarities are not copied.
+        both = torch.cat([best, both.topk(min(number, len(block)), dim=1).values], 1)
+        best = both.topk(min(number, both.shape[1]), dim=1).values
+    similar = best.div(_HALF, rounding_mode="floor").double() / _UNITS
+    return similar, _HALF - 1 - best.remainder(_HALF), least[:, None]
