@@ -56,7 +56,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("model", "task"),
     [
-        (TINY_BERT, {}),
+        (TINY_BERT, {"learn_temperature": True}),
         ({"model_type": "qwen3", **CONFIGS["qwen3"]}, {"pooling": "last", "normalize": False}),
         (TINY_BERT, {"pooling": "cls", "score": "score", "loss": "cosent", "metrics": ["spearman"]}),
     ],

@@ -127,16 +127,12 @@ class Mining:
         sizes, pairs = mesh.on_rank_zero(read)
         with ExitStack() as stack:
             folder = mesh.on_rank_zero(lambda: stack.enter_context(_folder_beside(self._output)))
-            parts = []
-            for name, size, encoder in (
-                (query, int(sizes[0]), own),
-                (document, int(sizes[1]), replace(own, text_columns=(document,))),
-            ):
-                listed = None if texts is None else (texts.queries if name == query else texts.documents)
-                stored = StoredRows(mesh, Path(folder, str(len(parts))), size)
-                self._embed(mesh, predictor, encoder, stored, listed)
-                parts.append(stored)
-            gathered = mesh.gather(mine(*parts, pairs, self.limits, mesh.rank, mesh.world_size))
+            queries = StoredRows(mesh, Path(folder, "queries"), int(sizes[0]))
+            documents = StoredRows(mesh, Path(folder, "documents"), int(sizes[1]))
+            self._embed(mesh, predictor, own, queries, None if texts is None else texts.queries)
+            of_documents = replace(own, text_columns=(document,))
+            self._embed(mesh, predictor, of_documents, documents, None if texts is None else texts.documents)
+            gathered = mesh.gather(mine(queries, documents, pairs, self.limits, mesh.rank, mesh.world_size))
 
         def write() -> int:
             assert texts is not None
