@@ -936,6 +936,14 @@ _ENGINE = [
         ("engine/test_unfreezing.py",),
     ),
     Defect(
+        "bad_step_averaged",
+        "A bad step moves the averages of the weights.",
+        "engine/optimizers/averaging.py",
+        "share = share * (1 - self.found_inf)",
+        "share = share * (1 - 0 * self.found_inf)",
+        ("engine/optimizers/test_averaging.py::test_a_bad_step_changes_no_average",),
+    ),
+    Defect(
         "filler_is_trained",
         "A row that only fills a rank's turn is trained.",
         "engine/forward.py",
