@@ -96,6 +96,7 @@ CASES = [
     Case(mask="bidirectional", heads=4, key_heads=2, length=8, pads=False, packed=True),
     Case(mask="window", heads=5, key_heads=5, packed=True),
     Case(mask="bidirectional", heads=2, key_heads=2, length=2, packed=True),
+    Case(causal=True, heads=4, key_heads=2, packed=True),
 ]
 
 
@@ -170,6 +171,20 @@ def test_hidden_blocks_of_a_causal_model_with_padding_are_skipped(fused: bool):
             found = options._arguments(state, Block(state, state, KEY.rows, queries, keys))[4]
             assert (found is None) == (queries != keys)
         assert compute.call_count == 4
+
+
+def test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model():
+    """Keys begin at a multiple of 4, so two hidden ones come before these."""
+    state = torch.zeros(1, 1, 8, WIDTH)
+    options = BlockAttention(1.0, 0.0, None, True, 0, fused=True)
+    on_diagonal, later = (
+        options._arguments(state, Block(state, state, KEY.rows, range(start, start + 8), range(6, 14)))
+        for start in (6, 14)
+    )
+    visible = torch.ones(8, 8, dtype=torch.bool)
+    assert torch.equal(on_diagonal[4][0, 0], torch.nn.functional.pad(visible.tril(), [2, 0]))
+    assert torch.equal(later[4][0, 0], torch.nn.functional.pad(visible, [2, 0]))
+    assert not on_diagonal[10]
 
 
 @pytest.mark.parametrize(

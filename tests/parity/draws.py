@@ -37,6 +37,8 @@ HEADS = {
     "causal_lm": "AutoModelForCausalLM",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "image_classification": "AutoModelForImageClassification",
+    "preference": "AutoModelForCausalLM",
+    "reward_model": "AutoModelForSequenceClassification",
 }
 TASKS = (*HEADS, "embedding")
 
@@ -239,7 +241,8 @@ def _families(task_type: str) -> list[str]:
         return list(ENCODER_DECODERS)
     if task_type == "image_classification":
         return list(IMAGES)
-    return [family for family in FAMILY_CONFIGS if family not in IMAGES and has_head(family, HEADS[task_type])]
+    without = (*IMAGES, *ENCODER_DECODERS) if task_type == "reward_model" else IMAGES
+    return [family for family in FAMILY_CONFIGS if family not in without and has_head(family, HEADS[task_type])]
 
 
 def _chat(task: dict[str, Any], random: Random) -> str:
@@ -306,6 +309,9 @@ def _optimizer(random: Random) -> dict[str, Any]:
     return {"name": "adamw", "learning_rate": 1e-3, "weight_decay": random.choice((0.0, 0.01))}
 
 
+_PAIRS = {"prompt": "question", "chosen": "other", "rejected": "third"}
+
+
 def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
     task: dict[str, Any] = {"type": kind}
     if kind in ("sequence_classification", "sequence_regression", "masked_lm"):
@@ -344,6 +350,13 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
         task["packing"] = random.choice(("none", "documents", "joined") if "text" in columns else ("none", "documents"))
         task["vocabulary_chunk"] = random.choice((None, 7))
         task["metrics"] = ["perplexity", "accuracy"]
+    elif kind == "reward_model":
+        task |= _PAIRS | {"margin": random.choice((None, "score")), "center_coefficient": random.choice((0.0, 0.1))}
+    elif kind == "preference":
+        loss = random.choice(("dpo", "dpo", "ipo", "simpo", "orpo", "kto"))
+        labelled = {"prompt": "question", "completion": "other", "label": "desirable"}
+        task |= {"loss": {"type": loss}, **(labelled if loss == "kto" else _PAIRS)}
+        task["vocabulary_chunk"] = random.choice((None, 7))
     elif kind == "multiple_choice" and random.random() < 0.5:
         task["question"] = "question"
     elif kind == "seq2seq_lm":
@@ -457,6 +470,7 @@ def _row(data: str, random: Random, unanswerable: bool, vocabulary: list[str]) -
         "label": "a" if one else random.choice("abc"),
         "several": ["a"] if one else [name for name in "abc" if random.random() < 0.5],
         "number": 2.0 if one else number,
+        "desirable": one or random.random() < 0.5,
         "score": 1.0 if one else random.choice((-1.0, 0.0, 0.2, 0.5, 1.0)),
         "words": words,
         "tags": ["O" if one else random.choice(("O", "B-P", "I-P", "B-Q")) for _ in words],

@@ -201,8 +201,8 @@ def outputs_of(file: str, folders: Sequence[str]) -> list[tuple[float, Any]]:
             # With a cache, transformers does not look for the documents of packed rows.
             cache = {"use_cache": False} if task.auto_class_name == "AutoModelForCausalLM" else {}
             output = model.eval()(**task.model_inputs(microbatch.inputs), **cache)
-            scores = task.scores(output, microbatch.inputs)
-            loss = 0.0 if task.rows_depend else float(task.loss_sum(scores, microbatch.labels))
+            scores = task.scores(output, microbatch.inputs, microbatch.labels)
+            loss = 0.0 if task.rows_depend or task.has_reference else float(task.loss_sum(scores, microbatch.labels))
         outputs = scores.float()
         if "attention_mask" in microbatch.inputs and outputs.dim() > 2 and not task.rows_are_labels:
             outputs = outputs[microbatch.labels != -100]  # not at padding
@@ -367,6 +367,7 @@ class Fuzz:
         files = [folder / f"part-{index}.json" for index in range(len(recipes))]
         one = {**drawn.recipe, "checkpoint": {"folder": str(folder / "one")}}
         one["task"] = {key: value for key, value in one["task"].items() if key != "vocabulary_chunk"}
+        one["data"] = {**one["data"], "cache": "one-cache"}  # each computes its own reference of preferences
         reference_file = folder / "one.json"
         reference_file.write_text(json.dumps(one))
         for file, recipe in zip(files, recipes, strict=True):

@@ -163,3 +163,40 @@ def test_blocks_of_the_vocabulary_in_bf16(task: str):
     whole = train(task, {"precision": "bf16", "task_keys": {"vocabulary_chunk": None}})
     for curve, expected in zip(train(task, {"precision": "bf16"}), whole, strict=True):
         assert_same_curve(curve, expected, TOLERANCES["bf16"])
+
+
+LORA = {"config": TINY_TASKS["preference"].model["config"], "tokenizer": "none", "dropout": 0.1,
+        "adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}}  # fmt: skip
+PACKED = {"data": {"packing": True}}
+PREFERENCES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hsdp-packed": (2, {**PACKED, "parallel": {"strategy": "hsdp", "shard": 1}}),
+    "zero1-packed": (2, {**PACKED, "parallel": {"strategy": "zero1"}, "training": {"micro_batch_size": 2}}),
+    "zero2": (2, {"parallel": {"strategy": "zero2"}}),
+    "zero3-packed": (2, {**PACKED, "parallel": {"strategy": "zero3"}}),
+    "context-packed": (2, {**PACKED, "parallel": {"context": 2}}),
+    "ring-packed": (3, {**PACKED, "parallel": {"context": 3}, "training": {"micro_batch_size": 5}}),
+    "tensor-packed-adapter": (2, {**PACKED, "model": LORA, "parallel": {"tensor": 2, "sequence": True}}),
+    "zero3-adapter": (2, {"model": LORA, "parallel": {"strategy": "zero3"}}),
+    "stages-adapter": (2, {"model": LORA, "parallel": {"pipeline": {"stages": 2}}}),
+}
+"""Layouts of preferences that `LAYOUTS` has not; with an adapter, the reference has the weights beneath it."""
+RARE = ("zero2", "ring-packed", "zero3-adapter")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.nightly if name in RARE else pytest.mark.slow) for name in PREFERENCES],
+)
+def test_preferences_without_padding_and_with_an_adapter(ranks: RankPools, layout: str):
+    world_size, keys = PREFERENCES[layout]
+    expected = train("preference", {"model": LORA}) if "model" in keys else reference("preference")
+    for found in ranks(world_size).run(train, "preference", keys):
+        assert_same_training(found, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", ["reward_model", "preference_orpo", "preference_kto"])
+@pytest.mark.parametrize("layout", ["hsdp-packed", "zero1-packed", "zero2", "zero3-packed"])
+def test_rewards_and_other_losses_of_preferences(ranks: RankPools, layout: str, task: str):
+    for found in ranks(2).run(train, task, PREFERENCES[layout][1]):
+        assert_same_training(found, reference(task))

@@ -237,6 +237,14 @@ _READING = [
 
 _PARALLEL = [
     Defect(
+        "later_keys_of_joined_rows_seen",
+        "The kernel of a ring shows later tokens of a joined row, if its block begins between two lanes.",
+        "parallel/context/ring_attention.py",
+        "mask.tril() if is_diagonal else mask, False",
+        "mask, False",
+        ("models/test_ring_attention.py::test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model",),
+    ),
+    Defect(
         "loss_of_a_cut_vocabulary_without_maximum",
         "The exponentials of a cut vocabulary are summed without the maximum subtracted.",
         "parallel/tensor/cross_entropy.py",
@@ -620,6 +628,22 @@ _MODELS = [
 ]
 
 _TASKS = [
+    Defect(
+        "reference_of_preferences_ignored",
+        "The rewards of answers are those without a reference.",
+        "tasks/preference_losses.py",
+        "return self.logps - self.reference",
+        "return self.logps",
+        ("tasks/test_preference.py::test_metrics_by_hand",),
+    ),
+    Defect(
+        "margin_of_rewards_added",
+        "The margin of a pair makes its loss smaller.",
+        "tasks/reward_model.py",
+        "F.logsigmoid(chosen - rejected - margins)",
+        "F.logsigmoid(chosen - rejected + margins)",
+        ("training/test_trl.py::test_a_reward_model_is_that_of_trl_and_its_folder_gives_the_same_rewards[True]",),
+    ),
     Defect(
         "tokens_without_a_label_counted",
         "The mean loss of masked tokens counts tokens that are not masked.",
@@ -1232,6 +1256,22 @@ _OBSERVE = [
 ]
 
 _TRAINING = [
+    Defect(
+        "reference_of_the_trained_model",
+        "An evaluation compares a trained model with itself.",
+        "training/evaluate.py",
+        'plan.recipe.model_copy(update={"model": start})',
+        "plan.recipe",
+        ("training/test_preferences.py",),
+    ),
+    Defect(
+        "reference_of_other_weights",
+        "A reference in the cache is used for other weights.",
+        "training/referencing.py",
+        '"weights": weights,',
+        '"weights": "",',
+        ("training/test_preferences.py",),
+    ),
     Defect(
         "request_of_a_callback_on_one_rank",
         "Only the rank whose callback asks for an evaluation makes it.",

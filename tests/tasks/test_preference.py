@@ -93,7 +93,13 @@ def test_chats_with_a_prompt_and_chats_that_start_alike_are_the_same(chatty):
         ({"loss": {"type": "kto"}}, {"prompt": "a", "completion": " read", "label": 3}, "must be true or false"),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[1:2]}, "must start with the same message"),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must go on in different ways"),
-        ({}, {"prompt": CHAT, "chosen": CHAT[:1], "rejected": CHAT[:1]}, "ends with a turn of the assistant"),
+        ({}, {"prompt": CHAT[:1], "chosen": CHAT[:2], "rejected": CHAT[:2]}, "begins with the messages of its prompt"),
+        (
+            {},
+            {**PAIR, "chosen": " is" * 99 + " read", "rejected": " is" * 99 + " open"},
+            "is the rejected answer within",
+        ),
+        ({}, {"prompt": CHAT, "chosen": CHAT[2:], "rejected": CHAT[2:]}, "ends with a turn of the assistant"),
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(chatty, keys, row, problem):

@@ -20,9 +20,9 @@ def evaluate(
     The rows are those of `data.validation`; set data.validation=FILE for others. The layout is that of the training,
     or ddp on one process and after DeepSpeed; keys of `parallel` set another.
     """
-    resolved = trained_recipe(run, recipe, overrides or (), processes, evaluates=True)
+    trained = trained_recipe(run, recipe, overrides or (), processes, evaluates=True)
 
     from trainer.launch.local import run_or_join
     from trainer.training.evaluate import Evaluation
 
-    raise typer.Exit(run_or_join(resolved, processes, job=Evaluation(as_json)))
+    raise typer.Exit(run_or_join(trained.resolved, processes, job=Evaluation(as_json, trained.start)))

@@ -59,7 +59,7 @@ def predict(
     from trainer.training.prediction_files import STANDARD, Request, spooled
 
     sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
-    resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False)
+    resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False).resolved
 
     from trainer.launch.local import run_or_join
 

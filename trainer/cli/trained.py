@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from trainer.recipe.reading.loading import ResolvedRecipe
+    from trainer.recipe.reading.trained import Trained
 
 
 def trained_recipe(
     run: Path, recipe: str | None, overrides: Sequence[str], processes: int | None, evaluates: bool
-) -> ResolvedRecipe:
-    """Return the recipe of a trained model, and show the notes on it once."""
+) -> Trained:
+    """Return a trained model with its recipe, and show the notes on it once."""
     from trainer.launch.local import number_of_ranks
     from trainer.ranks.environment import detect, problems_name_the_machine
     from trainer.recipe.reading.trained import load_trained
@@ -25,4 +25,4 @@ def trained_recipe(
     if detect().rank == 0:
         for note in trained.notes:
             typer.echo(note, err=True)
-    return trained.resolved
+    return trained

@@ -84,11 +84,13 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
 
 
 def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
-    """Refuse a task that generates texts over pipeline stages or context ranks.
+    """Refuse a task that generates texts over pipeline stages or context ranks, or without padding.
 
     Raises:
-        UsageError: the layout has such ranks.
+        UsageError: the recipe asks for it.
     """
+    if task.generates and plan.recipe.data.packing:
+        raise UsageError("`data.packing` must be false to generate texts one token at a time, but is true; remove it")
     parallel = plan.recipe.parallel
     for key, degree, needed in (
         ("parallel.pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),

@@ -23,6 +23,7 @@ from trainer.tasks.text.chats import (
     check_texts_or_chats,
     features_of,
     given,
+    require_apart,
     tokens_of_answer,
     tokens_of_pair,
 )
@@ -195,6 +196,9 @@ class PreferenceTask(TokenLabels):
         paired["cut"] = [any(pair) for pair in paired["cut"]]
         if isinstance(self.examples, LabelledColumns):
             paired[_DESIRABLE] = _desirable(rows, self.examples.label, where, first_row)
+        else:
+            for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
+                require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
         return paired
 
     def _cells(self, rows: Dataset, column: str) -> list[Any]:

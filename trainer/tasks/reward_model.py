@@ -16,6 +16,7 @@ from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
     given,
+    require_apart,
     tokens_of_answer,
     tokens_of_pair,
     without_end,
@@ -89,6 +90,10 @@ class RewardModelTask(ScoredTexts):
             "input_ids": shortened if len(self.answer_columns) > 1 else [one for (one,) in shortened],
             "cut": [any(len(ids) > max_length for ids in of_row) for of_row in of_rows],
         }
+        if len(self.answer_columns) > 1:
+            for row, (texts_of_row, is_cut) in enumerate(zip(shortened, features["cut"], strict=True)):
+                place = cell(self.answer_columns[0], first_row + row, where)
+                require_apart(texts_of_row, is_cut, max_length, place)
         if self.margin is not None:
             features["labels"] = self._margins(rows, self.margin, where, first_row)
         return features

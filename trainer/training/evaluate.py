@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from trainer.observe.metrics_file import encode_numbers
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.schema import Recipe
-from trainer.tasks.registry import build_task
+from trainer.recipe.schema import Model, Recipe
 from trainer.training.assembly import assemble
 from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData, prepare_data
@@ -36,9 +35,11 @@ class Evaluation:
 
     Attributes:
         as_json: whether to print one JSON object instead of a table.
+        start: the model at the start of the training, for a loss with a reference.
     """
 
     as_json: bool
+    start: Model
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         """Evaluate as the rank of `environment`, and return the exit code.
@@ -49,15 +50,10 @@ class Evaluation:
         recipe = resolved.recipe
         if recipe.data.validation is None:
             raise UsageError("`data.validation` must name rows to evaluate on, but is null; set data.validation=FILE")
-        if build_task(recipe.task).has_reference:
-            raise UsageError(
-                "`task.loss` compares with the model at the start of the training, which the folder of a trained model"
-                " does not hold; read the metrics in the folder of the run, or predict answers with `trainer predict`"
-            )
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         prepare = partial(prepare_data, with_class_names(recipe))
         with joined_ranks(resolved, plan, environment, prepare) as (device, data):
-            metrics = _evaluate(plan, data, device, environment.rank == 0)
+            metrics = _evaluate(plan, self.start, data, device, environment.rank == 0)
         if environment.rank == 0:
             self._print(recipe, data, metrics)
         return ExitCode.DONE
@@ -92,9 +88,14 @@ def with_class_names(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"task": recipe.task.model_copy(update=update)})
 
 
-def _evaluate(plan: RunPlan, data: PreparedData, device: torch.device, shows: bool) -> dict[str, float]:
+def _evaluate(plan: RunPlan, start: Model, data: PreparedData, device: torch.device, shows: bool) -> dict[str, float]:
     """Evaluate on the joined ranks; all that holds the process group is gone when this returns."""
-    parts = assemble(plan, open_mesh(plan.layout, device), data)
+    mesh = open_mesh(plan.layout, device)
+    if data.task.has_reference:  # the first model is freed before the trained one is loaded
+        assert data.validation is not None, "it was checked before"
+        first = replace(plan, recipe=plan.recipe.model_copy(update={"model": start}))
+        data = assemble(first, mesh, replace(data, train=data.validation)).data
+    parts = assemble(plan, mesh, data)
     with progress_bar(shows) as bar:
         evaluator = parts.evaluator(_Shown(bar))
         assert evaluator is not None, "there is a validation split"

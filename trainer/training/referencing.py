@@ -35,7 +35,7 @@ REFERENCE = "reference"
 def with_reference(
     recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh, model: Mapping[str, Any]
 ) -> PreparedData:
-    """Return the data with the column `reference`, if the loss of its task has a reference. All ranks must call it.
+    """Return the data with the column `reference`, if its loss has one and they lack it. All ranks must call it.
 
     The model computes it as in an evaluation, in the layout of the training. A later run with the same model and its
     configuration, rows, precision, source code and versions of packages reads it from the cache.
@@ -50,7 +50,7 @@ def with_reference(
     Raises:
         TrainerError: the cache cannot be written.
     """
-    if not data.task.has_reference:
+    if not data.task.has_reference or REFERENCE in data.train.arrays:
         return data
     state = engine.state()
     weights = joined(mesh.all_gather(own_digest(_weights(chain(state.parts, state.frozen)))))

@@ -29,6 +29,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"config": {**TINY_DECODERS["llama"], **_LARGER, "vocab_size": 997}, "tokenizer": "none"},
         "task": TINY_TASKS["causal_lm"].keys,
     },
+    "Llama, preferences": {
+        "model": {"config": {**TINY_DECODERS["llama"], **_LARGER, "vocab_size": 997}, "tokenizer": "none"},
+        "task": TINY_TASKS["preference"].keys,
+    },
     "T5": {
         "model": {"config": {**TINY_T5, "d_model": 64, "d_ff": 128, "vocab_size": 997}, "tokenizer": "none"},
         "task": TINY_TASKS["seq2seq_lm"].keys,

@@ -12,6 +12,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
     return ModelFamily(
         model_type,
         layers=_LAYERS,
+        packs=True,
         tensor=TensorPlan(
             columns={f"{_LAYERS}.{name}": 1 for name in _PROJECTIONS},
             rows=(f"{_LAYERS}.self_attn.o_proj", f"{_LAYERS}.mlp.down_proj"),

@@ -287,10 +287,12 @@ class BlockAttention:
         """Return the arguments of the fused kernel for a block, with hidden keys before it up to a multiple of 4."""
         key, value, row_keys, queries, keys = block
         mask = None if self.mask is None else self.mask.of_block(queries, keys)
+        is_diagonal = self.is_causal and queries.start == keys.start
         if before := keys.start % LANES:
-            mask = key.new_ones(len(keys), dtype=torch.bool) if mask is None else mask
+            if mask is None:
+                mask = key.new_ones((len(queries), len(keys)) if is_diagonal else len(keys), dtype=torch.bool)
+                mask, is_diagonal = mask.tril() if is_diagonal else mask, False
             assert mask.dtype == torch.bool, "rows that are joined have no mask that is added"
-            assert not self.is_causal, "layers of causal models have no joined rows"
             key, value, mask = (
                 F.pad(key, [0, 0, before, 0]),
                 F.pad(value, [0, 0, before, 0]),
@@ -300,7 +302,6 @@ class BlockAttention:
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
             mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
-        is_diagonal = self.is_causal and queries.start == keys.start
         tiles = fused_attention.visible_tiles(mask, query, key, value, other_keys=True) or (None, None)
         offsets = [self.first_head, queries.start, keys.start]
         return query, key, value, row_keys, mask, None, *tiles, self.scale, self.probability, is_diagonal, offsets

@@ -15,6 +15,12 @@ _ONE_INT8 = none("8 bits are those of each row of a weight; inputs are not quant
 _TEMPLATE = none("the chat template of the tokenizer applies; set it in its folder, and name that by model.tokenizer")
 _NO_ONLINE = none("online methods are not supported")
 _LOSS = mapped("task.loss.type", note='with task.type "preference"')
+_SMOOTHING = renamed("task.loss.label_smoothing", note="the probability that a preference is wrong: conservative DPO")
+_REFERENCE = none("the reference is the model at the start, or the weights beneath a new adapter; it is computed once")
+_DROPOUT = mapped("model.dropout", note="0 for true; the reference has none")
+_CUT_PROMPTS = none("a prompt with its answer is cut at its end, by data.max_length")
+_DESIRABLE = renamed("task.loss.desirable_weight")
+_UNDESIRABLE = renamed("task.loss.undesirable_weight")
 _ADAPTER = mapped("model.adapter", note='{"type": "lora"}; without it, all weights are trained')
 _TARGETS = mapped("model.adapter.targets", note="names or patterns of modules")
 _PACKING = mapped("task.packing", note='"documents" or "joined", with task.type "causal_lm"')
@@ -70,6 +76,11 @@ _LLAMA_FACTORY: dict[str, Counterpart] = {
     "train_on_prompt": none("prompts are not trained"),
     "pref_loss": _LOSS,
     "pref_beta": mapped("task.loss.beta"),
+    "dpo_label_smoothing": _SMOOTHING,
+    "simpo_gamma": mapped("task.loss.gamma", note="a margin of rewards, with beta"),
+    "kto_chosen_weight": _DESIRABLE,
+    "kto_rejected_weight": _UNDESIRABLE,
+    **alike(_REFERENCE, "ref_model ref_model_adapters ref_model_quantization_bit"),
     "pref_ftx": none("a loss of likelihood beside preferences is that of the loss orpo"),
     **alike(none("the optimizers are those of optimizer.name"), "use_galore use_apollo use_badam"),
 }
@@ -99,6 +110,14 @@ _AXOLOTL: dict[str, Counterpart] = {
     "cosine_min_lr_ratio": renamed("schedule.min_rate"),
     **alike(mapped("optimizer.groups", note="patterns with a rate of their own"), "lr_groups embedding_lr"),
     "rl": _LOSS,
+    "rl_beta": mapped("task.loss.beta"),
+    "dpo_label_smoothing": _SMOOTHING,
+    "simpo_gamma": mapped("task.loss.gamma", note="a margin of rewards, with beta"),
+    "kto_desirable_weight": _DESIRABLE,
+    "kto_undesirable_weight": _UNDESIRABLE,
+    "precompute_ref_log_probs": _REFERENCE,
+    "reward_model": mapped("task.type", note='"reward_model"'),
+    "center_rewards_coefficient": renamed("task.center_coefficient"),
     "wandb_project": renamed("logging.project"),
 }
 
@@ -117,8 +136,11 @@ _TRL: dict[str, Counterpart] = {
     "loss_type": _LOSS,
     "beta": mapped("task.loss.beta"),
     "simpo_gamma": renamed("task.loss.gamma"),
-    "desirable_weight": renamed("task.loss.desirable_weight"),
-    "undesirable_weight": renamed("task.loss.undesirable_weight"),
+    "desirable_weight": _DESIRABLE,
+    "undesirable_weight": _UNDESIRABLE,
+    "disable_dropout": _DROPOUT,
+    **alike(_CUT_PROMPTS, "max_prompt_length truncation_mode"),
+    **alike(_REFERENCE, "precompute_ref_log_probs precompute_ref_batch_size sync_ref_model ref_model_init_kwargs"),
     "center_rewards_coefficient": renamed("task.center_coefficient"),
     **alike(_NO_ONLINE, "num_generations reward_funcs"),
 }

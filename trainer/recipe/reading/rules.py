@@ -100,6 +100,9 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if isinstance(task, QuestionAnswering | TokenClassification) and (task.stride or 0) >= data.max_length:
         rule = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"
         yield clash(f"{rule}, but is {task.stride}", "task.stride", "data.max_length")
+    if data.packing and getattr(task, "packing", "none") == "documents":
+        text = 'is true, but rows of several documents (`task.packing` "documents") have no padding; set it to false'
+        yield clash(text, "data.packing", "task.packing")
     weights = getattr(task, "class_weights", None)
     if isinstance(data, FileData) and data.mixture is not None and weights == "balanced":
         text = "counts every row once, but `data.mixture` changes how often each is read; write the weights"

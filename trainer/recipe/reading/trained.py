@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.schema import Model
 from trainer.recipe.strategies import STRATEGIES
 
 RECIPE_FILE = "trainer_recipe.json"
@@ -19,16 +22,20 @@ RECIPE_FILE = "trainer_recipe.json"
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
 _JOINING = ("join_timeout", "stall_timeout")
-_SECTIONS = ("data", "evaluation", "parallel", "training")  # that this module reads
+_SECTIONS = ("data", "evaluation", "model", "parallel", "training")  # that this module reads
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model folder, its recipe with the model of the folder, and notes for the user."""
+    """A model folder, its recipe with the model of the folder, and notes for the user.
+
+    `start` is the model at the start of the training, as its recipe has it.
+    """
 
     folder: Path
     resolved: ResolvedRecipe
     notes: tuple[str, ...]
+    start: Model
 
 
 def load_trained(
@@ -53,6 +60,7 @@ def load_trained(
         values = _read(folder / RECIPE_FILE)
     else:
         raise UsageError(f"`FOLDER` must hold {RECIPE_FILE}, but {folder} has none; name its recipe with --recipe")
+    start = _first_model(values["model"])
     values["model"] = {"name_or_path": str(folder)}
     values["distillation"] = None  # a teacher is for training only
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
@@ -74,7 +82,16 @@ def load_trained(
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         file = Path(name) / RECIPE_FILE
         file.write_text(json.dumps(values), encoding="utf-8")
-        return Trained(folder, load_recipe(str(file), overrides), tuple(notes))
+        return Trained(folder, load_recipe(str(file), overrides), tuple(notes), start)
+
+
+def _first_model(values: dict[str, Any]) -> Model:
+    try:
+        return Model.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"{RECIPE_FILE} must name the model of the training, but its `model` is wrong: {error}"
+        ) from error
 
 
 def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], evaluates: bool) -> list[str]:
@@ -130,6 +147,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{file} must be a recipe, but is no object; name one with --recipe")
     for name in _SECTIONS:
-        if not isinstance(values.get(name, None if name == "data" else {}), dict):
+        if not isinstance(values.get(name, None if name in ("data", "model") else {}), dict):
             raise UsageError(f"{file} must be a recipe, but its `{name}` is no object; name one with --recipe")
     return values

@@ -24,7 +24,7 @@ class _DataKeys(Section):
     pad_to: int = Field(1, ge=1)
     """Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64; the training is the same."""
     packing: bool = False
-    """Compute the layers of an encoder on tokens only, without padding; the training is the same."""
+    """Compute the layers on tokens only, without padding; the training is the same."""
     num_workers: int = Field(0, ge=0, le=64)
     """Processes per rank that prepare batches; 0: the rank itself prepares them."""
     preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = None

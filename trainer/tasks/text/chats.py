@@ -65,6 +65,21 @@ def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict
     return features
 
 
+def require_apart(answers: Sequence[Sequence[int]], is_cut: bool, max_length: int, place: str) -> None:
+    """Refuse answers that differ behind the cut only.
+
+    Args:
+        answers: the tokens of the better and of the worse answer with their prompt, cut to `max_length`.
+        is_cut: whether one of them was longer.
+        max_length: the maximum number of tokens.
+        place: the cell of the better answer, for messages.
+    """
+    if is_cut and answers[0] == answers[-1]:
+        raise DataError(
+            f"{place} is the rejected answer within `data.max_length` ({max_length}); increase it, or leave the row out"
+        )
+
+
 def tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
     """Return the tokens of a prompt, its completion and the end token.
 
@@ -125,6 +140,10 @@ def tokens_of_answer(
         tools: the tools that the template describes.
         place: the cell of the answer, for messages.
     """
+    if prompt and list(answer[: len(prompt)]) == list(prompt):
+        raise DataError(
+            f"{place} begins with the messages of its prompt; set `task.prompt` to null if the answers are whole chats"
+        )
     messages = _messages([*prompt, *answer], tokenizer, place)
     own = sum(message["role"] == "assistant" for message in messages[len(prompt) :])
     if not own or messages[-1]["role"] != "assistant":
