@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,8 @@ LAYOUTS = {
     **ADAPTER_LAYOUTS,
     "broadcast": (2, {"parallel": {"strategy": "fsdp", "load": "broadcast"}}),
     "tensor-3": (3, {"parallel": {"strategy": "fsdp"}}),
+    "ddp-3": (3, {"parallel": {"strategy": "ddp"}}),
+    "hsdp": (4, {"parallel": {"strategy": "hsdp", "shard": 2}}),
 }
 
 
@@ -167,6 +170,10 @@ LAYOUTS = {
                 ("tensor-sequence-accumulated", LORA),
                 ("fsdp-tensor-pipeline", LORA),
             )
+        ),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in product(("ddp-3", "hsdp", "zero1", "zero2-accumulated"), (LORA, None))
         ),
     ],
 )
