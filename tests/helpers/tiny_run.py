@@ -42,7 +42,7 @@ def write_tiny_run(folder: Path, **sections: Any) -> Path:
         "training": {"max_steps": 8, "global_batch_size": 8, "micro_batch_size": 4},
         "optimizer": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.01},
         "schedule": {"warmup": 0.25},
-        "evaluation": {"every": "4 steps"},
+        "evaluation": {"every": "4 steps", "verify_export": 0},
         "checkpoint": {"folder": str(folder / "run")},
         "logging": {"every": "1 step", "to": ["jsonl"]},
     }

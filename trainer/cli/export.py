@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from trainer.base.text import for_terminal
+from trainer.base.text import for_terminal, without_secrets
+from trainer.cli.options import OverridesArgument
 
 
 def export(
@@ -15,6 +18,7 @@ def export(
         Path, typer.Argument(metavar="CHECKPOINT", help="Its folder, or that of a run: then its newest whole one.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="To write; empty, or not there yet.")],
+    overrides: OverridesArgument = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         typer.Option(help="The type of the weights; a run stores fp32 unless the recipe sets `weights`."),
@@ -22,15 +26,27 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the folder, opened by another process, with the trained model.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the validation split for --verify.")] = 64,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
     Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with. A
-    checkpoint of an adapter or of frozen weights needs that model too.
+    checkpoint of an adapter or of frozen weights needs that model too, and --verify the validation split.
     """
+    from trainer.base.errors import UsageError
     from trainer.training.export import export as export_checkpoint
+    from trainer.training.verifying import Verification
 
-    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter)
+    if overrides and not verify:
+        raise UsageError(
+            f"`{overrides[0]}` names rows to compare, which only --verify reads; add --verify, or remove it"
+        )
+    command = without_secrets(shlex.join(["trainer", *sys.argv[1:]]))
+    verification = Verification(rows, tuple(overrides or ()), command) if verify else None
+    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter, verification=verification)
     for note in done.notes:
         typer.echo(f"note: {for_terminal(note)}", err=True)
     files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]
@@ -38,3 +54,5 @@ def export(
         f"exported {done.checkpoint} (step {done.step:,}) to {done.folder}: {files}, {dtype}, "
         f"{done.num_bytes / 1e6:,.1f} MB"
     )
+    if done.certificate is not None:
+        typer.echo("\n".join(line for line in done.certificate.lines() if line))

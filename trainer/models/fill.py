@@ -128,7 +128,7 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
             return model, drawn, []
         require_safe_shards(recipe, described.config)
         tensors = _fitted_tensors(described)
-        with _without_report():
+        with without_report():
             model, loading = described.model_class.from_pretrained(
                 recipe.name_or_path if tensors is None else None,
                 config=described.config,
@@ -344,7 +344,7 @@ def _empty_parts(
 
 
 @contextmanager
-def _without_report() -> Iterator[None]:
+def without_report() -> Iterator[None]:
     """Hide the report and the bar of transformers for a load, one for each rank: notes of the build say the same."""
     verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -394,7 +394,7 @@ def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Modul
     Raises:
         UsageError: the shapes of a tensor and its parameter differ.
     """
-    with _without_report():
+    with without_report():
         model, loading = described.model_class.from_pretrained(
             None,
             config=described.config,
@@ -522,7 +522,7 @@ class _Parts:
             rules = LoadStateDictConfig(
                 dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(whole)
             )
-            with _without_report():
+            with without_report():
                 convert_and_load_state_dict_in_model(whole, {key: stored.read(key) for key in keys}, rules)
             for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
                 if not parameter.is_meta:

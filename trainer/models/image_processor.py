@@ -53,7 +53,11 @@ class ImageProcessor:
 
     def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
         """Return the resized image `[channels, height, width]` in the model's channels, without an alpha channel."""
-        return self._halved(np.asarray(image.convert(_MODES[self._num_channels])))
+        return self._halved(self.pixels(image))
+
+    def pixels(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
+        """Return an image `[height, width]` or `[height, width, 3]` in the model's channels."""
+        return np.asarray(image.convert(_MODES[self._num_channels]))
 
     def save(self, folder: Path) -> None:
         """Write `preprocessor_config.json`.

@@ -206,10 +206,9 @@ class EmbeddingTask(SeveralTexts):
             for place, text in enumerate(rows[column]):
                 if text is not None and not text.strip():
                     raise DataError(f"{cell(column, first_row + place, where)} is empty; leave the row out")
-        query = self.query_column or self.text_columns[0]
         texts = []
         for column in self.text_columns:
-            prompt = (self.prompts.query if column == query else self.prompts.document) or ""
+            prompt = self.prompt_of(column)
             texts.append(tokenise(rows, [column], tokenizer, max_length, where, first_row, prompt))
             if not self.pools_prompt:
                 start = _prompt_length(prompt, tokenizer, max_length)
@@ -224,6 +223,11 @@ class EmbeddingTask(SeveralTexts):
             texts_of_rows = zip(*(rows[column] for column in self.text_columns), strict=True)
             features["labels"] = [np.array([_number(text) for text in of_row]) for of_row in texts_of_rows]
         return features
+
+    def prompt_of(self, column: str) -> str:
+        """Return the text before each text of a column."""
+        query = self.query_column or self.text_columns[0]
+        return (self.prompts.query if column == query else self.prompts.document) or ""
 
     def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
         """Return the score of each row.

@@ -153,6 +153,10 @@ class RerankerTask(ScoredTexts):
             found["labels"] = self._labels(rows, documents, where, first_row)
         return found
 
+    def documents_of(self, rows: Dataset) -> list[list[str]]:
+        """Return the documents of each row of a split that is sound."""
+        return self._documents(rows, "", 0)
+
     def _documents(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
         """Return the documents of each row.
 

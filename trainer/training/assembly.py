@@ -54,7 +54,9 @@ from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
+from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.evaluation import Evaluator
+from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.preview import step_of_run
 from trainer.training.referencing import with_reference
@@ -212,19 +214,29 @@ class Assembly:
         resumed = self.progress.step or None
         return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=first)
 
-    def export(self, place: Path | str) -> None:
+    def export(self, place: Path | str, compares: bool = False) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
 
+        Args:
+            place: The folder.
+            compares: Whether to compare it with the trained model on `evaluation.verify_export` rows.
+
         Raises:
-            TrainerError: It cannot be written; on every rank.
+            TrainerError: It cannot be written, or holds another model; on every rank.
         """
         folder = Path(place)
         temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
 
+        rows = FewRows.of(self.recipe, self.data, self.engine, self.mesh) if compares else None
+
         def complete() -> None:
             try:
                 _save_preparation(self.data, self.recipe, self.models[0], temporary)
-                complete_folder(temporary, folder, self.saved.origin, self.progress)
+                certificate = rows.compare(temporary) if rows else None
+                complete_folder(temporary, folder, self.saved.origin, self.progress, certificate)
+            except NotTheTrainedModelError:
+                remove(temporary)
+                raise
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error
 

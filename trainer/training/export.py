@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers.initialization import no_init_weights
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import UNFINISHED, remove
@@ -32,13 +33,16 @@ from trainer.models.added import is_added, values_of, without_added, write_added
 from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
 from trainer.models.quantizing import quantized_base
+from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
 from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
+from trainer.training.certificate import Certificate
 from trainer.training.model_card import complete_folder
 from trainer.training.row_encoding import with_folder
+from trainer.training.verifying import Opened, Verification, kind_of, verify
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
@@ -55,6 +59,7 @@ class Exported:
     weights: tuple[str, ...]
     num_bytes: int
     notes: tuple[str, ...]
+    certificate: Certificate | None = None
 
 
 def export(
@@ -63,6 +68,7 @@ def export(
     dtype: PrecisionName = "fp32",
     largest_file_bytes: int = LARGEST_FILE_BYTES,
     adapter: bool = False,
+    verification: Verification | None = None,
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
@@ -72,8 +78,10 @@ def export(
         dtype: The type of the weights.
         largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
         adapter: Whether to write the adapter alone, in the format of PEFT.
+        verification: The comparison with the trained model; None: there is none.
 
     Raises:
+        NotTheTrainedModelError: Another program that opens the folder gets other outputs.
         UsageError: The checkpoint is broken or holds no model, or the folder is in use.
         TrainerError: The folder cannot be written.
     """
@@ -121,7 +129,10 @@ def export(
             weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
         frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
         write_added(frozen | {name: _read(state, key) for name, key in added.items()}, temporary, type_)
-        complete_folder(temporary, place, state.facts.origin, state.facts.progress)
+        certificate = None
+        if verification is not None:
+            certificate = _verified_folder(state, described, temporary, dtype, adapter, verification)
+        complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate)
     except UnknownModelError as error:
         raise UsageError(
             f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"
@@ -137,7 +148,64 @@ def export(
             remove(temporary)
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
-    return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes))
+    return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes), certificate)
+
+
+def _verified_folder(
+    state: SavedState, described: Any, folder: Path, dtype: PrecisionName, adapter: bool, verification: Verification
+) -> Certificate:
+    """Compare a new folder with the model of its checkpoint, as another program opens both.
+
+    Raises:
+        UsageError: the recipe or its rows are missing.
+        NotTheTrainedModelError: the folder holds another model.
+    """
+    recipe = state.facts.origin.get("recipe")
+    if not isinstance(recipe, Mapping):
+        raise UsageError(
+            f"`--verify` needs the recipe of the training, but {state.folder / FACTS} has none; leave it out"
+        )
+    if any(is_added(name.removeprefix(MODEL_PREFIX)) for name in state.shapes):
+        raise UsageError(
+            "`--verify` compares models of transformers, but this embedding has dense layers or a learned temperature;"
+            " leave --verify out"
+        )
+    origin = _origin_model(state) if adapter else None
+    if origin is not None and origin.quantization is not None:
+        raise UsageError(
+            f"`--verify` with `--adapter` needs a base in fp32, but `model.quantization` is {origin.quantization};"
+            " leave one of them out"
+        )
+    opened = Opened(
+        "peft" if origin else kind_of(str(_group(recipe, "task").get("type"))),
+        dtype,
+        origin.name_or_path if origin else None,
+        origin.revision if origin else None,
+    )
+    return verify(_trained_model(state, described), state.folder / MODEL_FOLDER, recipe, folder, opened, verification)
+
+
+def _trained_model(state: SavedState, described: Any) -> Any:
+    """Return the model of a checkpoint on the CPU, with its adapters apart from the weights.
+
+    Raises:
+        UsageError: the checkpoint lacks a weight.
+    """
+    if _group(state.facts.identity, "model").get(FROZEN_WEIGHTS) is None:
+        with no_init_weights():
+            model = type(described)(described.config)
+        model.tie_weights()  # which the flag above leaves out
+    else:
+        recipe, seed = _origin_model(state), int(state.facts.identity["training"]["seed"])
+        model, drawn = build_base(described, recipe, seed)
+        adapt(model, recipe, seed, drawn)
+    tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.named_parameters()}
+    tensors |= {f"{BUFFER_PREFIX}{name}": tensor for name, tensor in persistent_buffers(model).items()}
+    with torch.no_grad():
+        for key in state.shapes:
+            if key.startswith((MODEL_PREFIX, BUFFER_PREFIX)):
+                tensors[key].copy_(_read(state, key))
+    return model
 
 
 def _require_adapter(state: SavedState) -> None:

@@ -22,11 +22,18 @@ from trainer.checkpoint.counters import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.recipe.reading.trained import RECIPE_FILE
 from trainer.tasks.registry import LIBRARIES, PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
+from trainer.training.certificate import Certificate
 
 CARD_NAME = "README.md"
 
 
-def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], progress: Progress) -> None:
+def complete_folder(
+    temporary: Path,
+    place: Path,
+    origin: Mapping[str, Any],
+    progress: Progress,
+    certificate: Certificate | None = None,
+) -> None:
     """Add card and recipe to a new Hugging Face folder, and put the folder in its place.
 
     Args:
@@ -34,23 +41,29 @@ def complete_folder(temporary: Path, place: Path, origin: Mapping[str, Any], pro
         place: The final folder, which is replaced as a whole.
         origin: The origin in a checkpoint's facts.
         progress: The progress of the training when it had these weights.
+        certificate: The comparison with the trained model; None: there was none.
 
     Raises:
         OSError: It cannot be written.
     """
     origin = masked(origin)  # an earlier version could save an address with a password
-    write_card(temporary, origin, progress)
+    write_card(temporary, origin, progress, certificate)
     if recipe := _part(origin, "recipe"):  # for `trainer evaluate` and `trainer predict`
         (temporary / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     replace_folder(temporary, place)
 
 
-def write_card(folder: Path, origin: Mapping[str, Any], progress: Progress) -> None:
+def write_card(
+    folder: Path, origin: Mapping[str, Any], progress: Progress, certificate: Certificate | None = None
+) -> None:
     """Write the card of a Hugging Face folder; arguments and errors are those of `complete_folder`."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     file = folder / ADAPTER_CONFIG_NAME
     adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    (folder / CARD_NAME).write_text(_card(config, adapter, origin, progress), encoding="utf-8")
+    card = _card(config, adapter, origin, progress)
+    if certificate is not None:
+        card += "\n" + "\n".join(["## Verification", "", *certificate.lines()]) + "\n"
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def _card(

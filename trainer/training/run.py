@@ -132,7 +132,7 @@ def _finish(parts: Assembly, saver: Saver, ending: Ending, session: Session, sav
     if saves and is_complete(ending):
         folder = session.folder / "model"
         session.observers.doing(step, "exporting the model")
-        parts.export(folder)
+        parts.export(folder, compares=True)
     if saves and recipe.checkpoint.mirror:
         session.observers.doing(step, f"uploading to {without_secrets(recipe.checkpoint.mirror)}")
         saver.deliver(folder)

@@ -22,3 +22,6 @@ class Evaluation(Section):
     """Stop after this many evaluations without a better value of `best`; null: never."""
     batch_size: int = Field(32, ge=1)
     """Examples in one forward pass of one rank; metrics do not depend on it."""
+    verify_export: int = Field(4, ge=0)
+    """Rows on which the end of a run compares the exported model, opened by transformers, with the trained one; 0:
+    none. It raises an error if they differ."""

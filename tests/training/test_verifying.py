@@ -1,0 +1,230 @@
+"""Exported folders against the trained model: `trainer export --verify`, and the few rows at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import processes, warm
+from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
+from trainer.base.errors import ExitCode, UsageError
+from trainer.models.weight_files import WeightFiles
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.reading.loading import load_recipe
+from trainer.training import export as export_module
+from trainer.training import plain_reader, verifying
+from trainer.training.certificate import NotTheTrainedModelError
+from trainer.training.export import export
+from trainer.training.few_rows import FewRows
+from trainer.training.run import run
+from trainer.training.verifying import Verification
+
+MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
+EMBEDDING = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}
+RERANKER = {"type": "reranker", "query": "text", "documents": ["other", "label"], "metrics": ["map"]}
+SEQUENCE_PAIR = {"type": "sequence_classification", "text": ["text", "other"], "label": "label"}
+ASKED = Verification(12, (), "trainer export run out --verify")
+
+
+def train(recipe: Path, *overrides: str) -> None:
+    done = run(load_recipe(str(recipe), ["training.max_steps=2", "evaluation.every=null", *overrides]), ALONE)
+    assert done == ExitCode.DONE
+
+
+ALONE = LaunchEnvironment("none")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer requests in this process, which has the imports."""
+
+    def answered(request: dict[str, Any], place: Path) -> dict[str, Any]:
+        (place / "request.json").write_text(json.dumps(request))
+        plain_reader.main(place)
+        reply: dict[str, Any] = json.loads((place / "reply.json").read_text())
+        return reply
+
+    monkeypatch.setattr(verifying, "_answered", answered)
+
+
+@pytest.mark.parametrize(
+    ("write", "task", "by"),
+    [
+        (write_tiny_run, SEQUENCE_PAIR, "transformers"),
+        (write_tiny_run, MASKED_LM, "transformers"),
+        (write_tiny_image_run, None, "transformers"),
+        (write_tiny_run, EMBEDDING, "`SentenceTransformer`"),
+        (write_tiny_run, RERANKER, "`CrossEncoder`"),
+    ],
+    ids=["classes", "masks", "images", "embeddings", "reranker"],
+)
+def test_a_sound_folder_has_a_certificate(tmp_path, here, write, task, by):
+    train(_own(write, tmp_path, task))
+    done = export(tmp_path / "run", tmp_path / "out", verification=ASKED)
+    assert done.certificate is not None
+    assert done.certificate.difference <= 1e-5 * max(1.0, done.certificate.largest)
+    assert all(one == pytest.approx(other, abs=1e-6) for one, other in done.certificate.metrics.values())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Another process, without `trainer`, with {by} on the CPU" in card
+    assert "- command: `trainer export run out --verify`" in card
+
+
+def _own(write: Callable[..., Path], folder: Path, task: dict[str, Any] | None) -> Path:
+    """Write a run with exactly these keys of the task."""
+    file = write(folder)
+    recipe = json.loads(file.read_text())
+    recipe["task"] = task or recipe["task"]
+    for rows in folder.glob("*.jsonl"):
+        read = [json.loads(line) for line in rows.read_text().splitlines()]
+        rows.write_text("".join(json.dumps({**row, "other": row["text"][:9]}) + "\n" for row in read))
+    file.write_text(json.dumps(recipe))
+    return file
+
+
+def _weights(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _config(folder: Path, name: str = "config.json", **keys: Any) -> None:
+    config = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**config, **keys}))
+
+
+def _lost_head(folder: Path) -> None:
+    _weights(folder, lambda tensors: tensors.pop("classifier.weight"))
+
+
+def _permuted_head(folder: Path) -> None:
+    _weights(folder, lambda tensors: tensors.update({"classifier.weight": tensors["classifier.weight"].flip(0)}))
+
+
+def _other_words(folder: Path) -> None:
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    pairs = zip(WORDS, WORDS[1:] + WORDS[:1], strict=True)
+    vocabulary["model"]["vocab"] = words | {word: words[other] for word, other in pairs}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a lost head": (_lost_head, r"differs by .*; the folder has no classifier.weight; do not use"),
+    "a permuted head": (_permuted_head, r"must compute the outputs of the trained one, but differs by"),
+    "permuted labels": (
+        lambda folder: _config(folder, id2label={"0": "b", "1": "a", "2": "c"}),
+        r"must have the classes of the training, \{0: 'a', .*, but has \{0: 'b'",
+    ),
+    "another tokenizer": (_other_words, r"the exported tokenizer must be that of the training, but gives"),
+    "another epsilon": (lambda folder: _config(folder, layer_norm_eps=1e-3), r"but differs by"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(write_tiny_run(folder))
+    return folder / "run"
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]) -> None:
+    """Change each new folder before it is compared."""
+    compare, verify = FewRows.compare, export_module.verify
+
+    def compare_planted(self: FewRows, folder: Path) -> Any:
+        plant(folder)
+        return compare(self, folder)
+
+    def verify_planted(model: Any, preparation: Path, recipe: Any, folder: Path, *others: Any) -> Any:
+        plant(folder)
+        return verify(model, preparation, recipe, folder, *others)
+
+    monkeypatch.setattr(FewRows, "compare", compare_planted)
+    monkeypatch.setattr(export_module, "verify", verify_planted)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught_and_nothing_is_left(tmp_path, here, monkeypatch, trained, fault):
+    plant, message = FAULTS[fault]
+    planted(monkeypatch, plant)
+    with pytest.raises(NotTheTrainedModelError, match=message):
+        export(trained, tmp_path / "out", verification=ASKED)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forgotten_tied_weight_is_caught(tmp_path, here, monkeypatch):
+    train(_own(write_tiny_run, tmp_path / "made", MASKED_LM))
+    planted(monkeypatch, lambda folder: _config(folder, tie_word_embeddings=False))
+    with pytest.raises(NotTheTrainedModelError, match=r"the folder has no cls.predictions.decoder"):
+        export(tmp_path / "made" / "run", tmp_path / "out", verification=ASKED)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["merged", "apart"])
+def test_adapters(tmp_path, here, adapter):
+    train(write_tiny_run(tmp_path / "base"))
+    first = {"name_or_path": str(tmp_path / "base" / "run" / "model"), "config": None}
+    train(write_tiny_run(tmp_path / "tuned", model={**first, "adapter": {"type": "lora", "rank": 4}}))
+    done = export(tmp_path / "tuned" / "run", tmp_path / "out", adapter=adapter, verification=ASKED)
+    assert done.certificate is not None
+    assert 0 <= done.certificate.difference < 1e-6
+    assert ("with PEFT on" if adapter else "with transformers on") in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_16_bits_have_a_wider_bound(tmp_path, here, trained):
+    done = export(trained, tmp_path / "out", "bf16", verification=ASKED)
+    assert done.certificate is not None
+    assert 1e-6 < done.certificate.difference < 0.1 * done.certificate.largest
+
+
+def test_rows_that_are_missing(tmp_path, here):
+    train(write_tiny_run(tmp_path), "data.validation=null")
+    with pytest.raises(UsageError, match=r"but it is null; name rows by a further argument: data.validation=FILE"):
+        export(tmp_path / "run", tmp_path / "out", verification=ASKED)
+    rows = f"data.validation={tmp_path / 'validation.jsonl'}"
+    done = export(tmp_path / "run", tmp_path / "out", verification=Verification(5, (rows,)))
+    assert done.certificate is not None
+    assert "5 rows" in done.certificate.rows
+
+
+@pytest.mark.slow
+def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained):
+    export_ = [str(part) for part in ("export", trained, tmp_path / "out")]
+    ended = processes.finish(warm.start([*export_, "data.validation=other"]))
+    assert ended.returncode == ExitCode.USER
+    assert "which only --verify reads; add --verify, or remove it" in ended.stderr
+    ended = processes.finish(warm.start([*export_, "--verify", "--rows", "4"]))
+    assert ended.returncode == 0, ended.stderr
+    assert "Another process, without `trainer`" in ended.stdout
+    assert "--rows 4`" in (tmp_path / "out" / "README.md").read_text()
+
+
+class TestFewRows:
+    def test_the_end_of_a_run_compares_and_says_so_in_the_card(self, tmp_path):
+        train(write_tiny_run(tmp_path), "evaluation.verify_export=3")
+        card = (tmp_path / "run" / "model" / "README.md").read_text()
+        assert "The end of the run, with transformers, opened this folder. It computed the outputs" in card
+        assert "for 3 rows" in card
+
+    @pytest.mark.parametrize("fault", ["a lost head", "permuted labels", "another tokenizer"])
+    def test_a_planted_fault_ends_the_run(self, tmp_path, monkeypatch, fault):
+        planted(monkeypatch, FAULTS[fault][0])
+        with pytest.raises(NotTheTrainedModelError, match=r"exported (model must have|tokenizer must be)"):
+            train(write_tiny_run(tmp_path), "evaluation.verify_export=3", "checkpoint.every=null")
+        assert not list((tmp_path / "run").glob("*model*"))
+
+    def test_another_process_has_lost_weights_that_the_export_forgot(self, tmp_path, here, monkeypatch, trained):
+        write = WeightFiles.write
+
+        def forgetful(self: WeightFiles, read: Any, folder: Path) -> list[Path]:
+            written = write(self, read, folder)
+            _lost_head(folder)
+            return written
+
+        monkeypatch.setattr(WeightFiles, "write", forgetful)
+        with pytest.raises(NotTheTrainedModelError, match=r"has no classifier\.weight"):
+            export(trained, tmp_path / "out", verification=ASKED)

@@ -1,0 +1,33 @@
+"""`trainer push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.base.text import for_terminal
+
+
+def push(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="An exported folder, or that of a run: then best/, or else model/."),
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The repository, such as owner/name; new or existing.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read a new repository, or push to a public one.")
+    ] = False,
+) -> None:
+    """Send an exported model to the hub, or to that of HF_ENDPOINT; a new repository is private.
+
+    The token is that of `hf auth login`, or HF_TOKEN. Nothing but the folder is sent.
+    """
+    from trainer.tools.push import push as push_folder
+
+    done = push_folder(run, name, public)
+    typer.echo(
+        f"pushed {done.folder}: {len(done.names)} files, {done.num_bytes / 1e6:,.1f} MB,"
+        f" {'private' if done.is_private else 'public'}: {for_terminal(done.address)}"
+    )

@@ -1,0 +1,144 @@
+"""The certificate of an exported folder: its outputs and tokens are those of the trained model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.base.errors import TrainerError
+from trainer.base.text import for_terminal, listed
+from trainer.parallel.microbatch import Microbatch
+
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
+"""The outputs of models of transformers that tasks read."""
+
+_CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
+"""The largest difference, relative to the largest output, by the type of the weights."""
+_LEAST_OUTPUT = 1e-2
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of a comparison that found the same model.
+
+    `metrics` holds for each metric the value of the exported model, and that of the trained one.
+    """
+
+    by: str
+    rows: str
+    difference: float
+    largest: float
+    metrics: Mapping[str, tuple[float, float]]
+    num_texts: int
+    versions: Mapping[str, str]
+    command: str = ""
+
+    def lines(self) -> list[str]:
+        """Return the lines of the section in the model card, without its title."""
+        found = [f"{self.by} opened this folder. It computed the outputs of the trained model for {self.rows}.", ""]
+        found.append(f"- largest difference of an output: {self.difference:.2g} (largest output: {self.largest:.4g})")
+        found += [f"- {name}: {own:.6g} (trained model: {there:.6g})" for name, (own, there) in self.metrics.items()]
+        if self.num_texts:
+            found.append(f"- tokens: those of the training, for {self.num_texts:,} texts")
+        if self.versions:
+            found.append("- versions: " + ", ".join(f"{name} {value}" for name, value in self.versions.items()))
+        return found + ([f"- command: `{self.command}`"] if self.command else [])
+
+
+class NotTheTrainedModelError(TrainerError):
+    """The exported folder is not the trained model."""
+
+
+def compared(
+    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], batches: Sequence[Microbatch]
+) -> tuple[float, float]:
+    """Return the largest difference of outputs at tokens that are no padding, and the largest output."""
+    difference = largest = 0.0
+    for one, other, batch in zip(found, expected, batches, strict=True):
+        mask = batch.inputs.get("attention_mask")
+        for name, there in other.items():
+            own = one.get(name)
+            if own is None or own.shape != there.shape:
+                return math.inf, largest
+            is_of_tokens = there.dim() > 2 or name in ("start_logits", "end_logits")
+            if is_of_tokens and mask is not None and mask.shape == there.shape[:2]:
+                own, there = own[mask == 1], there[mask == 1]
+            if name == "scores" and batch.labels.shape == there.shape:  # a row may have fewer documents
+                own, there = own[batch.labels >= 0], there[batch.labels >= 0]
+            gap = torch.where(own == there, 0.0, (own - there).abs()).nan_to_num(math.inf)  # equal infinities are equal
+            difference = max(difference, gap.max().item() if gap.numel() else 0.0)
+            finite = there[there.isfinite()]
+            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
+    return difference, largest
+
+
+def require_same(difference: float, largest: float, dtype: str, lost: Sequence[str]) -> None:
+    if not lost and difference <= _CLOSE[dtype] * max(largest, _LEAST_OUTPUT):
+        return
+    without = f"; the folder has no {listed(lost, 3)}" if lost else ""
+    raise NotTheTrainedModelError(
+        f"the exported model must compute the outputs of the trained one, but differs by {difference:.3g} with outputs"
+        f" up to {largest:.3g}{without}; do not use the folder, and export again"
+    )
+
+
+def require_same_labels(own: Mapping[Any, str], there: Mapping[Any, str]) -> None:
+    """Require the same names of classes, by their number, in two configurations."""
+    expected, found = ({int(number): name for number, name in one.items()} for one in (own, there))
+    if expected != found:
+        raise NotTheTrainedModelError(
+            f"the exported model must have the classes of the training, {_short(expected)}, but has {_short(found)}; do"
+            " not use the folder, and export again"
+        )
+
+
+def require_same_tokens(texts: Sequence[Sequence[str]], own: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Require the same tokens of two tokenizers; arguments are texts and results of `plain_reader.tokens_of`."""
+    for text, expected, found in zip(texts, own["ids"], there["ids"], strict=True):
+        if expected != found:
+            raise NotTheTrainedModelError(_other_tokens(text, expected, found))
+    for name in ("chats", "special"):
+        if own[name] != there[name]:
+            raise NotTheTrainedModelError(_other_tokens([name], own[name], there[name]))
+
+
+def _other_tokens(text: Sequence[str], expected: Any, found: Any) -> str:
+    return (
+        f"the exported tokenizer must be that of the training, but gives {_short(found)} for {_short(text)}, and the"
+        f" training had {_short(expected)}; do not use the folder, and export again"
+    )
+
+
+def _short(value: Any) -> str:
+    text = for_terminal(repr(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def texts_of(columns: Sequence[str], rows: Any) -> tuple[list[list[str]], list[Any]]:
+    """Return the texts of rows, pairs of the first two columns of texts, and chats."""
+    texts: list[list[str]] = []
+    chats: list[Any] = []
+    for row in rows:
+        values = [row[name] for name in columns if name in row]
+        chats += [value for value in values if _is_chat(value)]
+        plain = [value for value in values if isinstance(value, str)]
+        found = [text for value in values for text in _strings(value)]
+        texts += [[text] for text in found] + ([plain[:2]] if len(plain) > 1 else [])
+    return texts, chats
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)

@@ -1,0 +1,125 @@
+"""The check at the end of a run: the exported folder, opened by transformers, has the losses of the trained model.
+
+It takes a few rows and no new process, so it costs little. `verifying.py` compares more, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from trainer.base.text import listed
+from trainer.data.collate import collate
+from trainer.engine.engine import Engine
+from trainer.engine.forward import without_cache
+from trainer.models.fill import without_report
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
+from trainer.recipe.schema import Recipe
+from trainer.tasks.classes import NamedClasses
+from trainer.training import plain_reader
+from trainer.training.certificate import (
+    Certificate,
+    NotTheTrainedModelError,
+    require_same_labels,
+    require_same_tokens,
+    texts_of,
+)
+from trainer.training.run_data import PreparedData
+
+_MOST_BYTES = 8_000_000_000  # of weights, which the host holds beside the trained model
+_CLOSE = {True: (1e-4, 1e-5), False: (0.05, 0.02)}
+"""The largest difference of the loss, relative and for each label, of runs in fp32 and of other runs."""
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """A few rows, with the loss and the predictions of the trained model for them."""
+
+    recipe: Recipe
+    data: PreparedData
+    batch: Microbatch
+    loss_sum: float
+    predictions: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh) -> FewRows | None:
+        """Return the rows with the results of the engine, on rank 0. All ranks must call it.
+
+        None: the recipe asks for no rows, or the task has a module of its own after the model of transformers.
+        """
+        split = data.train if data.validation is None else data.validation
+        ids = np.arange(min(recipe.evaluation.verify_export, recipe.evaluation.batch_size, len(split)))
+        if not len(ids) or data.task.added_module() is not None:
+            return None
+        batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking)
+        result = engine.eval_step(batch)
+        gathered = mesh.gather((result.loss_sum, result.predictions)) or [(0.0, {})]
+        loss_sum, predictions = next((one for one in gathered if one[1]), gathered[0])
+        return cls(recipe, data, batch, loss_sum, predictions)
+
+    def compare(self, folder: Path) -> Certificate | None:
+        """Open a folder, and compare it with the trained model; None: it is too large for this check.
+
+        Raises:
+            NotTheTrainedModelError: it has another loss or another tokenizer.
+        """
+        if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > _MOST_BYTES:
+            return None
+        num_texts = self._compare_tokens(folder)
+        task, batch = self.data.task, self.batch
+        auto = getattr(transformers, task.auto_class_name)
+        with without_report():
+            model, loading = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if isinstance(task, NamedClasses) and task.class_names is not None:
+            require_same_labels(dict(enumerate(task.class_names)), model.config.id2label)
+        model.eval()
+        with torch.no_grad(), without_report():
+            output = model(**task.model_inputs(batch.inputs), **without_cache(model))
+            scores = task.scores(output, batch.inputs, batch.labels)
+            predictions = task.predictions(scores, batch.labels)
+            num_valid = float(task.num_valid(batch.labels))
+            own = 0.0 if task.rows_depend else float(task.for_evaluation().loss_sum(scores, batch.labels))
+        relative, absolute = _CLOSE[
+            self.recipe.precision == "fp32" and not (self.recipe.tf32 and torch.cuda.is_available())
+        ]
+        pairs = [(torch.tensor(own), torch.tensor(self.loss_sum), absolute * num_valid)]
+        pairs += [
+            (predictions[name].float(), there.float(), absolute)
+            for name, there in self.predictions.items()
+            if name in predictions and there.is_floating_point()
+        ]
+        difference = 0.0
+        for one, other, least in pairs:
+            gap = torch.where(one == other, 0.0, (one - other).abs()).nan_to_num(torch.inf) if one.numel() else one
+            bound = relative * other.nan_to_num(0.0).abs().max().item() + least if other.numel() else least
+            difference = max(difference, gap.max().item() if gap.numel() else 0.0)
+            lost = sorted(loading["missing_keys"])
+            if lost or one.shape != other.shape or (gap > bound).any():
+                raise NotTheTrainedModelError(
+                    f"the exported model must have the loss of the trained one, {self.loss_sum:.6g} for"
+                    f" {len(batch.labels)} rows, but has {own:.6g}{f' and lacks {listed(lost, 3)}' if lost else ''};"
+                    f" it was not kept. Export a checkpoint with `trainer export {self.recipe.checkpoint.folder}"
+                    " FOLDER --verify`, or set evaluation.verify_export=0"
+                )
+        rows = f"{len(batch.labels)} rows"
+        loss = {} if task.rows_depend else {"loss": (own / max(num_valid, 1), self.loss_sum / max(num_valid, 1))}
+        return Certificate("The end of the run, with transformers,", rows, difference, abs(own), loss, num_texts, {})
+
+    def _compare_tokens(self, folder: Path) -> int:
+        """Require the tokens of the training, and return the number of texts."""
+        tokenizer, evaluated = self.data.preparation.text_tokenizer, self.data.evaluated
+        if tokenizer is None or evaluated is None:
+            return 0
+        few = evaluated.rows.select(range(min(len(evaluated.rows), self.recipe.evaluation.verify_export)))
+        texts, chats = texts_of(self.data.task.columns, few)
+        found = transformers.AutoTokenizer.from_pretrained(folder)
+        own, there = (plain_reader.tokens_of(one, texts, chats) for one in (tokenizer, found))
+        require_same_tokens(texts, own, there)
+        return len(texts)

@@ -1,0 +1,110 @@
+"""Open an exported folder as any user would, and write what its model computes.
+
+Another process runs this file as a script: `python plain_reader.py FOLDER_OF_A_REQUEST`. It must not import this
+project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on, or images. The reply is
+`reply.json` and `outputs-0.npz` and so on.
+"""
+
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
+    """Return a function from the inputs of a batch, arrays by name, to the outputs of the model."""
+    import torch
+
+    import transformers
+
+    auto = getattr(transformers, request["auto_class"])
+    if request["kind"] == "peft":
+        from peft import PeftModel
+
+        config = transformers.AutoConfig.from_pretrained(request["folder"])
+        base = auto.from_pretrained(request["base"], revision=request["revision"], config=config, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, request["folder"])
+    else:
+        model, loading = auto.from_pretrained(request["folder"], dtype=torch.float32, output_loading_info=True)
+        reply["lost"] = sorted(loading["missing_keys"])
+    model.eval()
+
+    def outputs(inputs: dict[str, Any]) -> dict[str, Any]:
+        with torch.no_grad():
+            found = model(**{name: torch.from_numpy(value) for name, value in inputs.items()})
+        return {name: found[name].float().numpy() for name in request["outputs"] if found.get(name) is not None}
+
+    return outputs
+
+
+def tokens_of(tokenizer: Any, texts: list[Any], chats: list[Any]) -> dict[str, Any]:
+    """Return the token ids of texts and pairs, the texts of chats, and the special tokens."""
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    return {
+        "ids": [list(map(int, tokenizer(*text)["input_ids"])) for text in texts],
+        "chats": [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats],
+        "special": special,
+    }
+
+
+def batches(folder: Path, request: dict[str, Any]) -> Any:
+    """Yield the inputs of each batch; images are prepared by the folder's own processor."""
+    processor = None
+    if request["images"]:
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(request["folder"])
+    for number in range(request["num_batches"]):
+        with np.load(folder / f"inputs-{number}.npz") as stored:
+            inputs = dict(stored)
+        if processor is not None:  # arrays [height, width, channels]
+            prepared = processor(list(inputs.values()), input_data_format="channels_last", return_tensors="np")
+            inputs = {"pixel_values": np.asarray(prepared["pixel_values"], np.float32)}
+        yield inputs
+
+
+def sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what sentence-transformers computes for texts: embeddings, or the logits of pairs."""
+    import torch
+
+    if request["kind"] == "sentence-transformers":
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(request["folder"], device="cpu")
+        columns = [model.encode(texts, prompt=prompt) for prompt, texts in request["columns"]]
+        return {"embeddings": np.stack(columns, axis=1)}
+    from sentence_transformers import CrossEncoder
+
+    encoder = CrossEncoder(request["folder"], device="cpu")
+    return {"logits": encoder.predict([tuple(pair) for pair in request["pairs"]], activation_fn=torch.nn.Identity())}
+
+
+def main(folder: Path) -> None:
+    """Answer the request in a folder."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    from transformers import AutoConfig
+
+    reply: dict[str, Any] = {"lost": [], "labels": AutoConfig.from_pretrained(request["folder"]).id2label}
+    if request["texts"] or request["chats"]:
+        from transformers import AutoTokenizer
+
+        reply["tokens"] = tokens_of(
+            AutoTokenizer.from_pretrained(request["folder"]), request["texts"], request["chats"]
+        )
+    if request["kind"] in ("sentence-transformers", "cross-encoder"):
+        np.savez(folder / "outputs-0.npz", **sentence_outputs(request))
+    else:
+        outputs = open_model(request, reply)
+        for number, inputs in enumerate(batches(folder, request)):
+            np.savez(folder / f"outputs-{number}.npz", **outputs(inputs))
+    reply["versions"] = {"python": platform.python_version()} | {name: version(name) for name in request["packages"]}
+    (folder / "reply.json").write_text(json.dumps(reply), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    assert not any(name.partition(".")[0] == "trainer" for name in sys.modules), "another program opens the folder"

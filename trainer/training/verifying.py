@@ -1,0 +1,358 @@
+"""Compare an exported folder, as other programs open it, with the trained model: the certificate of a model card.
+
+`trainer export --verify` starts a process that does not import this project. The end of a run opens the folder in its
+own process, on a few rows, because a start with all imports takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.base.text import for_terminal
+from trainer.data.loader import EvalLoader
+from trainer.engine.forward import without_cache
+from trainer.models.image_processor import ImageProcessor
+from trainer.parallel.microbatch import Microbatch
+from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
+from trainer.recipe.schema import Recipe
+from trainer.tasks.embedding import EmbeddingTask
+from trainer.tasks.reranker import RerankerTask
+from trainer.tasks.task import Task
+from trainer.training import plain_reader
+from trainer.training.certificate import (
+    OUTPUTS,
+    Certificate,
+    NotTheTrainedModelError,
+    compared,
+    require_same,
+    require_same_labels,
+    require_same_tokens,
+    texts_of,
+)
+from trainer.training.evaluate import with_class_names
+from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
+from trainer.training.run_data import PreparedData, prepare_data
+
+_MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
+_MOST_SECONDS = 3600.0
+_BY_TEXTS = ("sentence-transformers", "cross-encoder")  # they take texts, and return scores
+_PACKAGES = {
+    "peft": ["peft"],
+    "sentence-transformers": ["sentence-transformers"],
+    "cross-encoder": ["sentence-transformers"],
+}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A request to compare an exported folder with its model.
+
+    `overrides` are those of the recipe, such as "data.validation=FILE". `command` stands in the certificate.
+    """
+
+    num_rows: int
+    overrides: tuple[str, ...] = ()
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How another program opens the exported folder.
+
+    `kind` is "transformers", "peft", "sentence-transformers" or "cross-encoder". `dtype` is the type of the
+    weights. `base` and `revision` are the model below an adapter.
+    """
+
+    kind: str
+    dtype: str
+    base: str | None = None
+    revision: str | None = None
+
+
+def verify(
+    model: nn.Module,
+    preparation: Path,
+    recipe: Mapping[str, Any],
+    folder: Path,
+    opened: Opened,
+    asked: Verification,
+) -> Certificate:
+    """Compare a folder, opened by another process, with the trained model on rows of the validation split.
+
+    Args:
+        model: the trained model, whole and on the CPU.
+        preparation: the folder with the configuration and the tokenizer or image processor of the training.
+        recipe: the recipe of the training.
+        folder: the exported folder.
+        opened: how to open it.
+        asked: the rows.
+
+    Raises:
+        NotTheTrainedModelError: outputs or tokens differ.
+        UsageError: there are no rows, or a package is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        place = Path(name)
+        data, trained = _data(preparation, recipe, asked, place)
+        assert data.evaluated is not None
+        expected = _Expected(model, data, trained)
+        request = _request(data, folder, opened, expected)
+        _write_inputs(data, expected, place)
+        reply = _answered(request, place)
+        require_same_labels(data.preparation.config.id2label, reply["labels"])
+        if "tokens" in reply:
+            own = plain_reader.tokens_of(data.evaluated.tokenizer, request["texts"], request["chats"])
+            require_same_tokens(request["texts"], own, reply["tokens"])
+        found = _outputs(data, opened, expected, place)
+        there: Sequence[Mapping[str, Tensor]] = expected.outputs
+        if opened.kind in _BY_TEXTS:
+            there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
+        difference, largest = compared(found, there, expected.batches)
+        require_same(difference, largest, opened.dtype, reply["lost"])
+        rows = f"{len(data.evaluated.rows):,} rows of {for_terminal(_name_of_rows(data.evaluated.where))}"
+        by = f"Another process, without `trainer`, with {_OPENERS[opened.kind]} on the CPU in fp32,"
+        return Certificate(
+            by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
+            asked.command,
+        )  # fmt: skip
+
+
+_OPENERS = {
+    "transformers": "transformers",
+    "peft": "PEFT",
+    "sentence-transformers": "`SentenceTransformer`",
+    "cross-encoder": "`CrossEncoder`",
+}
+
+
+def kind_of(task_type: str) -> str:
+    """Return the kind of an exported folder with whole weights."""
+    return {"embedding": "sentence-transformers", "reranker": "cross-encoder"}.get(task_type, "transformers")
+
+
+def _name_of_rows(where: str) -> str:
+    return where.split(" (")[0]
+
+
+def _data(
+    preparation: Path, recipe: Mapping[str, Any], asked: Verification, place: Path
+) -> tuple[PreparedData, Recipe]:
+    """Return the rows, prepared as in the training, and their recipe."""
+    folder = place / "preparation"
+    shutil.copytree(preparation, folder)
+    plain: dict[str, Any] = {"precision": "fp32", "weights": "fp32"}
+    if recipe["task"]["type"] == "causal_lm":  # other programs read one document in a row
+        plain["task"] = {**recipe["task"], "packing": "none"}
+    (folder / RECIPE_FILE).write_text(json.dumps({**recipe, **plain}), encoding="utf-8")
+    trained = with_class_names(load_trained(folder, None, asked.overrides, 1, evaluates=True).resolved.recipe)
+    if trained.data.validation is None:
+        raise UsageError(
+            "`--verify` compares outputs for rows of `data.validation`, but it is null; name rows by a further"
+            " argument: data.validation=FILE"
+        )
+    data = prepare_data(trained, most_rows=asked.num_rows, cache=place / "cache", load=_recording)
+    assert data.validation is not None
+    if not len(data.validation):
+        raise UsageError("`--verify` needs rows with a token in `data.validation`, but it has none; name other rows")
+    return data, trained
+
+
+class _Recorder(ImageProcessor):
+    """An image processor that keeps the images which it has seen, in the channels of the model."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        vars(self).update(vars(processor))
+        self.seen: list[NDArray[np.uint8]] = []
+
+    def pixels(self, image: Any) -> NDArray[np.uint8]:
+        self.seen.append(super().pixels(image))
+        return self.seen[-1]
+
+
+def _recording(recipe: Recipe) -> Preparation:
+    """Load the preparation of a recipe; that of images keeps what it prepares."""
+    preparation = load_preparation(recipe)
+    if not isinstance(preparation, ImagePreparation):
+        return preparation
+    assert isinstance(preparation.processor, ImageProcessor)
+    return replace(preparation, processor=_Recorder(preparation.processor))
+
+
+class _Expected:
+    """Batches of rows and the outputs of the trained model for them."""
+
+    def __init__(self, model: nn.Module, data: PreparedData, recipe: Recipe) -> None:
+        assert data.validation is not None
+        task, constants = data.task, without_cache(model)
+        size = min(recipe.evaluation.batch_size, 16)
+        loader = EvalLoader(data.validation, size, 0, 1, data.preparation.batching, masking=data.masking)
+        self.batches: list[Microbatch] = []
+        self.inputs: list[dict[str, Tensor]] = []
+        self.outputs: list[dict[str, Tensor]] = []
+        num_bytes = 0
+        model.eval()
+        for batch in loader:
+            inputs = task.model_inputs(batch.inputs)
+            with torch.no_grad():
+                output = model(**inputs, **constants)
+            outputs = {name: output[name].float() for name in OUTPUTS if output.get(name) is not None}
+            num_bytes += sum(tensor.nbytes for tensor in outputs.values())
+            if self.batches and num_bytes > _MOST_BYTES:
+                break
+            self.batches.append(batch)
+            self.inputs.append(inputs)
+            self.outputs.append(outputs)
+        self.is_whole = len(self.batches) == len(loader)
+
+    def scores(self, task: Task, number: int) -> Tensor:
+        """Return the scores of the task for a batch."""
+        batch = self.batches[number]
+        return task.scores(SimpleNamespace(**self.outputs[number]), batch.inputs, batch.labels)
+
+
+def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expected) -> dict[str, Any]:
+    for package in _PACKAGES.get(opened.kind, []):
+        if find_spec(package.replace("-", "_")) is None:
+            raise UsageError(
+                f"`--verify` opens the folder with {package}, which is not installed; pip install {package}"
+            )
+    assert data.evaluated is not None
+    task, rows = data.task, data.evaluated.rows
+    texts, chats = ([], []) if data.evaluated.tokenizer is None else texts_of(task.columns, rows)
+    request: dict[str, Any] = {
+        "kind": opened.kind,
+        "folder": str(folder),
+        "base": opened.base,
+        "revision": opened.revision,
+        "auto_class": task.auto_class_name,
+        "outputs": list(expected.outputs[0]),
+        "texts": texts,
+        "chats": chats,
+        "images": isinstance(data.preparation, ImagePreparation),
+        "num_batches": len(expected.batches),
+        "packages": ["torch", "transformers", *_PACKAGES.get(opened.kind, [])],
+    }
+    if opened.kind == "sentence-transformers":
+        assert isinstance(task, EmbeddingTask)
+        request["columns"] = [[task.prompt_of(column), list(rows[column])] for column in task.text_columns]
+    if opened.kind == "cross-encoder":
+        assert isinstance(task, RerankerTask)
+        documents = task.documents_of(rows)
+        queries = zip(rows[task.query_column], documents, strict=True)
+        request["pairs"] = [[query, document] for query, of_row in queries for document in of_row]
+    return request
+
+
+def _write_inputs(data: PreparedData, expected: _Expected, place: Path) -> None:
+    evaluated = data.evaluated
+    assert evaluated is not None
+    for number, (batch, inputs) in enumerate(zip(expected.batches, expected.inputs, strict=True)):
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
+        if isinstance(data.preparation, ImagePreparation):
+            assert isinstance(data.preparation.processor, _Recorder)
+            seen = data.preparation.processor.seen[-len(evaluated.rows) :]
+            pixels = [seen[row] for row in batch.rows.tolist()]
+            arrays = {f"{index:06d}": one if one.ndim == 3 else one[:, :, None] for index, one in enumerate(pixels)}
+        np.savez(place / f"inputs-{number}.npz", **arrays)
+
+
+def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """Return the reply of a new process, which runs a copy of the script outside of this package.
+
+    Raises:
+        NotTheTrainedModelError: it cannot open the folder.
+    """
+    (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    script = place / "plain_reader.py"
+    shutil.copyfile(plain_reader.__file__, script)
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, str(script), str(place)]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | quiet,
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+            check=False,
+        )
+        problem = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    except subprocess.TimeoutExpired:
+        done, problem = None, [f"it took more than {_MOST_SECONDS:.0f} s; lower --rows"]
+    if done is None or done.returncode:
+        raise NotTheTrainedModelError(
+            f"the exported folder must open in another program, but {_OPENERS[request['kind']]} failed:"
+            f" {for_terminal(problem[0])}; mend the folder's cause, or export without --verify"
+        )
+    reply: dict[str, Any] = json.loads((place / "reply.json").read_text(encoding="utf-8"))
+    return reply
+
+
+def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Path) -> list[dict[str, Tensor]]:
+    """Return the outputs of the other program for each batch; of sentence-transformers, the scores of the task."""
+    if opened.kind not in _BY_TEXTS:
+        return [_stored(place, number) for number in range(len(expected.batches))]
+    (whole,) = _stored(place, 0).values()
+    if isinstance(data.task, RerankerTask):
+        assert data.evaluated is not None
+        lengths = torch.tensor([len(of_row) for of_row in data.task.documents_of(data.evaluated.rows)])
+        padded = torch.zeros(len(lengths), data.task.for_split(data.evaluated.rows, 0).num_texts)
+        padded[torch.arange(padded.shape[1]) < lengths[:, None]] = whole.float()
+        whole = padded
+    return [{"scores": whole[batch.rows].float()} for batch in expected.batches]
+
+
+def _stored(place: Path, number: int) -> dict[str, Tensor]:
+    with np.load(place / f"outputs-{number}.npz") as stored:
+        return {name: torch.from_numpy(value) for name, value in stored.items()}
+
+
+def _metrics(
+    data: PreparedData, expected: _Expected, found: Sequence[Mapping[str, Tensor]]
+) -> dict[str, tuple[float, float]]:
+    """Return loss and metrics of both models; none if a loss compares with the model before the training."""
+    task = data.task.for_evaluation()
+    if task.has_reference:
+        return {}
+    of_model = [expected.scores(task, number) for number in range(len(expected.batches))]
+    of_folder = [
+        one["scores"] if "scores" in one else task.scores(SimpleNamespace(**one), batch.inputs, batch.labels)
+        for one, batch in zip(found, expected.batches, strict=True)
+    ]
+    trained, exported = (_metrics_of(task, data, expected, scores) for scores in (of_model, of_folder))
+    return {name: (exported[name], value) for name, value in trained.items()}
+
+
+def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Sequence[Tensor]) -> dict[str, float]:
+    assert data.validation is not None
+    assert data.evaluated is not None
+    loss_sum = num_valid = 0.0
+    rows = RowTensors()
+    for batch, of_batch in zip(expected.batches, scores, strict=True):
+        if not task.rows_depend:
+            loss_sum += float(task.loss_sum(of_batch, batch.labels))
+            num_valid += float(task.num_valid(batch.labels))
+        rows.add(batch.rows, task.predictions(of_batch, batch.labels))
+    loss = {} if task.rows_depend else {"loss": loss_sum / max(1.0, num_valid)}
+    if task.generates or not expected.is_whole:
+        return loss
+    return loss | task.split_metrics(in_row_order([rows.joined()], len(data.validation)), data.evaluated)
