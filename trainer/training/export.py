@@ -189,7 +189,7 @@ def _trained_model(state: SavedState, described: Any) -> Any:
     """Return the model of a checkpoint on the CPU, with its adapters apart from the weights.
 
     Raises:
-        UsageError: the checkpoint lacks a weight.
+        UsageError: the base of an adapter is missing, or its files are quantised.
     """
     if _group(state.facts.identity, "model").get(FROZEN_WEIGHTS) is None:
         with no_init_weights():
@@ -197,7 +197,12 @@ def _trained_model(state: SavedState, described: Any) -> Any:
         model.tie_weights()  # which the flag above leaves out
     else:
         recipe, seed = _origin_model(state), int(state.facts.identity["training"]["seed"])
-        model, drawn = build_base(described, recipe, seed)
+        model, drawn, quantized = build_base(described, recipe, seed)
+        if quantized:
+            raise UsageError(
+                f"`--verify` needs a base whose files hold whole weights, but {recipe.name_or_path} is quantised; leave"
+                " --verify out"
+            )
         adapt(model, recipe, seed, drawn)
     tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.named_parameters()}
     tensors |= {f"{BUFFER_PREFIX}{name}": tensor for name, tensor in persistent_buffers(model).items()}

@@ -18,7 +18,6 @@ import numpy as np
 def open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     """Return a function from the inputs of a batch, arrays by name, to the outputs of the model."""
     import torch
-
     import transformers
 
     auto = getattr(transformers, request["auto_class"])
