@@ -70,11 +70,17 @@ def compared(
                 own, there = own[mask == 1], there[mask == 1]
             if name == "scores" and batch.labels.shape == there.shape:  # a row may have fewer documents
                 own, there = own[batch.labels >= 0], there[batch.labels >= 0]
-            gap = torch.where(own == there, 0.0, (own - there).abs()).nan_to_num(math.inf)  # equal infinities are equal
+            gap = gap_of(own, there)
             difference = max(difference, gap.max().item() if gap.numel() else 0.0)
             finite = there[there.isfinite()]
             largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
     return difference, largest
+
+
+def gap_of(one: Tensor, other: Tensor) -> Tensor:
+    """Return the distance of each value; that of two equal infinities, or of two values that are none, is 0."""
+    same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
 
 
 def require_same(difference: float, largest: float, dtype: str, lost: Sequence[str]) -> None:

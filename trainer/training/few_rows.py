@@ -27,6 +27,7 @@ from trainer.training import plain_reader
 from trainer.training.certificate import (
     Certificate,
     NotTheTrainedModelError,
+    gap_of,
     require_same_labels,
     require_same_tokens,
     texts_of,
@@ -86,22 +87,22 @@ class FewRows:
             predictions = task.predictions(scores, batch.labels)
             num_valid = float(task.num_valid(batch.labels))
             own = 0.0 if task.rows_depend else float(task.for_evaluation().loss_sum(scores, batch.labels))
-        relative, absolute = _CLOSE[
-            self.recipe.precision == "fp32" and not (self.recipe.tf32 and torch.cuda.is_available())
-        ]
+        rounds = (self.recipe.tf32 and torch.cuda.is_available()) or self.recipe.model.quantization is not None
+        relative, absolute = _CLOSE[self.recipe.precision == "fp32" and not rounds]
         pairs = [(torch.tensor(own), torch.tensor(self.loss_sum), absolute * num_valid)]
         pairs += [
             (predictions[name].float(), there.float(), absolute)
             for name, there in self.predictions.items()
             if name in predictions and there.is_floating_point()
         ]
-        difference = 0.0
+        difference, lost = 0.0, sorted(loading["missing_keys"])
         for one, other, least in pairs:
-            gap = torch.where(one == other, 0.0, (one - other).abs()).nan_to_num(torch.inf) if one.numel() else one
-            bound = relative * other.nan_to_num(0.0).abs().max().item() + least if other.numel() else least
-            difference = max(difference, gap.max().item() if gap.numel() else 0.0)
-            lost = sorted(loading["missing_keys"])
-            if lost or one.shape != other.shape or (gap > bound).any():
+            is_alike = one.shape == other.shape
+            gap = gap_of(one, other) if is_alike else torch.tensor(torch.inf)
+            bound = relative * other.nan_to_num(0.0, 0.0, 0.0).abs().amax().item() + least if other.numel() else least
+            largest = gap.max().item() if gap.numel() else 0.0
+            difference = max(difference, largest)
+            if lost or largest > bound:
                 raise NotTheTrainedModelError(
                     f"the exported model must have the loss of the trained one, {self.loss_sum:.6g} for"
                     f" {len(batch.labels)} rows, but has {own:.6g}{f' and lacks {listed(lost, 3)}' if lost else ''};"
