@@ -77,8 +77,8 @@ ELSEWHERE = {
 QUICK = re.compile(r"cat > |trainer (check|plan|convert|recipes|schema|launch-script)\b")
 TRAINS = re.compile(r"make train$|trainer run ")
 OTHERS = re.compile(
-    r"source \.venv/bin/activate$|trainer runs$|python - <<|\(cd runs/|trainer (export|evaluate|predict|mine|report) "
-    r"|echo '|(head|tail) -n \d+ "
+    r"source \.venv/bin/activate$|trainer runs$|python - <<|\(cd runs/|trainer (export|evaluate|predict|mine) "
+    r"|trainer (report|why) |echo '|(head|tail) -n \d+ "
 )
 
 

@@ -33,6 +33,7 @@ from trainer.cli import (
     runs,
     schema,
     search,
+    why,
 )
 from trainer.ranks.environment import forbid_telemetry
 
@@ -45,6 +46,7 @@ _VERBS = (
     compare.compare,
     search.search,
     report.report,
+    why.why,
     runs.runs,
     doctor.doctor,
     launch_script.launch_script,

@@ -6,14 +6,18 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.observe.records import CHECKPOINT, COMPILATION, EVALUATION, SAMPLING, STEP
+
 if TYPE_CHECKING:
     import torch
 
+_PAUSES = (EVALUATION, CHECKPOINT, SAMPLING)  # parts of the wall time that the rates leave out
 # getrusage(2) counts in KiB on Linux and in bytes on macOS.
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
@@ -108,10 +112,11 @@ class Rates:
     samples_per_second: float
     tokens_per_second: float | None  # None: the rows have no tokens
     mfu: float | None  # model FLOPs utilisation, 0 to 1
+    seconds: Mapping[str, float]  # of this rank since the last `read`, by the parts of the wall time
 
 
 class Meter:
-    """Counter of the steps of a logging interval and of their seconds.
+    """Counter of the steps of a logging interval, and of the seconds of each part of its wall time.
 
     The clock runs from one `read` to the next, not from step to step: a GPU works asynchronously, and the host waits
     for it only when it reads the interval's loss. Read the loss first, then the meter.
@@ -129,10 +134,17 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model, self._peak_flops, self._clock = model, peak_flops, clock
+        self.trained = 0.0
+        """Seconds of all steps until the last `read`."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the time until now, such as that between the construction and the first step."""
+        self._part, self._since = STEP, self._clock()
         self._restart()
 
     def _restart(self) -> None:
-        self._start = self._clock()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps = self._samples = self._tokens = 0
 
     def add(self, samples: int, tokens: int) -> None:
@@ -141,24 +153,46 @@ class Meter:
         self._samples += samples
         self._tokens += tokens
 
+    def enter(self, part: str, before: str | None = None) -> None:
+        """Count the time from now on as `part`; and that since the last call as `before`, if it is given."""
+        now = self._clock()
+        self._seconds[before or self._part] += now - self._since
+        self._part, self._since = part, now
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context, such as an evaluation or a checkpoint."""
-        paused_at = self._clock()
+    def during(self, part: str) -> Iterator[None]:
+        """Count the time inside this context as `part`; rates leave out an evaluation, a checkpoint and a sample."""
+        outer = self._part
+        self.enter(part)
         try:
             yield
         finally:
-            self._start += self._clock() - paused_at
+            self.enter(outer)
+
+    def compiled(self, seconds: float) -> None:
+        """Count seconds of steps as compilation."""
+        moved = min(seconds, self._seconds[STEP])
+        self._seconds[STEP] -= moved
+        self._seconds[COMPILATION] += moved
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of this rank since the last `read`, by part."""
+        self.enter(self._part)
+        return {part: seconds for part, seconds in self._seconds.items() if seconds > 0}
 
     def read(self) -> Rates:
         """Return the rates since the last `read`; at least one step must lie between."""
         assert self._steps, "an interval without steps has no rates"
-        seconds = max(self._clock() - self._start, 1e-9)  # a clock may be too coarse for a tiny step
+        parts = self.parts()
+        own = sum(time for part, time in parts.items() if part not in _PAUSES)
+        seconds = max(own, 1e-9)  # a clock may be too coarse for a tiny step
+        self.trained += seconds
         rates = Rates(
             step_seconds=seconds / self._steps,
             samples_per_second=self._samples / seconds,
             tokens_per_second=self._tokens / seconds if self._tokens else None,
             mfu=self._mfu(seconds),
+            seconds=parts,
         )
         self._restart()
         return rates

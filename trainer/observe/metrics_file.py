@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -32,7 +33,18 @@ from trainer.base.disk import open_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import masked
 from trainer.observe.observer import Observer
-from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
+from trainer.observe.records import (
+    END,
+    RESTARTS,
+    START,
+    BadStepRecord,
+    EndRecord,
+    EvaluationRecord,
+    LoggedRecord,
+    RunInfo,
+    SampledStep,
+    StepRecord,
+)
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
@@ -157,6 +169,13 @@ class Metrics:
     logged: list[LoggedRecord] = field(default_factory=list)
     end: Mapping[str, Any] | None = None  # of the last start; None: it runs, was killed, or has an earlier version
     stride: int = 1  # `steps` has one of so many training lines, and the last one
+    seconds: Counter[str] = field(default_factory=Counter)  # of all starts, by the parts of the wall time
+    samples: list[SampledStep] = field(default_factory=list)
+
+    def spend(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds of parts of the wall time."""
+        for part, time in seconds.items():
+            self.seconds[part] += time  # type: ignore[assignment]  # a `Counter` of seconds
 
 
 def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
@@ -171,7 +190,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
         UsageError: a line is not one that `MetricsFile` writes.
         OSError: the file does not exist.
     """
-    metrics, number, last = Metrics(), 0, None
+    metrics, number, last, before = Metrics(), 0, None, 0.0
     for line, parsed in _parsed_lines(path):
         try:
             record = _record(parsed)
@@ -182,6 +201,8 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
             ) from None
         match record:
             case StepRecord():
+                metrics.spend(record.seconds)
+                metrics.samples += [record.sample] if record.sample else []
                 if number % metrics.stride == 0:
                     metrics.steps.append(record)
                 number, last = number + 1, record
@@ -197,9 +218,16 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
             case BadStepRecord():
                 metrics.bad_steps.append(record)
             case _ if "run" in parsed:
+                before = metrics.seconds.total()
+                start, lost = record.get("start_seconds", 0.0), record.get("lost_seconds", 0.0)
+                metrics.spend({RESTARTS: start + lost} if metrics.runs else {START: start})
+                before += lost
                 metrics.runs.append(record)
                 metrics.end = None
             case _:
+                metrics.spend(record.get("parts", {}))
+                if record.get("parts"):
+                    metrics.spend({END: max(0.0, record.get("seconds", 0.0) - metrics.seconds.total() + before)})
                 metrics.end = record
     if last is not None and metrics.steps[-1] is not last:
         metrics.steps.append(last)
@@ -235,7 +263,20 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
         ranks, rows = (tuple(map(_number, bad.pop(name))) for name in ("ranks", "rows"))
         return BadStepRecord(step, **_decoded(bad), ranks=ranks, rows=rows)
     ranks = tuple(map(_number, line.pop("rank_memory_bytes", ())))
-    return StepRecord(step, **_decoded(line), rank_memory_bytes=ranks)
+    seconds, sample = _numbers(line.pop("seconds", {})), line.pop("sample", None)
+    sampled = None if sample is None else SampledStep(**_numbers(sample))
+    return StepRecord(step, **_decoded(line), rank_memory_bytes=ranks, seconds=seconds, sample=sampled)
+
+
+def _numbers(values: Any) -> dict[str, Any]:
+    """Return an object of finite numbers.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(values, dict) or not all(math.isfinite(_number(value)) for value in values.values()):
+        raise ValueError
+    return values
 
 
 def _require_equal(values: Iterable[Any]) -> None:
@@ -275,6 +316,8 @@ class _Ending(TypedDict, total=False):
     message: str | None
     warnings: list[str]
     idle: list[float] | None
+    parts: dict[str, float]
+    seconds: float
 
 
 _START: TypeAdapter[Any] = TypeAdapter(TypedDict("_Start", get_type_hints(RunInfo), total=False))  # type: ignore[operator]
@@ -300,13 +343,18 @@ class MetricsFile(Observer):
         Raises:
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
         """
-        path = run.folder / METRICS_FILE_NAME
-        self._file = GrowingFile(path, lambda: _kept_lines(path, run.resumed_from))
-        self._write({"run": asdict(run)})
+        path, lost = run.folder / METRICS_FILE_NAME, Counter[str]()
+        self._file = GrowingFile(path, lambda: _kept_lines(path, run.resumed_from, lost))
+        self._write({"run": asdict(replace(run, lost_seconds=lost.total()))})
 
     def step(self, record: StepRecord) -> None:
-        ranks = {"rank_memory_bytes": record.rank_memory_bytes} if record.rank_memory_bytes else {}
-        self._write({**step_line(record), **ranks})
+        more: dict[str, Any] = {
+            "rank_memory_bytes": record.rank_memory_bytes,
+            "seconds": record.seconds,
+            "mfu": record.mfu,
+        }
+        more["sample"] = record.sample and asdict(record.sample)
+        self._write({**step_line(record), **{name: value for name, value in more.items() if value}})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         picture = {} if record.picture is None else {"picture": record.picture}
@@ -338,7 +386,8 @@ class MetricsFile(Observer):
         }
         values |= {"warnings": record.warnings} if record.warnings else {}
         compilation = {} if record.compilation is None else {"compilation": asdict(record.compilation)}
-        self._write({"step": record.step, "end": {**values, **compilation, "seconds": record.seconds}})
+        spent = {"parts": record.parts, "seconds": record.seconds}
+        self._write({"step": record.step, "end": {**values, **compilation, **spent}})
 
     def close(self) -> None:
         if self._file is not None:
@@ -350,9 +399,14 @@ class MetricsFile(Observer):
         self._file.add(json.dumps(line, allow_nan=False, default=os.fspath))
 
 
-def _kept_lines(path: Path, resumed_from: int | None) -> Iterator[str]:
-    """Yield the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`."""
+def _kept_lines(path: Path, resumed_from: int | None, lost: Counter[str]) -> Iterator[str]:
+    """Yield the lines of earlier parts of the run that stay valid: `run` lines, and steps up to `resumed_from`.
+
+    Add the seconds of the others to `lost`.
+    """
     if resumed_from is not None and os.path.lexists(path):
         for line, parsed in _parsed_lines(path):
             if "run" in parsed or parsed["step"] <= resumed_from:
                 yield line
+            else:
+                lost.update(_numbers(parsed.get("seconds", {})))

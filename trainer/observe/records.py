@@ -13,6 +13,15 @@ from trainer.parallel.state_bytes import StateBytes
 
 Kind = Literal["split", "replicated", "frozen", "tied"]
 
+ROWS, STEP, DEVICE, EVALUATION, CHECKPOINT, COMPILATION, OUTPUT, SAMPLING = (
+    "rows", "step", "device", "evaluation", "checkpoint", "compilation", "output", "sampling",
+)  # fmt: skip
+"""The parts of the wall time of a loop: waiting for rows; taking steps on the host; waiting for the device; evaluating;
+saving; compiling; writing logs; and sampling steps."""
+
+START, RESTARTS, END = "start", "restarts", "end"
+"""The parts outside of the loop: until the first step, later starts with the steps that they repeat, and after it."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -64,9 +73,26 @@ class RunInfo:
     positive: str | None = None  # the class that `f1` counts as positive
     resumed_from: int | None = None  # the last step that the loaded checkpoint holds
     unit: str = "rows"  # of the numbers of rows: "rows", or "windows" or "packed rows" of them
+    started: float | None = None  # seconds since 1970
+    start_seconds: float = 0.0  # until the first step
+    lost_seconds: float = 0.0  # of the steps of earlier starts that this one repeats
     groups: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of parameter groups; empty without
     preview: Preview | None = None  # of the first step; None: the run is resumed
     ranks: tuple[tuple[str, ...], ...] = ()  # the header and the rows of a table of the layout; empty for one process
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """The mean seconds of sampled steps on the ranks that wait for the slowest one; without others, on the only rank.
+
+    The slowest rank waits least in collectives, so its time in them is that of communication.
+    """
+
+    computing: float
+    host: float  # nothing is computed or communicated
+    communication: float  # nothing is computed meanwhile
+    waiting: float  # for the slowest rank
+    slowest: int
 
 
 @dataclass(frozen=True)
@@ -92,11 +118,15 @@ class StepRecord:
     skipped_steps: int | None = None  # so far, for overflow; fp16 only
     loss_scale: float | None = None  # fp16 only
     mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None: unknown peak
+    padding: float | None = None  # share of the positions of texts since the last record; None: rows have none
+    seconds: Mapping[str, float] = field(default_factory=dict)  # since the last record, by the parts of the wall time
+    sample: SampledStep | None = None  # None: no step was sampled since the last record
 
     def numbers(self) -> dict[str, Any]:
         """Return the values that are single numbers or None."""
         values = asdict(self)
-        del values["rank_memory_bytes"]
+        for name in ("rank_memory_bytes", "seconds", "sample"):
+            del values[name]
         return values
 
 
@@ -206,3 +236,4 @@ class EndRecord:
     warnings: tuple[str, ...] = ()  # on a training that has taught the model nothing
     has_checkpoint: bool = True  # else the command starts from the first step
     profile: Profiling | None = None  # None: nothing was profiled
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds since the last step record

@@ -33,6 +33,11 @@ def begin_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tenso
     return read
 
 
+def is_busy(device: torch.device) -> bool:
+    """Return whether a GPU has queued work on its current stream; a CPU has none."""
+    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
+
 def one_behind(begun: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     """Yield the result of each function after the next one was made, so that the device has work meanwhile."""
     read: Callable[[], Result] | None = None

@@ -163,11 +163,16 @@ class ParallelMesh:
 
     def agree_each(self, value: int) -> tuple[int, ...]:
         """Return the `value` of every rank, in order of rank, on all ranks."""
-        values = torch.zeros(self.world_size, dtype=torch.int64)
-        values[self.rank] = value
+        return tuple(own for (own,) in self.agree_table([value]))
+
+    def agree_table(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the `values` of every rank, in order of rank, on all ranks; each has the same number of them."""
+        table = torch.zeros((self.world_size, len(values)), dtype=torch.int64)
+        table[self.rank] = torch.tensor(values)
         if self.world_size > 1:
-            dist.all_reduce(values, group=self._control)
-        return tuple(values.tolist())
+            dist.all_reduce(table, group=self._control)
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return the `value` of every rank, in order of rank, on rank 0; None on the others.

@@ -74,6 +74,20 @@ def hidden_positions(inputs: Mapping[str, Tensor]) -> Tensor | None:
     return torch.stack([(mask == 0).flatten(1).sum(1) for mask in masks]).sum(0) if masks else None
 
 
+def positions(microbatches: Iterable[Microbatch]) -> tuple[int, int]:
+    """Return how many positions of microbatches on the host hold padding, and how many there are.
+
+    All of a filler is padding, and microbatches without a mask have no positions.
+    """
+    hidden = places = 0
+    for one in microbatches:
+        own = sum(mask.numel() for name, mask in one.inputs.items() if name.endswith("attention_mask"))
+        found = hidden_positions(one.inputs)
+        hidden += own if one.filler else 0 if found is None else int(found.sum())
+        places += own
+    return hidden, places
+
+
 def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
     """Return whether a mask in `inputs`, which are on the host, hides a position; None without a mask."""
     hidden = hidden_positions(inputs)

@@ -14,11 +14,24 @@ from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
-from trainer.observe.meter import Meter, peak_memory_bytes
+from trainer.models.compiled import compilations
+from trainer.observe.meter import Meter, Rates, peak_memory_bytes
 from trainer.observe.observer import Observer, Request
-from trainer.observe.records import CheckpointRecord, LoggedRecord, StepRecord
+from trainer.observe.records import (
+    CHECKPOINT,
+    DEVICE,
+    EVALUATION,
+    OUTPUT,
+    ROWS,
+    STEP,
+    CheckpointRecord,
+    LoggedRecord,
+    StepRecord,
+)
+from trainer.observe.sampling import Sampler, combined, of_slowest_reader
+from trainer.parallel.copying import is_busy
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import RankBatch
+from trainer.parallel.microbatch import RankBatch, positions
 from trainer.parallel.shards.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
@@ -28,6 +41,7 @@ from trainer.training.requests import Requests
 from trainer.training.validation import Validation
 
 _MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
+_NANOSECOND = 1e-9
 _FAILING = STOP + 1  # an observer can no longer write
 Ending = Literal[
     "finished",
@@ -75,6 +89,7 @@ class Loop:
         loader: The batches that are left; they begin at `saver.progress`.
         validation: The evaluations.
         meter: The meter of rows and tokens per second.
+        sampler: The sampler of the parts of a step.
         saver: The saver of checkpoints, which holds the progress of the run.
         steps_per_epoch: Optimizer steps of one pass over the training split.
         stop: The requests to save or to stop.
@@ -88,6 +103,7 @@ class Loop:
     mesh: ParallelMesh
     observers: Observer
     meter: Meter
+    sampler: Sampler
     saver: Saver
     steps_per_epoch: int
     stop: StopRequest
@@ -95,9 +111,13 @@ class Loop:
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)
+    _hidden: int = field(default=0, init=False)
+    _places: int = field(default=0, init=False)
+    _compiled: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.saver.progress
+        self._first = self.progress.step
         self.total_steps = self.progress.step + len(self.loader)
         self.requests = Requests(self.mesh, self.has_callbacks)
         self._reported = self.saver.last  # the step of the checkpoint that observers know
@@ -120,6 +140,7 @@ class Loop:
             NonFiniteError: More steps than allowed were not finite.
             TrainerError: Replicas differ, or an observer cannot write.
         """
+        self.meter.begin()
         try:
             return self._run()
         except NonFiniteError:
@@ -129,14 +150,17 @@ class Loop:
     def _run(self) -> Ending:
         if self.progress.step < self.total_steps and self.validation.is_out_of_patience():
             return "already_out_of_patience"
-        self._doing("waiting for rows")
+        self._wait_for_rows()
         for batch in self.loader:
+            # While the device still works, waiting for rows costs nothing.
+            self.meter.enter(STEP, before=DEVICE if is_busy(self.mesh.device) else ROWS)
             self._doing(f"in step {self.progress.step + 1}")
             # Asked before the step and answered after it, so that no rank waits for the answer alone.
             asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
             settle_saving = self.saver.begin_poll()
             # The numbers of a step are read before the next update, while the device works, or below if needed.
-            read = self.engine.begin_step(batch, self._read_begun)
+            with self.sampler.sampled():
+                read = self.engine.begin_step(batch, self._read_begun)
             settle_saving()
             self._report_checkpoint()
             self._count(batch)
@@ -156,16 +180,17 @@ class Loop:
             if ending or request == SAVE or wanted.save or after.save or self._due(self.recipe.checkpoint.every):
                 self._read_begun()  # a checkpoint holds the number of bad steps
                 self._doing("saving a checkpoint")
-                with self.meter.paused():
+                with self.meter.during(CHECKPOINT):
                     self.saver.save()
                 self._report_checkpoint()
             elif self.recipe.checkpoint.memory and self._due(self.recipe.checkpoint.memory.every):
                 self._read_begun()
                 self._doing("saving a checkpoint in memory")
-                with self.meter.paused():
+                with self.meter.during(CHECKPOINT):
                     self.saver.save_in_memory()
             if ending:
-                self.saver.finish()
+                with self.meter.during(CHECKPOINT):
+                    self.saver.finish()
                 self._report_checkpoint()
                 self.mesh.on_every_rank(self._flush)
                 self.stop.obeyed(SAVE, STOP)
@@ -173,7 +198,7 @@ class Loop:
             if request == SAVE:
                 self.saver.finish()  # the file `save` goes when the checkpoint is complete
                 self.stop.obeyed(SAVE)
-            self._doing("waiting for rows")
+            self._wait_for_rows()
         return "already_finished"
 
     def _read_begun(self) -> StepResult | None:
@@ -181,7 +206,8 @@ class Loop:
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        result = begun.read()
+        with self.meter.during(DEVICE):
+            result = begun.read()
         if result.is_bad:
             self._skip_bad_step(result, begun)
         else:
@@ -233,6 +259,10 @@ class Loop:
             raise self._failure
         self.observers.flush()
 
+    def _wait_for_rows(self) -> None:
+        self._doing("waiting for rows")
+        self.meter.enter(ROWS)
+
     def _doing(self, what: str) -> None:
         self.observers.doing(self.progress.step, what)
 
@@ -241,6 +271,9 @@ class Loop:
         self.progress.samples += batch.num_rows
         self.progress.tokens += batch.num_tokens
         self.meter.add(batch.num_rows, batch.num_tokens)
+        if not self.recipe.data.packing:
+            hidden, places = positions(batch.microbatches)
+            self._hidden, self._places = self._hidden + hidden, self._places + places
 
     def _due(self, every: Interval | None) -> bool:
         """Return whether an interval ends with this step; the last step ends every interval."""
@@ -252,8 +285,13 @@ class Loop:
     def _log(self) -> None:
         result = self._read_begun()
         assert result is not None, "the step was begun just now"
+        if self.recipe.compile:
+            before, (*_, self._compiled) = self._compiled, compilations()
+            self.meter.compiled(self._compiled - before)
         rates = self.meter.read()
-        memory = self._memory()
+        memory, rows, hidden, places, trained, *sample = zip(*self._table(rates), strict=True)
+        self.sampler.plan(self.progress.step - self._first, trained[0] * _NANOSECOND)
+        self._hidden = self._places = 0
         record = StepRecord(
             step=self.progress.step,
             epoch=self.progress.step / self.steps_per_epoch,
@@ -267,23 +305,34 @@ class Loop:
             tokens_per_second=rates.tokens_per_second,
             peak_memory_bytes=max(memory),
             rank_memory_bytes=memory if len(memory) <= _MOST_SHOWN else (),
+            padding=sum(hidden) / sum(places) if any(places) else None,
+            seconds=of_slowest_reader(rates.seconds, [own * _NANOSECOND for own in rows]),
+            sample=combined([[part * _NANOSECOND for part in own] for own in zip(*sample, strict=True)]),
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
         )
-        self._report(lambda: self.observers.step(record))
+        with self.meter.during(OUTPUT):
+            self._report(lambda: self.observers.step(record))
 
-    def _memory(self) -> tuple[int, ...]:
-        """Return the peak memory of every rank; of one process with several GPUs, that of every GPU."""
+    def _table(self, rates: Rates) -> list[list[int]]:
+        """Return a row of numbers of every rank; of one process with several GPUs, one of every GPU.
+
+        They are peak memory, nanoseconds of waiting for rows, hidden positions of texts and all positions since the
+        last record, nanoseconds of training, and those of the parts of a sampled step.
+        """
+        own = [round(seconds / _NANOSECOND) for seconds in (self.meter.trained, *self.sampler.take())]
+        rows = [round(rates.seconds.get(ROWS, 0.0) / _NANOSECOND), self._hidden, self._places, *own]
         if STRATEGIES[self.recipe.parallel.strategy].single_process:
-            return tuple(peak_memory_bytes(torch.device("cuda", gpu)) for gpu in range(torch.cuda.device_count()))
-        return self.mesh.agree_each(peak_memory_bytes(self.mesh.device))
+            gpus = [torch.device("cuda", gpu) for gpu in range(torch.cuda.device_count())]
+            return [[peak_memory_bytes(gpu), *rows] for gpu in gpus]
+        return self.mesh.agree_table([peak_memory_bytes(self.mesh.device), *rows])
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether patience has run out."""
         self._read_begun()
         self._doing("in an evaluation")
-        with self.meter.paused():
+        with self.meter.during(EVALUATION):
             record = self.validation.evaluate()
             self._report(lambda: self.observers.evaluation(record))
             if self.validation.is_best(record):

@@ -13,11 +13,11 @@ import torch
 from trainer.base import extensions
 from trainer.base.errors import StoppedError
 from trainer.base.text import without_secrets
-from trainer.checkpoint.saving import Saver
 from trainer.models.compiled import compilations
 from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
+from trainer.observe.sampling import Sampler
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
@@ -107,6 +107,7 @@ def _train(
         mesh=mesh,
         observers=observers,
         meter=meter,
+        sampler=Sampler(meter, saves and parts.samples(), device.type),
         saver=saver,
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,
@@ -120,11 +121,12 @@ def _train(
     if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save
         saver.close()
         return Results("signal")
-    return _finish(parts, saver, loop.run(), session, saves)
+    return _finish(parts, loop, loop.run(), session, saves)
 
 
-def _finish(parts: Assembly, saver: Saver, ending: Ending, session: Session, saves: bool) -> Results:
+def _finish(parts: Assembly, loop: Loop, ending: Ending, session: Session, saves: bool) -> Results:
     """Export and upload the model of a training that is over, and return the results."""
+    saver, seconds = loop.saver, loop.meter.parts()
     saver.close()  # the checkpoint of the end is on the disk
     recipe, step, folder = parts.recipe, saver.progress.step, None
     idling = parts.idling()
@@ -136,4 +138,4 @@ def _finish(parts: Assembly, saver: Saver, ending: Ending, session: Session, sav
     if saves and recipe.checkpoint.mirror:
         session.observers.doing(step, f"uploading to {without_secrets(recipe.checkpoint.mirror)}")
         saver.deliver(folder)
-    return Results(ending, folder, idling, compilation)
+    return Results(ending, folder, idling, compilation, seconds)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +63,7 @@ class Results:
     model_folder: Path | None = None
     idling: Idling | None = None
     compilation: Compilation | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Session:
@@ -117,9 +118,10 @@ class Session:
 
     def start(self, info: RunInfo, saver: Saver, mesh: ParallelMesh, notes: Sequence[str]) -> None:
         """Report that the run is built, and watch it from now on. All ranks must call it."""
+        spent = time.monotonic() - self._started
 
         def start() -> None:
-            self.observers.start(info)
+            self.observers.start(replace(info, started=time.time() - spent, start_seconds=spent))
             if mesh.rank == 0:
                 forget_statuses(self.folder)
 
@@ -176,6 +178,7 @@ class Session:
             compilation=results.compilation,
             has_checkpoint=self._has_checkpoint(),
             profile=self._profiler.found if self._profiler else None,
+            parts=results.parts,
         )
         self.observers.end(record)
         return record

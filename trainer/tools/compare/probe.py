@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-import torch
 from pydantic import TypeAdapter
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import UsageError
 from trainer.observe.observer import Observer
+from trainer.observe.sampling import StepProfile
 from trainer.tools.plan.ledger import Ledger
 
 STEPS = 2
@@ -28,12 +25,7 @@ STEPS = 2
 PARTS = ("compute", "communication", "rest")
 """The fields of `Shares` that add up to 1."""
 
-_STEP = "trainer.step"
 _FILES = "probe-*.json"
-_COMPUTES = ("aten::", "trainer::", "deepspeed::")
-_COMMUNICATES = ("gloo:", "nccl")
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -66,12 +58,9 @@ class Probe(Observer):
         self._running.close()
         self._ends = step + 1
         if step == self._begins:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            profiler = profile(activities=activities)
-            self._running.callback(lambda: self._take(profiler))
-            self._running.enter_context(profiler)
-            self._running.callback(_synchronise)
-            self._running.enter_context(record_function(_STEP))
+            profiled = StepProfile()
+            self._running.callback(lambda: self._take(profiled))
+            self._running.enter_context(profiled)
         elif step == self._begins + 1:
             ledger = Ledger()
             self._running.callback(lambda: self._write(ledger))
@@ -81,62 +70,16 @@ class Probe(Observer):
         self._parts = None  # a step that did not end is not written
         self._running.close()
 
-    def _take(self, profiler: profile) -> None:
-        events = profiler.events() or ()  # type: ignore[no-untyped-call]
-        (whole,) = (_interval(event) for event in events if event.name == _STEP and event.device_type == DeviceType.CPU)
-        device = DeviceType.CUDA if torch.cuda.is_available() else DeviceType.CPU
-        own = [event for event in events if event.device_type == device and event.name != _STEP]
-        is_kernel = device == DeviceType.CUDA
-        communicates = [event for event in own if event.name.startswith(_COMMUNICATES)]
-        computes = [
-            event
-            for event in own
-            if (not event.name.startswith(_COMMUNICATES) if is_kernel else event.name.startswith(_COMPUTES))
-        ]
-        self._parts = parts(whole, map(_interval, computes), map(_interval, communicates))
+    def _take(self, profiled: StepProfile) -> None:
+        compute, communication, rest = profiled.seconds
+        length = sum(profiled.seconds)
+        self._parts = compute / length, communication / length, rest / length
 
     def _write(self, ledger: Ledger) -> None:
         if self._parts is not None:
             sent = sum(traffic.num_bytes for traffic in ledger.totals.traffic.values())
             text = json.dumps(asdict(Shares(*self._parts, sent)))
             replace_text(self._folder / _FILES.replace("*", str(self._rank)), text + "\n")
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _interval(event: torch.autograd.profiler_util.FunctionEvent) -> Interval:
-    return event.time_range.start, event.time_range.end
-
-
-def parts(
-    whole: Interval, computes: Iterable[Interval], communicates: Iterable[Interval]
-) -> tuple[float, float, float]:
-    """Return the shares of compute, of communication that nothing hides, and of neither.
-
-    Intervals may overlap and lie inside of each other.
-    """
-    computing, busy = list(_inside(whole, computes)), list(_inside(whole, communicates))
-    compute, either = _length(computing), _length([*computing, *busy])
-    length = whole[1] - whole[0]
-    return compute / length, (either - compute) / length, 1 - either / length
-
-
-def _inside(whole: Interval, found: Iterable[Interval]) -> Iterator[Interval]:
-    for begin, end in found:
-        if begin < whole[1] and end > whole[0]:
-            yield max(begin, whole[0]), min(end, whole[1])
-
-
-def _length(found: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
-    length, reached = 0.0, float("-inf")
-    for begin, end in sorted(found):
-        length += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return length
 
 
 def read_shares(folder: Path) -> Shares | None:

@@ -63,15 +63,23 @@ class Trial:
 class Comparison:
     """All trials of a comparison.
 
-    The first contestant is the reference. `common` are overrides of all of them.
+    The first contestant is the reference. `common` are overrides of all of them. Turns leave out evaluations unless
+    `evaluates`.
 
     Raises:
         UsageError: the folder cannot be made.
     """
 
     def __init__(
-        self, recipe: str, common: Sequence[str], contestants: Sequence[Contestant], steps: int, folder: Path
+        self,
+        recipe: str,
+        common: Sequence[str],
+        contestants: Sequence[Contestant],
+        steps: int,
+        folder: Path,
+        evaluates: bool = False,
     ) -> None:
+        self._unused = [key for key in _UNUSED if not (evaluates and key == "evaluation.every")]
         self._recipe, self._common, self._steps, self.folder = recipe, tuple(common), steps, folder
         self.trials = [Trial(contestant) for contestant in contestants]
         try:
@@ -130,7 +138,7 @@ class Comparison:
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
             folder.mkdir(parents=True)
-            measured = dict(_measured(folder, stop))
+            measured = dict(_measured(folder, stop, self._unused))
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
             job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
@@ -182,11 +190,11 @@ class Comparison:
         return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
 
 
-def _measured(folder: Path, stop: int) -> Iterator[tuple[str, str]]:
+def _measured(folder: Path, stop: int, unused: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
     yield "training.stop_at_step", str(stop)
     yield "checkpoint.folder", str(folder.resolve())
-    yield from ((key, "null") for key in _UNUSED)
+    yield from ((key, "null") for key in unused)
     yield from (("logging.every", "1 steps"), ("logging.to", '["jsonl"]'))
 
 

@@ -31,6 +31,7 @@ from trainer.tasks import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
+from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import BACKWARD, order_of, simulate
 
 MOST_STEPS = 20_000
@@ -282,7 +283,11 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
 
 
 def _costs(runs: Sequence[Run]) -> Section:
-    blocks = [
+    spent = [(run.name, parts) for run in runs if (parts := time_parts(run.metrics))]
+    shown = [part for part in MEANINGS if any(part in parts.seconds for _, parts in spent)]
+    times = [(name, [100 * parts.seconds.get(part, 0.0) / parts.total for part in shown]) for name, parts in spent]
+    blocks = [bars("where the time went (trainer why)", shown, times, "% of the wall time")] if spent else []
+    blocks += [
         curves(title, [_step_curve(run, value) for run in runs], unit, smooths, from_zero=True)
         for title, value, unit, smooths in (
             ("throughput", lambda one: one.samples_per_second, "samples/s", True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tools.compare.probe import parts
+from trainer.observe.sampling import parts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""`trainer why`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.base.text import for_terminal
+
+
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may still train.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train the recipe and its changes in turns on this machine.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Steps of each of the two turns of --verify.")] = 30,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Device as in `trainer plan --gpus`; default: that of the run, if known."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show where the time of a run went, and at most three changes of one key with the gain that is planned for each.
+
+    The changes do not change the training. One that changes the rounding is marked.
+    """
+    from trainer.tools.why import explain, lines
+
+    found = explain(run, hardware, steps if verify else None, lambda line: typer.echo(for_terminal(line), err=True))
+    if as_json:
+        typer.echo(json.dumps(found.as_object(), allow_nan=False))
+        return
+    for line in lines(found):
+        typer.echo(for_terminal(line))

@@ -1,0 +1,218 @@
+"""Samples of steps by torch's profiler: computing, communication that nothing hides, and neither, on each rank.
+
+No clock of another rank is read. The rank that waits least in collectives is the slowest, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler import profile, record_function
+
+from trainer.observe.meter import Meter
+from trainer.observe.records import DEVICE, ROWS, SAMPLING, STEP, SampledStep
+
+LEAST_STEPS = 200
+"""Steps of a start before its first sample; the next ones follow after twice as many, and so on."""
+
+_STEPS = 2  # of a sample
+FIRST_SECONDS = {"cpu": 15.0, "cuda": 200.0}
+"""Seconds of training before the first sample, because the profiler of CUDA needs seconds to start."""
+
+_RANGE = "trainer.step"
+_COMPUTES = ("aten::", "trainer::", "deepspeed::")
+_COMMUNICATES = ("gloo:", "nccl")
+_QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler writes two lines to standard error at any lower level
+_NANOSECOND = 1e-9
+
+Interval = tuple[float, float]
+
+
+class StepProfile:
+    """A context manager around a step on this rank, whose parts it measures.
+
+    Attributes:
+        seconds: after the step, the seconds with a running operation or kernel; those in which a collective runs, or
+            waits for another rank, and nothing is computed; and those of neither.
+    """
+
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __init__(self) -> None:
+        with _variables(_QUIET):
+            self._profile = profile(use_device="cuda" if torch.cuda.is_available() else None)
+        self._range = record_function(_RANGE)
+
+    def __enter__(self) -> StepProfile:
+        _synchronise()
+        with _variables(_QUIET):
+            self._profile.__enter__()  # type: ignore[no-untyped-call]
+        self._range.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _synchronise()
+        self._range.__exit__(*error)
+        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None:
+            self.seconds = self._parts()
+
+    def _parts(self) -> tuple[float, float, float]:
+        on_gpu = torch.cuda.is_available()
+        device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        whole: Interval = (0.0, 0.0)
+        computes: list[Interval] = []
+        communicates: list[Interval] = []
+        found = self._profile.kineto_results  # `events` of the profile builds a tree, which takes seconds
+        for event in found.events() if found else ():
+            name, is_own = event.name(), event.device_type() == device
+            if name == _RANGE:
+                if event.device_type() == DeviceType.CPU:
+                    whole = event.start_ns(), event.end_ns()
+            elif is_own and not (on_gpu and event.is_user_annotation()):
+                if name.startswith(_COMMUNICATES):
+                    communicates.append((event.start_ns(), event.end_ns()))
+                elif on_gpu or name.startswith(_COMPUTES):
+                    computes.append((event.start_ns(), event.end_ns()))
+        length = (whole[1] - whole[0]) * _NANOSECOND
+        compute, communication, rest = (length * share for share in parts(whole, computes, communicates))
+        return compute, communication, rest
+
+
+class Sampler:
+    """Sampler of the steps of a loop; all ranks sample the same steps.
+
+    Args:
+        meter: the meter of the loop.
+        is_able: whether steps can be sampled; see `obstacle`.
+        device: the kind of device that computes.
+    """
+
+    def __init__(self, meter: Meter, is_able: bool, device: str) -> None:
+        self._meter = meter
+        self._next = LEAST_STEPS if is_able else None
+        self._seconds = FIRST_SECONDS[device]
+        self._left = 0
+        self._sums = [0.0, 0.0, 0.0]
+        self._number = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is sampled."""
+        return self._left > 0
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Measure the step inside this context, if it is due."""
+        if not self.is_due:
+            yield
+            return
+        self._left -= 1
+        with self._meter.during(SAMPLING), StepProfile() as profiled, self._meter.during(STEP):
+            yield
+        self._sums = [total + one for total, one in zip(self._sums, profiled.seconds, strict=True)]
+        self._number += 1
+
+    def take(self) -> tuple[float, ...]:
+        """Return the mean seconds of the parts of the steps that were sampled since the last call, or zeros."""
+        means = tuple(total / max(1, self._number) for total in self._sums)
+        if not self.is_due:
+            self._sums, self._number = [0.0, 0.0, 0.0], 0
+            return means
+        return (0.0, 0.0, 0.0)  # the sample goes on
+
+    def plan(self, steps: int, seconds: float) -> None:
+        """Begin a sample with the next step if there were enough steps and seconds, the same on all ranks."""
+        if self._next is not None and steps >= self._next and seconds >= self._seconds:
+            self._left, self._next = _STEPS, 2 * steps
+
+
+def obstacle(recipe: Mapping[str, Any], device: str) -> str | None:
+    """Return the reason for which a run samples no steps; None: there is none.
+
+    Args:
+        recipe: the recipe as JSON values.
+        device: the name of its devices, or "cpu".
+    """
+    if (recipe.get("logging") or {}).get("profile"):
+        return "`logging.profile` has the profiler"
+    if recipe.get("cuda_graphs"):
+        return "`cuda_graphs` is true, and the profiler can break a captured graph"
+    if recipe.get("compile") and device == "cpu":
+        return "`compile` is true, and the profiler does not see the operations of compiled code on a CPU"
+    return None
+
+
+def combined(ranks: Sequence[Sequence[float]]) -> SampledStep | None:
+    """Return the sample of all ranks from the parts of each, as of `StepProfile.seconds`; None if there is none."""
+    if not any(map(sum, ranks)):
+        return None
+    slowest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
+    others = [own for rank, own in enumerate(ranks) if rank != slowest] or [ranks[slowest]]
+    computing, exposed, host = (sum(one) / len(others) for one in zip(*others, strict=True))
+    communication = min(exposed, ranks[slowest][1])
+    return SampledStep(computing, host, communication, exposed - communication, slowest)
+
+
+def of_slowest_reader(own: Mapping[str, float], rows: Sequence[float]) -> Mapping[str, float]:
+    """Return the parts of this rank, with the rows of the rank that waits longest for them.
+
+    The others wait for it in the collectives of the step.
+    """
+    longer = max(0.0, max(rows) - own.get(ROWS, 0.0))
+    for part in (STEP, DEVICE):
+        moved = min(longer, own.get(part, 0.0))
+        if moved:
+            own = {**own, part: own[part] - moved, ROWS: own.get(ROWS, 0.0) + moved}
+            longer -= moved
+    return own
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Set variables of a library, unless the user has set them."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def parts(
+    whole: Interval, computes: Iterable[Interval], communicates: Iterable[Interval]
+) -> tuple[float, float, float]:
+    """Return the shares of compute, of communication that nothing hides, and of neither.
+
+    Intervals may overlap and lie inside of each other.
+    """
+    computing, busy = list(_inside(whole, computes)), list(_inside(whole, communicates))
+    compute, either = _length(computing), _length([*computing, *busy])
+    length = whole[1] - whole[0]
+    return compute / length, (either - compute) / length, 1 - either / length
+
+
+def _inside(whole: Interval, found: Iterable[Interval]) -> Iterator[Interval]:
+    for begin, end in found:
+        if begin < whole[1] and end > whole[0]:
+            yield max(begin, whole[0]), min(end, whole[1])
+
+
+def _length(found: Iterable[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(found):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length

@@ -1,0 +1,338 @@
+"""Explain where the time of a run went, and offer changes of one key with the gain that is planned for each.
+
+A change is a candidate only if the recipe allows it and the training stays the same; one that changes the rounding is
+marked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from trainer.base.disk import replace_text
+from trainer.base.errors import TrainerError, UsageError, storage_error
+from trainer.base.text import aligned
+from trainer.observe.metrics_file import Metrics
+from trainer.observe.records import CHECKPOINT, COMPILATION, EVALUATION, ROWS
+from trainer.observe.summary import format_seconds
+from trainer.recipe.plan import BatchPlan, plan_run
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.schema import Interval
+from trainer.recipe.strategies import STRATEGIES
+from trainer.tools.compare.contestants import Contestant, Kind, kind_of
+from trainer.tools.compare.results import warm_up
+from trainer.tools.compare.turns import Comparison, Trial, first_line
+from trainer.tools.plan.hardware import Devices, known_devices, parse_devices
+from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe
+from trainer.tools.report.report import Run, read_run
+from trainer.tools.report.time_parts import COMMUNICATION, HOST, WAITING, TimeParts, time_parts
+
+_FOLDER = "why"  # in the folder of the run
+_MOST_CHANGES = 3
+_LEAST_SHARE = 0.01  # of the wall time; a smaller gain is not offered
+_LARGE_SHARE = 0.05  # of the wall time; a smaller part is no reason to plan changes of it
+_LITTLE = 0.02  # the share of evaluations and checkpoints after a change
+_WORKERS = 2  # twice the processes that prepare batches, and these without any
+_WIDTH = 64  # tokens; a multiple to which texts of compiled models are padded
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one key, and its gain.
+
+    `gain` are the seconds of the whole run that are predicted, by the plan or by arithmetic on measured parts.
+    """
+
+    override: str
+    gain: float
+    basis: str  # the source of the gain
+    kind: Kind  # `layout`: the same training; `precision`: other rounding
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The seconds of a step of a change and of the recipe, with evaluations; `reason` if they were not measured."""
+
+    override: str
+    before: float | None = None
+    after: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The time of a run, its changes, and the measurements of these."""
+
+    run: Run
+    parts: TimeParts
+    changes: tuple[Change, ...]
+    batch: BatchPlan
+    notes: tuple[str, ...]
+    verified: tuple[Verified, ...] = field(default=())
+
+    @property
+    def cause(self) -> str:
+        """The largest cause in words."""
+        largest = self.parts.largest
+        if largest is None:
+            return "none"
+        if largest == HOST:
+            rows = self.batch.micro_batch_size
+            size = "1 row" if rows == 1 else f"{rows} rows"
+            return f"{self.parts.meaning(HOST)}, in {self.batch.num_microbatches} microbatches of {size} a step"
+        return self.parts.meaning(largest)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return JSON values; times are seconds of the whole run."""
+        parts = self.parts
+        return {
+            "run": str(self.run.folder),
+            "total": parts.total,
+            "seconds": dict(parts.seconds),
+            "largest": parts.largest,
+            "cause": self.cause,
+            "slowest_rank": parts.slowest,
+            "padding": parts.padding,
+            "mfu": parts.mfu,
+            "changes": [asdict(one) for one in self.changes],
+            "verified": [asdict(one) for one in self.verified],
+            "notes": [*parts.notes, *self.notes],
+        }
+
+
+def explain(folder: Path, hardware: str | None, steps: int | None, show: Callable[[str], None]) -> Explanation:
+    """Explain the time of a run.
+
+    Args:
+        folder: its folder.
+        hardware: a device as in `trainer plan --gpus`; None: the device of the run, if it is known.
+        steps: the steps of each turn that measures a change; None: measure none.
+        show: shows a line of progress.
+
+    Raises:
+        UsageError: the folder is no run, or its metrics have no times.
+        RecipeError: its recipe is wrong.
+    """
+    run = read_run(folder)
+    parts = time_parts(run.metrics)
+    if parts is None:
+        raise UsageError(
+            f"{str(folder)!r} must hold the times of steps, but its metrics.jsonl has none; train it by this version"
+            " until a step is logged"
+        )
+    if hardware is not None:
+        parse_devices(f"1x{hardware}")
+    recipe = folder / _FOLDER / "recipe.json"
+    try:
+        recipe.parent.mkdir(exist_ok=True)
+        replace_text(recipe, json.dumps(run.info.get("recipe"), indent=2) + "\n")
+    except OSError as error:
+        raise storage_error(f"{recipe} cannot be written ({error.strerror}); make room", error) from error
+    world_size = int(run.info.get("world_size", 1))
+    advisor = _Advisor(str(recipe), run, parts, _devices(run, hardware, world_size))
+    changes = advisor.changes()
+    made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
+    if steps is None or not changes:
+        return made
+    return replace(made, verified=tuple(_verified(str(recipe), changes, world_size, steps, show)))
+
+
+def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
+    """Return the devices of a run as one machine; None if no speed is known for them."""
+    words = re.split(r"[\s-]+", str(run.info.get("device", "")).upper())
+    names = [name for name in known_devices() if name.upper().split("-")[0] in words]
+    name = hardware or (names[0] if names else None)
+    return None if name is None else parse_devices(f"{world_size}x{name}")
+
+
+class _Advisor:
+    """The changes of a run."""
+
+    def __init__(self, recipe: str, run: Run, parts: TimeParts, devices: Devices | None) -> None:
+        self._recipe, self._run, self._parts, self._devices = recipe, run, parts, devices
+        self._own = load_recipe(recipe).recipe
+        self._plan = plan_run(self._own, int(run.info.get("world_size", 1)))
+        self.batch = self._plan.batch
+        self.notes: list[str] = []
+        self._length = self._mean_length()
+        self._planned = self._planning([])
+
+    def changes(self) -> list[Change]:
+        """Return the changes with the largest gains, the largest first."""
+        found: dict[str, Change] = {}
+        for word, gain, basis in (*self._arithmetic(), *self._by_plan()):
+            other = self._loaded(word)
+            if other is None or gain < _LEAST_SHARE * self._parts.total:
+                continue
+            kind, key = kind_of(other.recipe, self._own), word.partition("=")[0]
+            if kind != "training" and (key not in found or found[key].gain < gain):
+                found[key] = Change(word, gain, basis, kind)
+        return sorted(found.values(), key=lambda change: -change.gain)[:_MOST_CHANGES]
+
+    def _loaded(self, word: str) -> ResolvedRecipe | None:
+        with suppress(TrainerError):
+            resolved = load_recipe(self._recipe, [word])
+            plan_run(resolved.recipe, self._plan.layout.world_size)
+            return resolved
+        return None
+
+    def _share(self, *names: str) -> float:
+        return sum(self._parts.seconds.get(name, 0.0) for name in names) / self._parts.total
+
+    def _arithmetic(self) -> Iterator[tuple[str, float, str]]:
+        """Yield overrides with gains that follow from measured parts."""
+        recipe, seconds, steps = self._own, self._parts.seconds, self._parts.of_steps
+        if rows := seconds.get(ROWS, 0.0):
+            old = recipe.data.num_workers
+            new = 2 * old or _WORKERS
+            # Workers prepare rows while a step runs. With some already, their work lasts as long as both.
+            left = max(0.0, (rows + steps) * old / new - steps if old else rows / new - steps)
+            yield f"data.num_workers={new}", rows - left, "rows are prepared while a step runs"
+        if self._parts.padded:
+            yield "data.packing=true", self._parts.padded, "the measured padding"
+            if (multiple := recipe.data.pad_to) > 1 and self._length:
+                gain = self._parts.padded * min(1.0, (multiple - 1) / 2 / (self._length * (self._parts.padding or 1.0)))
+                yield "data.pad_to=1", gain, "the padding to a multiple, if widths are spread evenly"
+        compiled = seconds.get(COMPILATION, 0.0)
+        graphs = ((self._run.metrics.end or {}).get("compilation") or {}).get("graphs") or 0
+        longest = getattr(recipe.data, "max_length", None)
+        if compiled and longest and graphs > (widths := ceil(longest / _WIDTH)):
+            gain = compiled * (1 - widths / graphs)
+            yield (
+                f"data.pad_to={_WIDTH}",
+                gain,
+                f"at most {widths} widths of texts to compile, instead of {graphs} graphs",
+            )
+        if recipe.evaluation.patience is None and recipe.evaluation.every is not None:
+            yield from self._rarer("evaluation.every", recipe.evaluation.every, EVALUATION)
+        if recipe.checkpoint.every is not None:
+            yield from self._rarer("checkpoint.every", recipe.checkpoint.every, CHECKPOINT)
+            if not recipe.checkpoint.asynchronous:
+                gain = seconds.get(CHECKPOINT, 0.0) / 2
+                yield "checkpoint.asynchronous=true", gain, "half of the measured time, a guess"
+
+    def _rarer(self, key: str, every: Interval, part: str) -> Iterator[tuple[str, float, str]]:
+        """Yield a longer interval, with which a part takes little time; it ends once in an epoch at least."""
+        spent = self._parts.seconds.get(part, 0.0)
+        rest = self._parts.total - spent
+        most = self._run.info.get("steps_per_epoch") or every.count
+        factor = ceil(spent / (_LITTLE * rest)) if rest else 1
+        count = min(factor * every.count, max(most, every.count)) if every.unit == "steps" else every.count
+        if count > every.count:
+            gain = spent * (1 - every.count / count)
+            yield f"{key}={Interval(count, every.unit)}", gain, "the measured time, fewer times"
+
+    def _by_plan(self) -> Iterator[tuple[str, float, str]]:
+        """Yield overrides with gains that follow from planned steps."""
+        own = self._planned
+        if own is None or own.time is None:
+            return
+        for word in self._candidates():
+            other = self._planning([word])
+            if other is not None and other.time is not None and other.fits:
+                gain = self._parts.of_steps * (1 - other.time.likely / own.time.likely)
+                yield word, gain, f"planned: {other.time.likely / own.time.likely:.0%} of the time of a step"
+
+    def _candidates(self) -> Iterator[str]:
+        recipe, batch = self._own, self.batch
+        if self._parts.of_steps < _LARGE_SHARE * self._parts.total:
+            return
+        if recipe.training.micro_batch_tokens is None:
+            whole = batch.rank_batch_size
+            sizes = {whole, ceil(whole / 2), ceil(whole / 4)}
+            yield from (f"training.micro_batch_size={size}" for size in sizes if size > batch.micro_batch_size)
+        if recipe.activation_checkpointing != "none":
+            yield "activation_checkpointing=none"
+        is_cpu = self._devices is None or self._devices.machine is None or self._devices.machine.is_cpu
+        if not is_cpu and recipe.precision == "fp32":
+            yield "precision=bf16"
+        if not is_cpu and not recipe.cuda_graphs and self._share(HOST) > _LARGE_SHARE:
+            yield "cuda_graphs=true"
+        if self._plan.layout.world_size > 1 and self._share(COMMUNICATION, WAITING) > _LARGE_SHARE:
+            for row in STRATEGIES.values():
+                if row.name != recipe.parallel.strategy and not row.single_process and not row.groups:
+                    yield f"parallel.strategy={row.name}"
+
+    def _planning(self, words: list[str]) -> RecipePlan | None:
+        if self._devices is None:
+            self.notes = ["the speed of the device is unknown, so that no step was planned; name it by --hardware"]
+            return None
+        try:
+            return plan_recipe(load_recipe(self._recipe, words), self._devices, 1, self._length)
+        except TrainerError as error:
+            if not words:
+                self.notes = [f"no step was planned: {first_line(str(error))}"]
+            return None
+
+    def _mean_length(self) -> int | None:
+        """Return the mean width of texts, with padding; None if rows have none."""
+        steps = self._run.metrics.steps
+        if not steps or not steps[-1].tokens or not steps[-1].samples:
+            return None
+        width = steps[-1].tokens / steps[-1].samples / max(1e-3, 1 - (self._parts.padding or 0.0))
+        return max(1, min(round(width), getattr(self._own.data, "max_length", None) or round(width)))
+
+
+def _verified(
+    recipe: str, changes: list[Change], world_size: int, steps: int, show: Callable[[str], None]
+) -> Iterator[Verified]:
+    """Train the recipe and each change in turns, and yield the seconds of a step."""
+    measured = [one for one in changes if not one.override.startswith("checkpoint.")]
+    found = [Contestant((), world_size), *(Contestant((one.override,), world_size) for one in measured)]
+    comparison = Comparison(recipe, [], found, steps, Path(recipe).parent, evaluates=True)
+    comparison.run(show)
+    reference, *others = comparison.trials
+    before, trials = _step_seconds(reference), dict(zip((one.override for one in measured), others, strict=True))
+    for one in changes:
+        if (trial := trials.get(one.override)) is None:
+            yield Verified(one.override, reason="turns write no checkpoints")
+        elif (reason := reference.reason or trial.reason) is not None:
+            yield Verified(one.override, reason=first_line(reason))
+        else:
+            yield Verified(one.override, before, _step_seconds(trial))
+
+
+def _step_seconds(trial: Trial) -> float | None:
+    """Return the mean seconds of a step after the warm-up, with rows and evaluations."""
+    seconds = [time for turn in trial.turns for time in _wall_seconds(turn)]
+    return sum(seconds) / len(seconds) if seconds else None
+
+
+def _wall_seconds(turn: Metrics) -> list[float]:
+    return [sum(one.seconds.values()) for one in turn.steps[warm_up(len(turn.steps)) :]]
+
+
+def lines(found: Explanation) -> Iterator[str]:
+    """Yield the explanation as lines."""
+    parts = found.parts
+    yield f"{found.run.name}: {format_seconds(parts.total)} until step {found.run.last_step}, {found.run.state}"
+    rows = [
+        (f"{time / parts.total:.1%}".rjust(6), f"{time:.1f} s".rjust(10), parts.meaning(part))
+        for part, time in parts.seconds.items()
+    ]
+    yield from (f"  {line}" for line in aligned(rows))
+    facts = {"padding": parts.padding, "the device's peak": parts.mfu}
+    yield from (f"{name:<18}{value:.1%}" for name, value in facts.items() if value is not None)
+    yield f"largest cause     {found.cause}"
+    for note in (*parts.notes, *found.notes):
+        yield f"note: {note}"
+    verified: Mapping[str, Verified] = {one.override: one for one in found.verified}
+    for one in found.changes:
+        rounding = ", changes the rounding" if one.kind == "precision" else ""
+        yield f"change {one.override}: {one.gain / parts.total:.0%} of the time less ({one.basis}{rounding})"
+        if (measured := verified.get(one.override)) is not None:
+            yield f"  {_verified_text(measured)}"
+    if not found.changes:
+        yield "no change of one key is planned to save a hundredth of the time"
+
+
+def _verified_text(one: Verified) -> str:
+    if one.before is None or one.after is None:
+        return f"not measured: {one.reason}"
+    return f"measured: {one.before:.3g} s a step, then {one.after:.3g} s; {1 - one.after / one.before:+.0%} saved"
