@@ -1217,8 +1217,8 @@ _OBSERVE = [
         "pauses_are_counted",
         "Evaluations and saving count as time of training.",
         "observe/meter.py",
-        "self._start += self._clock() - paused_at",
-        "self._start += 0.0 * paused_at",
+        "own = sum(time for part, time in parts.items() if part not in _PAUSES)",
+        "own = sum(parts.values())",
         ("observe/test_meter.py",),
     ),
     Defect(
@@ -1600,10 +1600,10 @@ _COMPARING = [
     Defect(
         "hidden_communication_counts",
         "Communication beside compute counts as communication that nothing hides.",
-        "tools/compare/probe.py",
+        "observe/sampling.py",
         "(either - compute) / length",
         "_length(busy) / length",
-        ("tools/compare/test_probe.py",),
+        ("observe/test_sampling.py",),
     ),
 ]
 

@@ -34,7 +34,11 @@ from trainer.training.assembly import assemble
 from trainer.training.evaluation import Evaluated
 from trainer.training.run import run
 
-CLOCKS = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "rank_memory_bytes", "mfu"}
+CLOCKS = {
+    "step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "rank_memory_bytes", "mfu",
+    "seconds", "sample", "padding",
+}  # fmt: skip
+"""The numbers that a clock gives, or that depend on the interval of the lines."""
 
 
 def train(recipe: Path, *overrides: str) -> int:
