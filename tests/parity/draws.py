@@ -37,10 +37,10 @@ HEADS = {
     "causal_lm": "AutoModelForCausalLM",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "image_classification": "AutoModelForImageClassification",
-    "preference": "AutoModelForCausalLM",
-    "reward_model": "AutoModelForSequenceClassification",
 }
-TASKS = (*HEADS, "embedding")
+ANSWERS = {"causal_lm": "preference", "sequence_regression": "reward_model"}
+"""Tasks of answers, which every fifth case of the task with the same head has."""
+TASKS = (*HEADS, "embedding", *ANSWERS.values())
 
 DATA = ("uneven", "one_token", "equal", "seven_rows", "one_class", "duplicates")
 EVALUATED = (1, 2, 3, 5, 8, 16)  # batch sizes of evaluations
@@ -134,8 +134,10 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     """Draw a case. Another attempt replaces a case that `trainer check` or the start of a run refuses."""
     random = Random(f"{seed} {number} {attempt}")
     # The first attempt decides the task, so that refusals do not make a task rare.
-    task_type = TASKS[number % len(TASKS)]
+    task_type = TASKS[number % (len(HEADS) + 1)]
     family = random.choice(_families(task_type))
+    if number // (len(HEADS) + 1) % 5 == 2 and family not in ENCODER_DECODERS:
+        task_type = ANSWERS.get(task_type, task_type)
     task = _task(task_type, random, family)
     data = random.choice(DATA_OF.get(task_type, DATA))
     num_rows = 7 if data == "seven_rows" else random.choice((23, 40, 50))
@@ -241,8 +243,7 @@ def _families(task_type: str) -> list[str]:
         return list(ENCODER_DECODERS)
     if task_type == "image_classification":
         return list(IMAGES)
-    without = (*IMAGES, *ENCODER_DECODERS) if task_type == "reward_model" else IMAGES
-    return [family for family in FAMILY_CONFIGS if family not in without and has_head(family, HEADS[task_type])]
+    return [family for family in FAMILY_CONFIGS if family not in IMAGES and has_head(family, HEADS[task_type])]
 
 
 def _chat(task: dict[str, Any], random: Random) -> str:
@@ -470,7 +471,7 @@ def _row(data: str, random: Random, unanswerable: bool, vocabulary: list[str]) -
         "label": "a" if one else random.choice("abc"),
         "several": ["a"] if one else [name for name in "abc" if random.random() < 0.5],
         "number": 2.0 if one else number,
-        "desirable": one or random.random() < 0.5,
+        "desirable": one or number > 0,
         "score": 1.0 if one else random.choice((-1.0, 0.0, 0.2, 0.5, 1.0)),
         "words": words,
         "tags": ["O" if one else random.choice(("O", "B-P", "I-P", "B-Q")) for _ in words],

@@ -16,7 +16,7 @@ from tests.parity.fuzz import LIMITS, Fuzz
 SEED = 0
 # Numbers and attempts of short cases, which hold every task, strategy and precision. `make test` runs one.
 QUICK = [(510, 0), (149, 0), (136, 1), (507, 1)]
-CASES = [*QUICK, (8, 1), (12, 0), (13, 1), (15, 0), (186, 0), (1, 1), (512, 1), (514, 3), (116, 0)]
+CASES = [*QUICK, (8, 1), (12, 0), (13, 1), (15, 0), (186, 0), (1, 1), (512, 1), (514, 3), (116, 0), (71, 0), (126, 0)]
 
 
 @pytest.mark.parametrize(
