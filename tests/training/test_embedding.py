@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.evaluation import (
+    EmbeddingSimilarityEvaluator,
+    InformationRetrievalEvaluator,
+)
 
 import trainer
 from tests.helpers.families import CONFIGS
@@ -21,6 +24,7 @@ from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
+from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
@@ -31,6 +35,7 @@ from trainer.training.run import run
 from trainer.training.run_data import prepare_data
 
 NUM_TOKENS = 16
+PROMPTS = ("word1 ", "word2 word3 ")
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -45,7 +50,7 @@ def write(folder: Path, **sections: Any) -> Path:
             for _ in range(number):
                 words = rows.choices(WORDS, k=rows.randint(4, 20))
                 row = {"a": " ".join(words), "b": " ".join(words[::2]), "score": rows.random()}
-                file.write(json.dumps(row) + "\n")
+                file.write(f"{json.dumps(row)}\n" * rows.choice((1, 1, 2)))  # some pairs repeat
     return recipe
 
 
@@ -81,6 +86,13 @@ def test_sentence_transformers_gives_the_same_embeddings(tmp_path, model, task):
     assert any(len(text.split()) > NUM_TOKENS for pair in texts for text in pair)
     expected = theirs.encode([text for pair in texts for text in pair], convert_to_tensor=True)
     torch.testing.assert_close(ours.flatten(0, 1), expected, atol=1e-5, rtol=1e-5)
+    if "score" in task:
+        scored = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+        columns = ([row[key] for row in scored] for key in ("a", "b", "score"))
+        values = EmbeddingSimilarityEvaluator(*columns, main_similarity="cosine", write_csv=False)(theirs)
+        metrics = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations[-1].metrics
+        for name in task["metrics"]:
+            assert metrics[name] == pytest.approx(values[f"{name}_cosine"], abs=1e-6)
 
 
 def test_texts_of_one_column_get_their_embeddings(tmp_path):
@@ -105,7 +117,8 @@ def write_triplets(folder: Path, batch_size: int, model: dict[str, Any]) -> tupl
     triplets += [triplets[3], {**triplets[3], "b": texts[20]}, {**triplets[5], "b": texts[0], "c": texts[8]}]
     metrics = ["recall_at_1", "recall_at_5", "recall_at_10", "mrr"]
     training = {"global_batch_size": 12, "micro_batch_size": 2}
-    task, evaluation = {"texts": ["a", "b", "c"], "metrics": metrics}, {"batch_size": batch_size}
+    task = {"texts": ["a", "b", "c"], "metrics": metrics, "query_prompt": PROMPTS[0], "document_prompt": PROMPTS[1]}
+    evaluation = {"batch_size": batch_size}
     recipe = write(folder, task=task, model=model, training=training, evaluation=evaluation)
     for split in ("train", "validation"):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in triplets))
@@ -126,9 +139,11 @@ def test_retrieval_is_that_of_sentence_transformers(ranks, tmp_path):
     folder = str(tmp_path / "run" / "model")
     right = {row["a"]: {other["b"] for other in triplets if other["a"] == row["a"]} for row in triplets}
     corpus = {row[name]: row[name] for row in triplets for name in "bc"}
-    theirs = InformationRetrievalEvaluator(
-        dict(zip(right, right, strict=True)), corpus, right, precision_recall_at_k=[1, 5, 10], mrr_at_k=[len(corpus)]
-    )(SentenceTransformer(folder, device="cpu"))
+    texts, options = (dict(zip(right, right, strict=True)), corpus, right), {"mrr_at_k": [len(corpus)]}
+    options |= {"precision_recall_at_k": [1, 5, 10], "write_csv": False}
+    model = SentenceTransformer(folder, device="cpu")
+    theirs = InformationRetrievalEvaluator(*texts, query_prompt=PROMPTS[0], corpus_prompt=PROMPTS[1], **options)(model)
+    assert InformationRetrievalEvaluator(*texts, **options)(model) == theirs  # by the prompts of the folder
     expected = {f"recall_at_{k}": theirs[f"cosine_recall@{k}"] for k in (1, 5, 10)}
     expected |= {"mrr": theirs[f"cosine_mrr@{len(corpus)}"]}
     assert 0.05 < expected["recall_at_1"] < 0.9
