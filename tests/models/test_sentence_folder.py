@@ -216,6 +216,9 @@ OLDER = {
 """Files of versions before 5, which most folders on the hub have."""
 
 
+PROMPTS_FILE = "config_sentence_transformers.json"
+
+
 def write_older(base: Path, folder: Path, **changed: Any) -> Path:
     folder.mkdir()
     for file in base.iterdir():
@@ -227,10 +230,12 @@ def write_older(base: Path, folder: Path, **changed: Any) -> Path:
 
 
 def test_files_of_older_versions(base, tmp_path):
-    model = write_older(base, tmp_path / "model")
+    model = write_older(base, tmp_path / "model", **{PROMPTS_FILE: {"prompts": {"query": None}}})
     assert SentenceTransformer(str(model), device="cpu")[1].pooling_mode == "cls"
     assert notes_of(tmp_path, model) == []
-    assert sentence_folder.sentence_folder(load_recipe(str(tmp_path / "recipe.json")).recipe).poolings == ("cls",)
+    read = sentence_folder.sentence_folder(load_recipe(str(tmp_path / "recipe.json")).recipe)
+    assert read is not None
+    assert (read.poolings, read.prompts) == (("cls",), {"query": ""})
     with pytest.raises(UsageError, match="pooling cls"):
         notes_of(tmp_path, model, pooling="mean")
 
@@ -243,6 +248,13 @@ def test_files_of_older_versions(base, tmp_path):
         ({"modules.json": [1, {"type": "mine.Pooling"}]}, "modules None, mine.Pooling, but"),
         ({"modules.json": [{**OLDER["modules.json"][0], "path": "0_T"}, *OLDER["modules.json"][1:]]}, "model in '0_T'"),
         ({"1_Pooling/config.json": "[]"}, "1_Pooling/config.json that must hold an object"),
+        ({"modules.json": [{"type": "sentence_transformers.base.modules.Router"}]}, "with the modules Router, but"),
+        ({"1_Pooling/config.json": {"pooling_mode": 3}}, "`pooling_mode` must be a name or a list of names, and is 3"),
+        ({PROMPTS_FILE: {"prompts": ["word1"]}}, r"`prompts` must be texts by name, and are \['word1'\]; mend"),
+        (
+            {PROMPTS_FILE: {"prompts": PROMPTS, "default_prompt_name": "no"}},
+            "name` 'no', but its prompts are query, doc",
+        ),
         ({"sentence_bert_config.json": {"do_lower_case": True}}, "with `do_lower_case`, but"),
         ({"sentence_bert_config.json": {"module_output_name": "sentence_embedding"}}, "output 'sentence_embedding' of"),
     ],

@@ -124,8 +124,8 @@ def _cross_encoder(recipe: Recipe, task: Reranker) -> SentenceFolder | None:
             f"{place} with the modules {listed(kinds, 10)}, but `task.type` reranker trains one Transformer with a"
             " classification head; use another model"
         )
-    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
-    if prompt:
+    prompts, default = _prompts_of(config, place)
+    if prompt := prompts.get(default or ""):
         raise UsageError(f"{place} with the prompt {prompt!r}, which rerankers do not add; use another model")
     if name is None:
         return None
@@ -169,10 +169,7 @@ class _Folder:
 
         config = _read(recipe.model, "config_sentence_transformers.json", dict) or {}
         self._similarity = config.get("similarity_fn_name") or "cosine"
-        prompts = config.get("prompts")
-        self.prompts = {str(name): str(text) for name, text in prompts.items()} if isinstance(prompts, dict) else {}
-        default = config.get("default_prompt_name")
-        self.default_prompt = default if isinstance(default, str) else None
+        self.prompts, self.default_prompt = _prompts_of(config, self._place)
         self.normalizes = self._names[-1:] == ["Normalize"]
         self.pools_prompt = True
 
@@ -252,7 +249,7 @@ class _Folder:
         config = _read(self._recipe.model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
         if config is None:
             raise UsageError(f"{self._place}, but {path}/config.json, which names its pooling, is missing; add it")
-        found = _poolings_of(config)
+        found = _poolings_of(config, self._place)
         shown = " + ".join(found)
         if unknown := [name for name in found if name not in _POOLINGS]:
             raise UsageError(
@@ -310,7 +307,7 @@ class _Folder:
         longest = self._settings.get("max_seq_length")
         if longest is None:
             longest = (_read(self._recipe.model, "tokenizer_config.json", dict) or {}).get("model_max_length")
-        return int(longest) if isinstance(longest, int | float) and longest < _NO_LIMIT else None
+        return int(longest) if isinstance(longest, int | float) and 1 < longest < _NO_LIMIT else None
 
     def notes(self) -> Iterator[str]:
         """Iterate over notes on similarity and maximum length."""
@@ -332,7 +329,23 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _poolings_of(config: Mapping[str, Any]) -> list[str]:
+def _prompts_of(config: Mapping[str, Any], place: str) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, null ones as empty texts, and the name of the default one."""
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or any(
+        text is not None and not isinstance(text, str) for text in prompts.values()
+    ):
+        raise UsageError(f"{place}, but `prompts` must be texts by name, and are {prompts!r}; mend them in a copy")
+    if default is not None and default not in (*prompts, QUERY[0], DOCUMENT[0]):  # these two are empty by default
+        names = listed(list(prompts), 10) or "none"
+        raise UsageError(
+            f"{place} with the `default_prompt_name` {default!r}, but its prompts are {names}; name one of them, or"
+            " null, in a copy"
+        )
+    return {name: text or "" for name, text in prompts.items()}, default
+
+
+def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
     """Return the poolings of a `Pooling` module, by their names in sentence-transformers."""
     modes = config.get("pooling_mode")
     if modes is None:
@@ -340,7 +353,9 @@ def _poolings_of(config: Mapping[str, Any]) -> list[str]:
         known = {names.switch for names in POOLINGS.values()}
         unknown = [key for key, value in config.items() if key.startswith(_SWITCH) and value and key not in known]
         return [*found, *(key.removeprefix(_SWITCH) for key in unknown)] or ["mean"]
-    return [modes] if isinstance(modes, str) else [str(mode) for mode in modes if modes]
+    if not isinstance(modes, str | list) or not modes:
+        raise UsageError(f"{place}, but `pooling_mode` must be a name or a list of names, and is {modes!r}; mend it")
+    return [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
 
 
 def _read(model: Model, name: str, kind: type) -> Any:
