@@ -117,7 +117,7 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
-    assert found == pytest.approx(losses, rel=1e-6)
+    assert found == pytest.approx(losses, rel=1e-5)  # three steps; sums of microbatches round otherwise
     exported = SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
     assert [type(module) for module in exported] == [type(module) for module in theirs]
     assert exported[1].get_config_dict() == theirs[1].get_config_dict()

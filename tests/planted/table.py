@@ -552,6 +552,14 @@ _PARALLEL = [
 
 _MODELS = [
     Defect(
+        "learned_temperature_not_read",
+        "A learned temperature in a folder is not read.",
+        "models/sentence_folder.py",
+        "temperature=folder.temperature() if recipe.task.learn_temperature else None",
+        "temperature=None",
+        ("models/test_sentence_folder.py",),
+    ),
+    Defect(
         "stage_drops_a_layer",
         "A stage passes its second layer by.",
         "models/stage_split.py",
@@ -628,6 +636,54 @@ _MODELS = [
 ]
 
 _TASKS = [
+    Defect(
+        "reranker_loss_of_another_sign",
+        "A document with a lower label gains by the pair loss.",
+        "tasks/reranker.py",
+        "return -(weights * F.logsigmoid(differences))",
+        "return (weights * F.logsigmoid(differences))",
+        ("tasks/test_reranker.py",),
+    ),
+    Defect(
+        "absent_documents_lose",
+        "Documents that a row does not have enter the binary cross entropy.",
+        "tasks/reranker.py",
+        "return losses.masked_fill(~present, 0.0).sum()",
+        "return losses.sum()",
+        ("tasks/test_reranker.py",),
+    ),
+    Defect(
+        "absent_documents_have_shares",
+        "Documents that a row does not have enter the listwise softmax.",
+        "tasks/reranker.py",
+        "F.cross_entropy(logits.masked_fill(~present, _NEVER), shares",
+        "F.cross_entropy(logits, shares",
+        ("tasks/test_reranker.py",),
+    ),
+    Defect(
+        "equal_scores_count_as_right",
+        "A wrong document with an equal score stands behind the right one.",
+        "tasks/metrics/reranking.py",
+        ">= scores[relevances > 0].max()",
+        "> scores[relevances > 0].max()",
+        ("tasks/test_reranker.py",),
+    ),
+    Defect(
+        "equal_scores_do_not_share_gains",
+        "Equal scores keep the order of documents in nDCG.",
+        "tasks/metrics/reranking.py",
+        "[scores], k=number)",
+        "[scores], k=number, ignore_ties=True)",
+        ("tasks/test_reranker.py",),
+    ),
+    Defect(
+        "dimension_weights_dropped",
+        "Each size of nested embeddings has the weight 1.",
+        "tasks/embedding.py",
+        "parts = [weight * self._losses(",
+        "parts = [self._losses(",
+        ("tasks/test_embedding.py",),
+    ),
     Defect(
         "reference_of_preferences_ignored",
         "The rewards of answers are those without a reference.",
@@ -1256,6 +1312,14 @@ _OBSERVE = [
 ]
 
 _TRAINING = [
+    Defect(
+        "positive_is_mined",
+        "A right document is mined as a negative of its query.",
+        "training/mining.py",
+        "out[row] |= numbers[row] == document",
+        "out[row] |= False",
+        ("training/test_mining.py",),
+    ),
     Defect(
         "reference_of_the_trained_model",
         "An evaluation compares a trained model with itself.",
