@@ -66,7 +66,7 @@ def write_base(folder: Path, tied: bool = False, num_layers: int = 2) -> Path:
 
 def recipe_of(base: Path, adapter: Any, **sections: Any) -> Recipe:
     model = {"config": None, "tokenizer": None, "name_or_path": str(base), "dropout": 0.0, "new_tokens": NEW}
-    if adapter == "nf4":
+    if isinstance(adapter, str):
         adapter, model["quantization"] = LORA, adapter
     keys = {"training": {"max_steps": 4}, **sections}
     return tiny_recipe(task={"type": "causal_lm", "text": "text"}, model={**model, "adapter": adapter}, **keys)
@@ -161,6 +161,7 @@ LAYOUTS = {
     [
         pytest.param("broadcast", LORA),
         pytest.param("broadcast", "nf4"),
+        pytest.param("broadcast", "nf4_single", marks=pytest.mark.nightly),
         pytest.param("tensor-sequence-accumulated", None),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
@@ -179,7 +180,7 @@ LAYOUTS = {
 )
 def test_any_layout_is_one_process(ranks: RankPools, tmp_path: Path, layout: str, adapter: Any):
     base = write_base(tmp_path / "base", num_layers=4)
-    if adapter == "nf4":  # files that are quantised already
+    if isinstance(adapter, str):  # files that are quantised already
         tokenizer = AutoTokenizer.from_pretrained(base)
         base = quantized_folder(base, adapter)
         tokenizer.save_pretrained(base)

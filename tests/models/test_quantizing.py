@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,12 +38,14 @@ NF4 = BitsAndBytesConfig(
     bnb_4bit_use_double_quant=True,
     bnb_4bit_compute_dtype=torch.float32,
 )
+SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+FOUR_BITS = {"nf4": NF4, "nf4_single": SINGLE}
 
 
-def in_nf4(folder: Path) -> Any:
-    """Return the model with weights in nf4, those of the folder or new ones."""
+def in_4_bits(folder: Path, kind: str = "nf4") -> Any:
+    """Return the model with weights in 4 bits, those of the folder or new ones."""
     is_quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
-    keys = {} if is_quantized else {"quantization_config": NF4}
+    keys = {} if is_quantized else {"quantization_config": FOUR_BITS[kind]}
     model = AutoModelForCausalLM.from_pretrained(folder, **keys, device_map="cpu", dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -60,13 +63,16 @@ def in_int8(folder: Path) -> Any:
     return model
 
 
-REFERENCES: dict[str, Callable[[Path], Any]] = {"nf4": in_nf4, "int8": in_int8}
+REFERENCES: dict[str, Callable[[Path], Any]] = {
+    **{kind: partial(in_4_bits, kind=kind) for kind in FOUR_BITS},
+    "int8": in_int8,
+}
 
 
 def quantized_folder(base: Path, kind: str, skipped: Sequence[str] = ()) -> Path:
     """Write a model as transformers and bitsandbytes quantise it; its scales differ from those of a second time."""
     folder = base.with_name(f"{base.name}_{kind}")
-    config = copy.deepcopy(NF4) if kind == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
+    config = copy.deepcopy(FOUR_BITS.get(kind) or BitsAndBytesConfig(load_in_8bit=True))
     config.llm_int8_skip_modules = ["lm_head", *skipped]
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu", dtype="float32")
     model.save_pretrained(folder)
@@ -78,7 +84,14 @@ DORA = {**LORA, "type": "dora"}
 
 @pytest.mark.parametrize(
     ("kind", "adapter", "is_folder"),
-    [("nf4", LORA, False), ("int8", LORA, False), ("nf4", STARTED, False), ("nf4", DORA, True), ("int8", LORA, True)],
+    [
+        ("nf4", LORA, False),
+        ("int8", LORA, False),
+        ("nf4_single", STARTED, False),
+        ("nf4", DORA, True),
+        ("nf4_single", LORA, True),
+        ("int8", LORA, True),
+    ],
 )
 def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(
     kind: str, adapter: dict[str, Any], is_folder: bool, tmp_path: Path
@@ -100,7 +113,7 @@ def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(
     targets = sorted({name.split(".lora.")[0].split(".")[-1] for name in start})
     kinds = {"target_modules": targets, "use_dora": adapter["type"] == "dora"}
     config = LoraConfig(r=4, lora_alpha=16, task_type=TaskType.CAUSAL_LM, **kinds)
-    reference = get_peft_model(REFERENCES[kind](base if kind == "nf4" else exact), config)
+    reference = get_peft_model(REFERENCES[kind](exact if kind == "int8" else base), config)
     named = dict(reference.named_parameters())
     for name, tensor in start.items():
         named[_name_in_peft(name)].data.copy_(tensor)
@@ -159,7 +172,7 @@ def test_folders_hold_the_trained_model(is_folder: bool, tmp_path: Path):
     assert_same_folder(tmp_path / "merged", run / "model")
     export(run, tmp_path / "adapter", adapter=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    over_quantized = get_opened(tmp_path / "adapter", in_nf4(base))
+    over_quantized = get_opened(tmp_path / "adapter", in_4_bits(base))
     assert_same_logits(over_quantized, merged)
     with pytest.raises(AssertionError):  # the plain base has other weights
         assert_same_logits(opened(tmp_path / "adapter", HEAD, exact), merged)
@@ -190,8 +203,8 @@ _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
     ("described", "keys", "words"),
     [
         ({"quant_method": "gptq"}, {}, r"is that of quantised weights \(gptq\), which are not read; name"),
-        (_BNB, {}, r"\(bitsandbytes, nf4 without `bnb_4bit_use_double_quant`\), which are not read"),
-        ({**_BNB, "bnb_4bit_quant_type": "fp4"}, {}, r"\(bitsandbytes, fp4 without"),
+        (_BNB, {}, r"`model.quantization` must be nf4_single.*but is nf4;"),
+        ({**_BNB, "bnb_4bit_quant_type": "fp4"}, {}, r"\(bitsandbytes, fp4\), which are not read"),
         (NF4.to_dict(), {"quantization": "int8"}, r"`model.quantization` must be nf4.*but is int8"),
         (NF4.to_dict(), {"quantization": None}, r"`model.quantization` must be nf4.*but is null"),
         (NF4.to_dict(), {"adapter": STARTED}, r"`model.adapter.start` is \"loftq\".*holds them in nf4"),

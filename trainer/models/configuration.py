@@ -407,10 +407,8 @@ def _require_format(recipe: Model, place: str, quantised: object) -> None:
         form = "int8"
     elif kind == "bitsandbytes" and keys.get("load_in_4bit"):
         kind = f"bitsandbytes, {keys.get('bnb_4bit_quant_type')}"
-        scales, storage = keys.get("bnb_4bit_use_double_quant"), keys.get("bnb_4bit_quant_storage", "uint8")
-        kind += "" if scales else " without `bnb_4bit_use_double_quant`"
-        if kind == "bitsandbytes, nf4" and storage == "uint8":
-            form = "nf4"
+        if kind == "bitsandbytes, nf4" and keys.get("bnb_4bit_quant_storage", "uint8") == "uint8":
+            form = "nf4" if keys.get("bnb_4bit_use_double_quant") else "nf4_single"
     if form is None:
         raise UsageError(
             f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which are not read; name the model"

@@ -168,12 +168,14 @@ def _mean(tensor: Tensor, dim: int) -> Tensor:
 
 
 _STATE = ".quant_state.bitsandbytes__nf4"
-_SIZES_OF_BLOCKS = {"blocksize": 64, "nested_blocksize": 256}  # as in `parallel/quantized.py`
+_SIZES_OF_BLOCKS = {"nf4": {"blocksize": 64, "nested_blocksize": 256}, "nf4_single": {"blocksize": 64}}
+"""The sizes in `parallel/quantized.py`, which are the defaults of bitsandbytes."""
 
 
 def quantized_keys(keys: Collection[str]) -> dict[str, str]:
     """Return the tensors that bitsandbytes has quantised among those of files, with the names of their formats."""
-    found = {key.removesuffix(_STATE): "nf4" for key in keys if key.endswith(_STATE)}
+    weights = [key.removesuffix(_STATE) for key in keys if key.endswith(_STATE)]
+    found = {key: "nf4" if f"{key}.nested_absmax" in keys else "nf4_single" for key in weights}
     return found | {f"{key.removesuffix('SCB')}weight": "int8" for key in keys if key.endswith(".SCB")}
 
 
@@ -195,21 +197,22 @@ class QuantizedFiles(StoredWeights):
         inside = {key for key in stored.shapes for end in (".weight.", ".SCB", ".weight_format") if end in key}
         self.shapes = {key: shape for key, shape in stored.shapes.items() if key not in inside} | dict(shapes)
         self.dtypes = stored.dtypes | dict.fromkeys(shapes, torch.float32)
-        self._offsets = {key: self._offset(key) for key, kind in self._kinds.items() if kind == "nf4"}
+        self._offsets = {key: self._offset(key, kind) for key, kind in self._kinds.items() if kind in _SIZES_OF_BLOCKS}
 
-    def _offset(self, key: str) -> Tensor:
+    def _offset(self, key: str, kind: str) -> Tensor:
+        """Return the mean of the scales of a weight, which `nf4` quantises without it."""
         state = self._stored.read(f"{key}{_STATE}")
         if state.is_meta:
             return torch.empty(1, device="meta")
         described = json.loads(bytes(state.tolist()))
         if sizes := {
-            name: described.get(name) for name, size in _SIZES_OF_BLOCKS.items() if described.get(name) != size
+            name: described.get(name) for name, size in _SIZES_OF_BLOCKS[kind].items() if described.get(name) != size
         }:
             raise UsageError(
-                f"`model.name_or_path` must have nf4 weights in blocks of 64 with quantised scales, but {key} has"
-                f" {sizes}; save it again with `bnb_4bit_use_double_quant`"
+                f"`model.name_or_path` must have nf4 weights in blocks of 64, but {key} has {sizes}; save it again with"
+                " the defaults of bitsandbytes"
             )
-        return torch.tensor([described["nested_offset"]], dtype=torch.float32)
+        return torch.tensor([described.get("nested_offset", 0.0)], dtype=torch.float32)
 
     def again(self) -> StoredWeights:
         return QuantizedFiles(self._stored.again(), self._wholes)
@@ -227,6 +230,8 @@ class QuantizedFiles(StoredWeights):
         codes = self._stored.read(key)
         if kind == "int8":
             return {CODES: codes, "row_scales": self._stored.read(f"{key.removesuffix('weight')}SCB")}
+        if kind == "nf4_single":
+            return {CODES: codes, "block_scales": self._stored.read(f"{key}.absmax")}
         scales, nested = (self._stored.read(f"{key}.{name}") for name in ("absmax", "nested_absmax"))
         return {CODES: codes, "scales": scales, "nested_scales": nested, "offset": self._offsets[key]}
 

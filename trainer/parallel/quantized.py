@@ -1,8 +1,9 @@
 """Frozen weights of linear layers in 4 or 8 bits, by the package bitsandbytes, and the products with them.
 
 `nf4` has the 16 values of NormalFloat in blocks of 64 elements, with scales that are quantised too (Dettmers et al.
-2023, arXiv:2305.14314). `int8` has one scale for each output (Dettmers et al. 2022, arXiv:2208.07339); inputs are not
-quantised. A product is computed with the dequantised weight, in the type of the product.
+2023, arXiv:2305.14314). `nf4_single` has scales in fp32. `int8` has one scale for each output (Dettmers et al. 2022,
+arXiv:2208.07339); inputs are not quantised. A product is computed with the dequantised weight, in the type of the
+product.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class Format:
     dequantize: Callable[[Mapping[str, Tensor], tuple[int, ...], torch.dtype], Tensor]
 
 
+def _to_nf4_single(weight: Tensor) -> dict[str, Tensor]:
+    codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=False, quant_type="nf4")
+    return {CODES: codes, "block_scales": state.absmax}
+
+
 def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
     codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
     return {
@@ -75,19 +81,24 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _from_nf4(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    package = load_package()
     values = _nested_values(parts[CODES].device)
-    nested = package.QuantState(parts["nested_scales"], code=values, blocksize=_NESTED_BLOCK, dtype=torch.float32)
-    state = package.QuantState(
-        parts["scales"],
-        shape=torch.Size(shape),
-        dtype=dtype,
-        blocksize=_BLOCK,
-        quant_type="nf4",
-        offset=parts["offset"],
-        state2=nested,
+    scales = load_package().QuantState(
+        parts["nested_scales"], code=values, blocksize=_NESTED_BLOCK, dtype=torch.float32
     )
-    whole: Tensor = package.dequantize_4bit(parts[CODES].view(-1, 1), state).view(shape)
+    return _from_blocks(parts[CODES], parts["scales"], shape, dtype, offset=parts["offset"], state2=scales)
+
+
+def _from_nf4_single(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return _from_blocks(parts[CODES], parts["block_scales"], shape, dtype)
+
+
+def _from_blocks(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, **nested: Any) -> Tensor:
+    """Return a weight from its codes and the scales of its blocks, which are quantised if `nested` describes theirs."""
+    package = load_package()
+    state = package.QuantState(
+        scales, shape=torch.Size(shape), dtype=dtype, blocksize=_BLOCK, quant_type="nf4", **nested
+    )
+    whole: Tensor = package.dequantize_4bit(codes.view(-1, 1), state).view(shape)
     return whole
 
 
@@ -108,6 +119,7 @@ FORMATS = {
         _to_nf4,
         _from_nf4,
     ),
+    "nf4_single": Format({CODES: torch.uint8, "block_scales": torch.float32}, _to_nf4_single, _from_nf4_single),
     "int8": Format({CODES: torch.int8, "row_scales": torch.float32}, _to_int8, _from_int8),
 }
 

@@ -244,7 +244,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         ),
     ),
     *_excludes(
-        _is("model.quantization", "nf4", "int8"),
+        _is("model.quantization", "nf4", "nf4_single", "int8"),
         (_is(_STRATEGY, "zero3"), f"{_FLATTENS} a scale belongs to a block of a whole weight", "use fsdp"),
         (_above_one(_TENSOR), "a scale belongs to elements of several tensor ranks", f"set `{_TENSOR}` to 1"),
         (_is("cuda_graphs", True), "bitsandbytes has not been captured in a test", "set it to false"),

@@ -9,8 +9,11 @@ from trainer.recipe.foreign import remarks as say
 from trainer.recipe.foreign.counterpart import Counterpart, alike, mapped, none, renamed
 from trainer.recipe.foreign.peft import LORA_CONFIG
 
-_QUANTIZED = mapped("model.quantization", note='"nf4" for 4 bits, "int8" for 8 bits')
-_ONE_NF4 = none("4 bits are NormalFloat with quantised scales, in uint8; precision gives the type of products")
+_QUANTIZED = mapped("model.quantization", note='"nf4" or "nf4_single" for 4 bits, "int8" for 8 bits')
+_ONE_NF4 = none(
+    "4 bits are NormalFloat in uint8, with scales that are quantised too (nf4) or in fp32 (nf4_single); precision gives"
+    " the type of products"
+)
 _ONE_INT8 = none("8 bits are those of each row of a weight; inputs are not quantised")
 _TEMPLATE = none("the chat template of the tokenizer applies; set it in its folder, and name that by model.tokenizer")
 _NO_ONLINE = none("online methods are not supported")

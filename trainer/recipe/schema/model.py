@@ -89,9 +89,9 @@ class Model(Section):
     """Train the weights of `freeze` too after this number of steps; null: never."""
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
-    quantization: Literal["nf4", "int8"] | None = None
-    """The format of the frozen weights of linear layers beneath an adapter: 4 bits (NormalFloat, scales quantised too)
-    or 8 bits; null: they are not quantised."""
+    quantization: Literal["nf4", "nf4_single", "int8"] | None = None
+    """The format of the frozen weights of linear layers beneath an adapter: 4 bits (NormalFloat; scales quantised too,
+    or in fp32) or 8 bits; null: they are not quantised."""
 
     @property
     def is_partly_frozen(self) -> bool:
