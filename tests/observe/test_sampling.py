@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.profiler import profile
 
-from trainer.observe.sampling import parts
+from trainer.observe.meter import Meter
+from trainer.observe.sampling import LEAST_STEPS, Sampler, parts
 
 
 @pytest.mark.parametrize(
@@ -22,3 +25,15 @@ def test_parts_of_a_step(
     computes: list[tuple[float, float]], communicates: list[tuple[float, float]], expected: tuple[float, float, float]
 ):
     assert parts((0, 100), computes, communicates) == pytest.approx(expected)
+
+
+def test_a_profiler_of_a_callback_keeps_the_only_one():
+    sampler = Sampler(Meter(), True, "cpu")
+    sampler.plan(LEAST_STEPS, 100.0)
+    with profile(), sampler.sampled():
+        torch.ones(4).sum()
+    assert sum(sampler.take()) == 0
+    assert sampler.is_due
+    with sampler.sampled():
+        torch.ones(4).sum()
+    assert sum(sampler.take()) > 0

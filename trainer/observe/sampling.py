@@ -79,6 +79,8 @@ class StepProfile:
                     communicates.append((event.start_ns(), event.end_ns()))
                 elif on_gpu or name.startswith(_COMPUTES):
                     computes.append((event.start_ns(), event.end_ns()))
+        if whole[0] == whole[1]:  # the profiler has lost the range
+            return (0.0, 0.0, 0.0)
         length = (whole[1] - whole[0]) * _NANOSECOND
         compute, communication, rest = (length * share for share in parts(whole, computes, communicates))
         return compute, communication, rest
@@ -113,6 +115,9 @@ class Sampler:
             yield
             return
         self._left -= 1
+        if torch.autograd._profiler_enabled():  # by a callback: there is one profiler in a process
+            yield
+            return
         with self._meter.during(SAMPLING), StepProfile() as profiled, self._meter.during(STEP):
             yield
         self._sums = [total + one for total, one in zip(self._sums, profiled.seconds, strict=True)]
