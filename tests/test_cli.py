@@ -230,9 +230,19 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["recipes", "show", "bert_base_mrpc.json"]) == 0
     assert capsys.readouterr().out == (ROOT / "recipes/bert_base_mrpc.json").read_text()
     assert main(["recipes", "show", "bert_base_mprc"]) == 2
-    assert (
-        capsys.readouterr().err == "error: no shipped recipe is called 'bert_base_mprc'; did you mean bert_base_mrpc?\n"
-    )
+    hint = "did you mean bert_base_mrpc? `trainer recipes` lists all"
+    assert capsys.readouterr().err == f"error: no shipped recipe is called 'bert_base_mprc'; {hint}\n"
+
+
+@pytest.mark.parametrize(("words", "found"), [("trainer sear", ["search"]), ("trainer run ner_", ["ner_sample"])])
+def test_shells_complete_verbs_and_recipes(
+    words: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TRAINER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    main([])
+    assert capsys.readouterr().out.split() == found
 
 
 def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

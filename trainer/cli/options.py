@@ -8,8 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
+
+def _recipes(incomplete: str) -> list[str]:
+    """Return the shipped recipes that complete a name, for shells."""
+    from trainer.recipe.reading.shipped import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe file, or the name of a shipped recipe.",
+        show_default=False,
+        autocompletion=_recipes,
+    ),
 ]
 OverridesArgument = Annotated[
     list[str] | None,

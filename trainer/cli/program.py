@@ -60,7 +60,6 @@ _VERBS = (
 )
 app = typer.Typer(
     help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -30,12 +29,10 @@ def recipes(context: typer.Context) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
     """Print a shipped recipe."""
-    from trainer.recipe.reading.shipped import shipped_recipes
+    from trainer.recipe.reading.shipped import meant, shipped_recipes
 
     shipped = shipped_recipes()
     path = shipped.get(name.removesuffix(".json"))
     if path is None:
-        near = get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(shipped)}"
-        raise UsageError(f"no shipped recipe is called {name!r}; {hint}")
+        raise UsageError(f"no shipped recipe is called {name!r}; {meant(name)}")
     typer.echo(path.read_text(encoding="utf-8"), nl=False)

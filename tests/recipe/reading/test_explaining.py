@@ -56,6 +56,10 @@ Minimal = dict[str, Any]
             '`schedule.name` must be one of "linear", "cosine", "cosine_with_restarts", "polynomial", "constant",'
             ' "inverse_sqrt", "warmup_stable_decay", but is "Cosine"; did you mean "cosine"?',
         ),
+        (
+            "precision=bfloat16",
+            '`precision` must be one of "fp32", "bf16", "fp16", but is "bfloat16"; did you mean "bf16"?',
+        ),
         ("precision=fp8", '`precision` must be one of "fp32", "bf16", "fp16", but is "fp8"'),
         (
             "task.metrics=f1",

@@ -101,6 +101,8 @@ def test_missing_recipes_name_the_shipped_ones(tmp_path: Path, monkeypatch: pyte
         match="nope: no such file, and no shipped recipe has this name; they are bart_large_cnn, bert_base,",
     ):
         load_recipe("nope")
+    with pytest.raises(RecipeError, match=r"did you mean bert_sample\? `trainer recipes` lists all"):
+        load_recipe("bert_sampel.json")
     with pytest.raises(RecipeError, match="is not a recipe file"):
         load_recipe(str(tmp_path))
     with pytest.raises(RecipeError, match="no such file"):

@@ -66,6 +66,7 @@ class TestDevices:
         ("text", "message"),
         [
             ("8xA1000", "did you mean A100-80 or"),
+            ("8xA100", "did you mean A100-40 or A100-80. Known"),
             ("0x80GiB", "write a number"),
             ("", "write a number"),
             ("4xToaster", "known are"),

@@ -183,6 +183,13 @@ def _branches(schema: Schema) -> list[Schema]:
     return [inner for branch in schema.get("anyOf", ()) for inner in _branches(branch)] or [schema]
 
 
+_OTHER_NAMES = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32",
+    "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp", "deepspeed": "zero2",
+}  # fmt: skip
+"""Values of other tools, and ours for them."""
+
+
 def _remedy(value: object, schema: Schema) -> str:
     """Return the fix of a value that is close to a valid one; empty if there is none."""
     branches = _branches(schema)
@@ -201,7 +208,9 @@ def _remedy(value: object, schema: Schema) -> str:
 
 def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
-    near = get_close_matches(value.lower(), _choices(branches), n=1, cutoff=0.8)
+    choices = _choices(branches)
+    other = _OTHER_NAMES.get(value.lower())
+    near = [other] if other in choices else get_close_matches(value.lower(), choices, n=1, cutoff=0.8)
     if near:
         return f"; did you mean {shown_value(near[0])}?"
     literal = {"true": "true", "false": "false", "null": "null", "none": "null", "never": "null"}.get(value.lower())

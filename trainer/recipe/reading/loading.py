@@ -29,7 +29,7 @@ from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem, read_file, read_text, shown_path
 from trainer.recipe.reading.rules import contradictions, message
-from trainer.recipe.reading.shipped import shipped_recipes
+from trainer.recipe.reading.shipped import meant, shipped_recipes
 from trainer.recipe.schema import Place, Recipe, Section
 
 MAX_EXTENDS = 16
@@ -86,9 +86,7 @@ def find_recipe(source: str, folder: Path) -> Path:
         return shipped[source.removesuffix(".json")]
     if os.path.exists(path):
         raise RecipeError(f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes")
-    raise RecipeError(
-        f"{shown_path(path)}: no such file, and no shipped recipe has this name; they are {', '.join(shipped)}"
-    )
+    raise RecipeError(f"{shown_path(path)}: no such file, and no shipped recipe has this name; {meant(source)}")
 
 
 # Layers

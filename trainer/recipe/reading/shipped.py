@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 import trainer
@@ -39,3 +40,10 @@ def summary(path: Path) -> str:
         return ""
     text = " ".join(line.strip().lstrip("/").strip() for line in comment.group().splitlines() if line.strip())
     return re.split(r"(?<=[.?!])\s(?=[A-Z])", text, maxsplit=1)[0]
+
+
+def meant(name: str) -> str:
+    """Return a hint for the name of a recipe that is not shipped."""
+    shipped = shipped_recipes()
+    near = get_close_matches(Path(name).name.removesuffix(".json"), shipped, n=1)
+    return f"did you mean {near[0]}? `trainer recipes` lists all" if near else f"they are {', '.join(shipped)}"

@@ -258,7 +258,8 @@ def _known(text: str, kind: str) -> Path:
     names = {name.lower(): name for name in known_devices()}
     name = names.get(kind.lower())
     if name is None:
-        near = [names[found] for found in get_close_matches(kind.lower(), names, n=3, cutoff=0.4)]
+        begin = [found for found in names if found.startswith(f"{kind.lower()}-")]
+        near = [names[found] for found in begin or get_close_matches(kind.lower(), names, n=3, cutoff=0.4)]
         hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
         raise UsageError(
             f"`--gpus` is {text!r}, but no device is known as {kind!r}; {hint} are"
