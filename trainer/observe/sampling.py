@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
 from trainer.observe.meter import Meter
@@ -115,7 +115,7 @@ class Sampler:
             yield
             return
         self._left -= 1
-        if torch.autograd._profiler_enabled():  # by a callback: there is one profiler in a process
+        if _profiler_enabled():  # by a callback: there is one profiler in a process
             yield
             return
         with self._meter.during(SAMPLING), StepProfile() as profiled, self._meter.during(STEP):
