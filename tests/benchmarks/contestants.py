@@ -25,6 +25,7 @@ from trainer.engine.builders import build_engine
 from trainer.observe.builders import build_observers
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
+from trainer.observe.sampling import Sampler
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
@@ -121,6 +122,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
         observers = build_observers(recipe.logging, console) if mesh.rank == 0 else Observers()
         observers.start(info)
         saver = Saver((), engine, mesh, Saved({}))  # the other contestants do not save
+        meter = Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh))
         Loop(
             recipe=recipe,
             engine=engine,
@@ -128,7 +130,8 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             validation=Validation(recipe, saver.progress, None, lambda: None),
             mesh=mesh,
             observers=observers,
-            meter=Meter(model_size([built.model], engine.placements, mesh), total_peak_flops(recipe, mesh)),
+            meter=meter,
+            sampler=Sampler(meter, False, mesh.device.type),
             steps_per_epoch=info.steps_per_epoch,
             saver=saver,
             stop=StopRequest(),

@@ -119,6 +119,7 @@ def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
     from trainer.base.errors import NonFiniteError, TrainerError
     from trainer.observe.meter import Meter
     from trainer.observe.observer import Observer
+    from trainer.observe.sampling import Sampler
     from trainer.ranks.stopping import StopRequest
     from trainer.recipe.plan import plan_run
     from trainer.recipe.reading.loading import load_recipe
@@ -151,6 +152,7 @@ def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
         saver = parts.saver()
         assert saver.resume(recipe.checkpoint.resume) == []
         observers = Recorder() if mesh.rank == 0 else Observer()
+        meter = Meter()
         loop = Loop(
             recipe=recipe,
             engine=parts.engine,
@@ -158,7 +160,8 @@ def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
             validation=parts.validation(observers, lambda: None),
             mesh=mesh,
             observers=observers,
-            meter=Meter(),
+            meter=meter,
+            sampler=Sampler(meter, False, "cpu"),
             saver=saver,
             steps_per_epoch=parts.steps_per_epoch,
             stop=StopRequest(),
