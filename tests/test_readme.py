@@ -58,6 +58,7 @@ ELSEWHERE = {
     " parallel.strategy=ddp,zero2": "tests/tools/compare/test_compare.py::def test_layouts_and_peers_on_two_processes",
     "trainer search bert_sample optimizer.learning_rate=1e-4..1e-2,log model.dropout=0,0.1 training.max_steps=24"
     " --trials 6": "tests/tools/search/test_search.py::def test_a_search_is_stopped_in_a_trial",
+    "trainer why runs/bert_sample": "tests/tools/test_why.py::def test_a_planted_cause_is_the_largest",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
     "trainer rehearse bert_sample --ranks 64 --rank 37 parallel.tensor=2 training.global_batch_size=64": (
         "tests/tools/plan/test_rehearsal.py::def test_a_rank_of_many_is_shown"
