@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -254,6 +254,24 @@ class TestStudy:
         assert left is not None
         assert left.number == 0
         assert [one.value for one in own.trials] == [None, 0.5]
+
+    def test_a_trial_too_many_takes_no_place(self, tmp_path):
+        """Two processes may ask for the last trial at once; one of them gives its trial up."""
+        study = Study(tmp_path / "found", None, replace(self.RULES, sampler="grid"))
+        first = study.claim(1)
+        assert first is not None
+        surplus = study._study.ask()
+        surplus.set_user_attr("surplus", True)
+        study.tell(surplus, None, TrialState.FAIL)
+        second = study.claim(2)
+        assert second is not None
+        assert second.number == 2
+        assert [trial.user_attrs["overrides"] for trial in (first, second)] == [
+            ["model.dropout=0"],
+            ["model.dropout=0.1"],
+        ]
+        second.report(0.5, 3)
+        assert study.reported(second) == {3}
 
     def test_a_damaged_storage_is_named(self, tmp_path):
         (tmp_path / "study.log").write_text("{}\n[1]\n")

@@ -57,15 +57,15 @@ class Rules:
     pruner: str
     seed: int
 
-    def make_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler of a trial."""
-        seed = int(digest_of([self.seed, number])[:8], 16)
+    def make_sampler(self, place: int) -> BaseSampler:
+        """Return the sampler of a trial, by its place among all that count."""
+        seed = int(digest_of([self.seed, place])[:8], 16)
         if self.sampler == "tpe":
             return TPESampler(seed=seed, n_startup_trials=min(10, 2 + 2 * len(self.axes)), constant_liar=True)
         points = self.points if self.sampler == "grid" else [{}]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return PartialFixedSampler(points[number % len(points)], RandomSampler(seed=seed))
+            return PartialFixedSampler(points[place % len(points)], RandomSampler(seed=seed))
 
     @property
     def points(self) -> list[dict[str, Any]]:
@@ -153,11 +153,12 @@ class Study:
             if len(self.trials) >= most:
                 return None
             trial = self._study.ask()
-            if trial.number >= most or not self._take(self.place(trial.number)):  # another process was faster
+            place = sum(one.number < trial.number for one in self.trials)
+            if place >= most or not self._take(self.place(trial.number)):  # another process was faster
                 trial.set_user_attr(_SURPLUS, True)
                 self._study.tell(trial, state=TrialState.FAIL)
                 return None
-            self._study.sampler = self._rules.make_sampler(trial.number)
+            self._study.sampler = self._rules.make_sampler(place)
             trial.set_user_attr(WORDS, [axis.propose(trial) for axis in self._rules.axes])
             return trial
 
@@ -188,7 +189,7 @@ class Study:
 
     def reported(self, trial: Trial) -> set[int]:
         """Return the steps with a reported value."""
-        return set(self.trials[trial.number].intermediate_values)
+        return next(set(one.intermediate_values) for one in self.trials if one.number == trial.number)
 
     @property
     def seed(self) -> int:

@@ -20,6 +20,7 @@ from trainer.tools.compare.turns import first_line
 
 OUTPUT = "output.txt"
 _LOOK_SECONDS = 0.3
+_PAUSE = 20  # times the seconds of reading, since it reads all lines of the run
 _END_BYTES = 4096  # of an output, which hold the error
 
 
@@ -67,12 +68,15 @@ class TrialRun:
         asked: Callable[[], int],
         is_poor: Callable[[EvaluationRecord], bool],
     ) -> int | None:
-        seen, sent, size = 0, 0, -1
+        seen, sent, size, rested = 0, 0, -1, 0.0
         try:
             while True:
                 code = child.poll()
-                if (now := self._size()) != size:  # of the file, which is read only if it has grown
+                begun = time.monotonic()
+                # The file is read only if it has grown, and before the run's end not too often.
+                if (begun >= rested or code is not None) and (now := self._size()) != size:
                     size, found = now, self.metrics().evaluations
+                    rested = time.monotonic() + _PAUSE * (time.monotonic() - begun)
                     for record in found[seen:]:
                         if is_poor(record) and code is None:
                             return None
