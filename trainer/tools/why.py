@@ -83,9 +83,9 @@ class Explanation:
         if largest is None:
             return "none"
         if largest == HOST:
-            rows = self.batch.micro_batch_size
-            size = "1 row" if rows == 1 else f"{rows} rows"
-            return f"{self.parts.meaning(HOST)}, in {self.batch.num_microbatches} microbatches of {size} a step"
+            rows, number = self.batch.micro_batch_size, self.batch.num_microbatches
+            size, passes = f"{rows} row{'s' * (rows != 1)}", f"{number} microbatch{'es' * (number != 1)}"
+            return f"{self.parts.meaning(HOST)}, in {passes} of {size} a step"
         return self.parts.meaning(largest)
 
     def as_object(self) -> dict[str, Any]:
