@@ -29,7 +29,7 @@ from tests.helpers.training import (
     weights_of,
 )
 from tests.models.test_adapters import _name_in_peft
-from tests.models.test_quantizing import mean_loss, quantized_folder
+from tests.models.test_quantizing import assert_same_steps, quantized_folder
 from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
 from tests.parity.test_adapters import ADAPTER_LAYOUTS
 from tests.training.test_peft_folder import CAUSAL, assert_same_logits, train
@@ -128,15 +128,7 @@ def test_a_loop_with_transformers_and_peft_has_the_same_losses(tied: bool, adapt
     biased = [p for name, p in named.items() if p.requires_grad and "norm" in name]
     others = [p for p in trained if all(p is not one for one in biased)]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": biased, "weight_decay": 0.0}], weight_decay=0.01)
-    for batch, result in zip(batches, results, strict=True):
-        (microbatch,) = batch.microbatches
-        assert result.loss == pytest.approx(mean_loss(reference, microbatch), rel=1e-5)
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-        for group in optimizer.param_groups:
-            group["lr"] = result.learning_rate
-        optimizer.step()
-        optimizer.zero_grad()
+    assert_same_steps(reference, optimizer, batches, results)
     for name, other in names.items():
         assert (named[other] - end[name]).abs().max() < 1e-4 * end[name].abs().max()
 

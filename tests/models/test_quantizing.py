@@ -120,15 +120,7 @@ def test_a_loop_with_peft_and_bitsandbytes_has_the_same_losses(
     trained = [p for p in reference.parameters() if p.requires_grad]
     assert len(trained) == len(start)
     optimizer = torch.optim.AdamW(trained, weight_decay=0.01)
-    for batch, result in zip(batches, results, strict=True):
-        (microbatch,) = batch.microbatches
-        assert result.loss == pytest.approx(mean_loss(reference, microbatch), rel=1e-5)
-        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-        for group in optimizer.param_groups:
-            group["lr"] = result.learning_rate
-        optimizer.step()
-        optimizer.zero_grad()
+    assert_same_steps(reference, optimizer, batches, results)
     for name, tensor in end.items():
         assert (named[_name_in_peft(name)] - tensor).abs().max() < 1e-4 * tensor.abs().max()
     assert not any(torch.equal(start[name], tensor) for name, tensor in end.items())
@@ -145,6 +137,22 @@ def test_loftq_begins_with_the_closest_weights(tmp_path: Path):
     least = torch.linalg.svdvals(whole - quantized)[4:].square().sum().sqrt()  # Eckart and Young
     assert (whole - begun).norm().item() == pytest.approx(least.item(), rel=1e-5)
     assert torch.allclose(product.magnitude.weight, begun.norm(dim=1), rtol=1e-5)
+
+
+def assert_same_steps(
+    reference: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any], results: Sequence[Any]
+) -> None:
+    """Take the steps of a training with a model of PEFT, and require the same losses and norms."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for batch, result in zip(batches, results, strict=True):
+        (microbatch,) = batch.microbatches
+        assert result.loss == pytest.approx(mean_loss(reference, microbatch), rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        for group in optimizer.param_groups:
+            group["lr"] = result.learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def mean_loss(model: Any, microbatch: Any) -> float:

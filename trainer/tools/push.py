@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import for_terminal, has_secret, without_secrets
+from trainer.recipe.reading.trained import ADAPTER, CONFIG, folder_with
 
 _HUB = "https://huggingface.co"
 _SECONDS = 60.0
@@ -85,9 +86,8 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
 
 
 def _exported(source: Path) -> Path:
-    for folder in (source, source / "best", source / "model"):
-        if any((folder / config).is_file() for config in ("adapter_config.json", "config.json")):
-            return folder.resolve()
+    if (found := folder_with(source, CONFIG, ADAPTER)) is not None:
+        return found
     state = "holds neither best/ nor model/" if source.is_dir() else "does not exist"
     raise UsageError(
         f"`RUN` must be the folder of a run or of an exported model, but {source} {state}; train it to its end, or"

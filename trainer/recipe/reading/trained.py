@@ -19,8 +19,9 @@ from trainer.recipe.strategies import STRATEGIES
 RECIPE_FILE = "trainer_recipe.json"
 """The name of the recipe in an exported folder."""
 
-_CONFIG = "config.json"
-_ADAPTER = "adapter_config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+"""The files by which folders of whole models and of adapters are known."""
+
 _JOINING = ("join_timeout", "stall_timeout")
 _SECTIONS = ("data", "evaluation", "model", "parallel", "training")  # that this module reads
 
@@ -102,7 +103,7 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     data = values["data"]
     if not evaluates:
         lengths = {"max_length": data["max_length"]} if "max_length" in data else {}
-        values["data"] = {"source": "files", "train": str(folder / _CONFIG), **lengths}  # any file: it is not read
+        values["data"] = {"source": "files", "train": str(folder / CONFIG), **lengths}  # any file: it is not read
         return []
     key = "data.validation="
     chosen = [override.removeprefix(key) for override in overrides if override.startswith(key)]
@@ -122,15 +123,22 @@ def _is_share(text: str) -> bool:
         return False
 
 
+def folder_with(source: Path, *names: str) -> Path | None:
+    """Return the folder of a model with one of some files: `source` itself, or of a run, the best model or the last."""
+    for folder in (source, source / "best", source / "model"):
+        if any((folder / name).is_file() for name in names):
+            return folder.resolve()
+    return None
+
+
 def _model_folder(source: Path) -> Path:
-    if (source / _ADAPTER).is_file():
+    if (source / ADAPTER).is_file():
         raise UsageError(
             f"`RUN` must hold merged weights, but {source} is an adapter in the format of PEFT; name the run's folder,"
             " or a folder that `trainer export` wrote without --adapter"
         )
-    for folder in (source, source / "best", source / "model"):
-        if (folder / _CONFIG).is_file():
-            return folder.resolve()
+    if (found := folder_with(source, CONFIG)) is not None:
+        return found
     if not source.is_dir():
         raise UsageError(f"`RUN` must be the folder of a run or of a model, but {source} does not exist; name another")
     raise UsageError(

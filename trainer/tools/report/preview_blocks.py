@@ -17,11 +17,6 @@ def preview_blocks(preview: Mapping[str, Any]) -> Iterator[Any]:
             label = f", label {row['label']}" if row["label"] else ""
             for text in row["texts"]:
                 role = "" if len(row["texts"]) == 1 else f", {text['role']}"
-                name = (
-                    f"{title}: row {row['row'] + 1}{role}{label}"
-                    if title != "row"
-                    else f"row {row['row'] + 1}{role}{label}"
-                )
                 pieces = [(piece["mark"], piece["text"], piece["note"]) for piece in text["pieces"]]
                 yield Marked(f"{title} {row['row'] + 1}{role}{label}, {text['tokens']} tokens", pieces)
     header, rows = split_table(preview["splits"])

@@ -179,9 +179,9 @@ def _cells(run: Run) -> Iterator[str]:
         yield str(info.get(name, MISSING))
 
 
-def _best(run: Run, metric: str) -> tuple[int, float] | None:
-    """Return step and value of the best evaluation, or None."""
-    found = [one for one in run.metrics.evaluations if metric in one.metrics]
+def best_of(metrics: Metrics, metric: str) -> tuple[int, float] | None:
+    """Return step and value of the best evaluation by a metric, or None."""
+    found = [one for one in metrics.evaluations if metric in one.metrics]
     if not found:
         return None
     best = max(found, key=lambda one: _merit(metric, one.metrics))
@@ -204,7 +204,7 @@ def best_metric(run: Run) -> str:
 def best_text(run: Run) -> str:
     """Return the best evaluation by `best_metric`."""
     name = best_metric(run)
-    found = _best(run, name)
+    found = best_of(run.metrics, name)
     return f"{name} {format_decimal(found[1])} at step {found[0]}" if found else MISSING
 
 
@@ -253,7 +253,7 @@ def _evaluation(runs: Sequence[Run]) -> Section:
 def _metric(runs: Sequence[Run], name: str) -> go.Figure:
     found = []
     for run in runs:
-        best = _best(run, name)
+        best = best_of(run.metrics, name)
         marks = [Mark("best", [best[0]], "star")] if best else []
         found.append(_curve(run, run.evaluated(name), marks))
     return curves(f"validation {name}", found)

@@ -55,9 +55,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     from trainer.tools.search.workers import Crew, Workers
 
     common, axes = read_space(request.recipe, request.words)
-    recipe = load_recipe(
-        request.recipe, [*common, *(f"{one.key}={(one.values or one.ends)[0]}" for one in axes)]
-    ).recipe
+    recipe = load_recipe(request.recipe, [*common, *(f"{one.key}={one.texts[0]}" for one in axes)]).recipe
     metric = _checked_metric(recipe)
     rules = Rules(
         axes, _facts(recipe, [one.key for one in axes]), greater_is_better(metric), request.sampler, request.pruner,

@@ -29,6 +29,11 @@ class Axis:
     is_log: bool = False
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """The values of a list, or the ends of a range."""
+        return self.values or self.ends
+
+    @property
     def is_whole(self) -> bool:
         """Whether the range is of whole numbers: neither end has a point or an exponent."""
         return all(re.fullmatch(r"[+-]?\d+", end) for end in self.ends)
@@ -76,10 +81,10 @@ def _check(recipe: str, common: Sequence[str], axes: Sequence[Axis], axis: Axis)
         raise UsageError(f"`{axis.key}` is {'..'.join(axis.ends)}, whose ends must grow; write low..high")
     if axis.is_log and float(axis.ends[0]) <= 0:
         raise UsageError(f"`{axis.key}` begins at {axis.ends[0]}, but a logarithm needs numbers above 0; raise it")
-    others = [f"{one.key}={(one.values or one.ends)[0]}" for one in axes if one is not axis]
-    tried = [load_recipe(recipe, [*common, *others, f"{axis.key}={text}"]) for text in axis.values or axis.ends]
+    others = [f"{one.key}={one.texts[0]}" for one in axes if one is not axis]
+    tried = [load_recipe(recipe, [*common, *others, f"{axis.key}={text}"]) for text in axis.texts]
     if len(tried) < 2 or any(one.recipe == two.recipe for one, two in itertools.combinations(tried, 2)):
-        raise UsageError(f"`{axis.key}` has equal values in {', '.join(axis.values or axis.ends)}; name others")
+        raise UsageError(f"`{axis.key}` has equal values in {', '.join(axis.texts)}; name others")
     if kind_of(tried[0].recipe, tried[1].recipe) == "layout":
         raise UsageError(
             f"`{axis.key}` changes how a recipe trains and not what it learns, so a search cannot rank its values;"

@@ -24,7 +24,7 @@ from trainer.base.processes import child_variables
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.ranks.stopping import StopRequest
-from trainer.tasks.metrics.table import merit
+from trainer.tools.report.report import best_of
 from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Study
 from trainer.tools.search.trial_run import TrialRun
 
@@ -84,12 +84,9 @@ class Crew:
         return TrialRun(self.recipe, own, folder, self.ranks, gpus)
 
     def best(self, run: TrialRun) -> tuple[int, float] | None:
-        """Return step and value of the best evaluation of a run, or None."""
-        found = [one for one in run.metrics().evaluations if math.isfinite(one.metrics.get(self.metric, math.nan))]
-        if not found:
-            return None
-        best = max(found, key=lambda one: merit(self.metric, one.metrics))
-        return best.step, best.metrics[self.metric]
+        """Return step and value of the best evaluation of a run; None if there is none, or all are not finite."""
+        found = best_of(run.metrics(), self.metric)
+        return found if found is not None and math.isfinite(found[1]) else None
 
 
 class Workers:
