@@ -52,12 +52,7 @@ class UsageError(TrainerError):
 
 
 class OutOfMemoryError(TrainerError):
-    """The memory of a device is full.
-
-    Args:
-        message: the whole message.
-        plan_command: the command that plans the run.
-    """
+    """The memory of a device is full."""
 
     def __init__(self, message: str, plan_command: Sequence[str] = ()) -> None:
         super().__init__(message)

@@ -53,10 +53,6 @@ _loading: list[str] = []  # the entry point that is being loaded
 def register(kind: Kind, name: str, value: Any, module: str) -> None:
     """Add a row to a table, or replace a row that was registered before.
 
-    Args:
-        name: The name in recipes.
-        value: The row; its meaning depends on the table.
-
     Raises:
         UsageError: A table cannot take the row.
     """

@@ -168,7 +168,6 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     """Verify sizes and checksums; the ranks share the large files, so every rank must succeed.
 
     Args:
-        folder: the checkpoint's folder.
         turn: the index of this rank; it reads every `num_turns`-th file.
 
     Returns:
@@ -235,8 +234,6 @@ class SavedBoxes:
     """A `StateSource` of saved blocks of tensors.
 
     Args:
-        folder: the place of the checkpoint, for messages.
-        facts: everything but tensors.
         boxes: the blocks; together they are the whole tensors, each element once.
 
     Raises:

@@ -80,7 +80,6 @@ def hand_over(
         rendezvous: all ranks, with the spare ones.
         environment: of this rank among all.
         num_training: the number of ranks that train, the first ones.
-        timeout_seconds: limit for other ranks.
 
     Returns:
         Notes for the user, on all ranks.

@@ -129,8 +129,6 @@ class HostMemory(WritingTier[None]):
 
     Args:
         folder: a folder of each host, on a memory file system.
-        store: the checkpoints in the run's folder.
-        note: shows a note on rank 0.
     """
 
     is_lasting = False
@@ -230,11 +228,7 @@ class HostMemory(WritingTier[None]):
         return ranks[part % len(ranks)]
 
     def _open_share(self, found: FoundShares, part: int) -> _Share:
-        """Verify a share on this host, and return its blocks and facts.
-
-        Raises:
-            OSError, ValueError: it is missing or damaged.
-        """
+        """Verify a share on this host, and return its blocks and facts."""
         folder = self._root / _share_folder(found, part)
         verify(folder)
         facts = read_facts(folder, found.step)
@@ -246,9 +240,6 @@ class HostMemory(WritingTier[None]):
         """Return the state of verified shares; each rank lists the blocks of its own for the others.
 
         Equal shapes are sent once, and the other facts are those of the first share.
-
-        Raises:
-            ValueError: the shares together are not the whole state; on all ranks.
         """
         own_shapes = {name: shape for _, facts in shares.values() for name, shape in facts.shapes.items()}
         shapes = self._mesh.share(gather_shapes(self._mesh, own_shapes))

@@ -28,7 +28,6 @@ def identity(
     """Return the facts that define a training.
 
     Args:
-        recipe: the recipe of the run.
         content_hash: the hash of the prepared training split.
         beside: further facts of the model by name, outside of training and checkpoints; None for a missing one. They
             replace keys of the recipe.

@@ -67,12 +67,7 @@ def open_place(url: str) -> tuple[Any, str]:
 
 
 def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Callable[[], bool] = _never) -> Answer:
-    """Return the answer to a question that a silent server may never give.
-
-    Raises:
-        StoppedError: the run has to stop.
-        TimeoutError: there is no answer.
-    """
+    """Return the answer to a question that a silent server may never give."""
     asked = Background(question)
     seconds = SILENT_SECONDS + num_bytes / _SLOWEST
     end = time.monotonic() + seconds
@@ -104,8 +99,6 @@ class Mirror(Tier):
 
     Args:
         url: the place of the copies, such as `s3://bucket/run`.
-        disk: the checkpoints that are copied.
-        note: shows a note on rank 0.
         is_stopped: returns whether rank 0 has to stop, instead of waiting for an answer before the first upload.
 
     Raises:
@@ -334,13 +327,7 @@ class Mirror(Tier):
             raise kind(f"{self._describe(subject, error, verb)}; restore the access, or name another place") from error
 
     def _download(self, step: int, folder: Path) -> None:
-        """Download the files that a copy names: a listing of fsspec leaves out a folder that cannot be read.
-
-        Raises:
-            TrainerError: the place does not answer.
-            FileNotFoundError: the copy lacks a file.
-            ValueError: the copy is damaged.
-        """
+        """Download the files that a copy names: a listing of fsspec leaves out a folder that cannot be read."""
 
         def download(name: str, num_bytes: int | None = None) -> None:
             remote, local = f"{self._place(step)}/{name}", folder / name
@@ -364,12 +351,7 @@ class Mirror(Tier):
             download(name, size)
 
     def _ask(self, question: Callable[[], Answer], num_bytes: int = 0) -> Answer:
-        """Return the answer of the place; after a failure, over a new connection.
-
-        Raises:
-            FileNotFoundError: the place has no such file.
-            Exception: any other problem; the classes differ between file systems.
-        """
+        """Return the answer of the place; after a failure, over a new connection."""
         if self._is_lost:
             self._connect()
         self._is_lost = True

@@ -20,7 +20,6 @@ class FolderOwner:
 
     Args:
         folder: the run folder, which `take` creates.
-        wait_seconds: the time that `take` waits for another owner to end.
     """
 
     def __init__(self, folder: Path, wait_seconds: float = WAIT_SECONDS) -> None:

@@ -67,12 +67,7 @@ class Peers:
             self._send(encode(answer), sender, _ANSWER)
 
     def begin_send_share(self, folder: Path, name: str, rank: int) -> list[dist.Work]:
-        """Begin to send a share to a rank, which calls `take_share`; return the sends.
-
-        Args:
-            name: its file of tensors.
-            rank: the receiver.
-        """
+        """Begin to send a share to a rank, which calls `take_share`; return the sends."""
         return self._begin_send([folder / file for file in (FACTS, SUMS, name)], rank)
 
     def take_share(self, begin: Callable[[], object], place: CheckpointStore, step: int, name: str, rank: int) -> None:
@@ -80,9 +75,6 @@ class Peers:
 
         Args:
             begin: creates the temporary folder; after an error of it, the files are received and dropped.
-            step: the step of the checkpoint.
-            name: the file of tensors.
-            rank: the sender.
 
         Raises:
             FileNotFoundError: the rank has sent none.

@@ -39,8 +39,6 @@ class Saver:
 
     Args:
         tiers: the places of checkpoints, the fastest first; a slower one is opened before a faster one.
-        engine: the engine to save and restore.
-        saved: the rest of each checkpoint.
         progress: the counters of the run; `resume` sets them.
     """
 
@@ -66,9 +64,6 @@ class Saver:
 
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
-
-        Args:
-            mode: whether to resume.
 
         Returns:
             Notes for the user, for example on checkpoints that were skipped.

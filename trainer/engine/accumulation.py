@@ -34,7 +34,6 @@ class Schedule(ABC):
         """Accumulate the gradient of scale * (sum of losses) / denominator.
 
         Args:
-            microbatches: this rank's microbatches, at least one.
             denominator: the number of valid labels in the global batch, a scalar.
             scale: the loss scale of fp16, a scalar; None: 1.
 
@@ -58,8 +57,6 @@ class AccumulationSchedule(Schedule):
     Args:
         loss_sum: returns the sum of losses of a microbatch, a scalar with a graph.
         no_sync: returns a context without gradient sync.
-        sums: see `Schedule`.
-        complete: see `Schedule`.
     """
 
     def __init__(

@@ -46,8 +46,6 @@ def build_engine(
     The task gets the split of the logits over the vocabulary, if there is one.
 
     Args:
-        built: the model, or this rank's pipeline stages.
-        task: the task, which computes the loss.
         total_steps: the last step of the learning rate's schedule.
         teacher: the model to learn from; None on ranks without the last stage, or if there is none.
     """
@@ -67,11 +65,7 @@ def build_engine(
 
 
 def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
-    """Return `task.vocabulary_chunk`; None if it is no number, and a part of the training needs all logits.
-
-    Raises:
-        UsageError: it is a number, but the model needs all logits.
-    """
+    """Return `task.vocabulary_chunk`; None if it is no number, and a part of the training needs all logits."""
     columns = task.vocabulary_chunk
     if columns is None:
         return None
@@ -84,11 +78,7 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
 
 
 def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
-    """Refuse a task that generates texts over pipeline stages or context ranks, or without padding.
-
-    Raises:
-        UsageError: the recipe asks for it.
-    """
+    """Refuse a task that generates texts over pipeline stages or context ranks, or without padding."""
     if task.generates and plan.recipe.data.packing:
         raise UsageError("`data.packing` must be false to generate texts one token at a time, but is true; remove it")
     parallel = plan.recipe.parallel

@@ -132,10 +132,6 @@ def _load_operation(speaks: bool) -> None:
 
     Args:
         speaks: whether this process tells of its wait for another; the ranks of a machine wait for the same one.
-
-    Raises:
-        TrainerError: it cannot be compiled.
-        UsageError: the folder cannot be written.
     """
     root = build_root()
     try:
@@ -194,11 +190,7 @@ def _alone(lock: OwnedLock, speaks: bool) -> Iterator[bool]:
 
 
 def _remove(lock: Path, is_alone: bool) -> None:
-    """Remove the torch lock of a killed build.
-
-    Raises:
-        TrainerError: a build of another machine may be running, because the file system has no locks.
-    """
+    """Remove the torch lock of a killed build."""
     if not is_alone:
         raise TrainerError(
             f"DeepSpeed would wait for {lock}, which no process of this machine has open; if no other machine"

@@ -39,11 +39,8 @@ class Engine(ABC):
     """The model and the optimizer, distributed over the ranks.
 
     Args:
-        forward: the forward pass of the model.
         models: the model, or this rank's pipeline stages, with placed parameters.
         placements: the placement of each parameter, by its name in `models`.
-        plan: the plan of the run, with precision, schedule and clipping.
-        total_steps: the last step of the learning rate's schedule.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class Engine(ABC):
         learning rate's schedule continues, except after a skip of fp16.
 
         Args:
-            batch: this rank's part of the global batch.
             before_update: a function that is called once, at the same place on all ranks, before weights change. If
                 the engine can, it calls it after the passes, while the device is busy with them.
 

@@ -89,8 +89,6 @@ def denominator_of(task: Task, batch: RankBatch, device: torch.device, sum_: Cal
     It is known before the first forward pass.
 
     Args:
-        batch: this rank's part of the global batch.
-        device: the device of the model.
         sum_: sums a tensor over the data-parallel ranks, in place, and returns it.
     """
     if task.rows_are_labels:
@@ -106,7 +104,6 @@ class ModelForward:
     """The forward pass of a task's model.
 
     Args:
-        task: the task, which computes the loss.
         call: the model to call in training, perhaps wrapped by a strategy; None: the model itself.
         eval_call: the model to call in evaluations; None: the model itself.
         rounded: the weights of matrix products in 16 bits for all passes of a step; None: autocast rounds them in each

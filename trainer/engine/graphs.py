@@ -72,12 +72,8 @@ class GraphedSchedule(Schedule):
     """A `Schedule` that replays the forward and backward pass of each microbatch.
 
     Args:
-        loss_sum: returns the sum of losses of a microbatch, a scalar with a graph of autograd.
         dropout_table: returns the dropout keys of the current step on the device of a microbatch, always the same
             tensor until a call of a site is new; None with torch's dropout.
-        capture: records a pass.
-        sums: see `Schedule`.
-        complete: see `Schedule`.
     """
 
     adds_in_place = True

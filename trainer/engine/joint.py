@@ -48,7 +48,6 @@ def joint_losses(
 
     Args:
         task: the task, with `rows_depend`.
-        microbatches: this rank's microbatches, at least one.
         scores: the scores of each microbatch `[batch, ...]`, those of fillers included.
     """
     shape = (num_rows, *scores[0].shape[1:])

@@ -117,7 +117,6 @@ class NativeEngine(Engine):
         """Clip the gradients and step the optimizer, without a wait; a bad step changes nothing.
 
         Args:
-            rate: the learning rate.
             norm: the norm of the gradients without the loss scale, a scalar.
             flag: 1.0 in a bad step, else 0.0.
         """

@@ -65,8 +65,6 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
 
     Args:
         microbatches: this rank's microbatches. Fillers are dropped, except that one is kept if there is no other.
-        num_passes: the number of passes through the pipeline.
-        num_microbatches: the number of microbatches in each pass.
     """
     real = [microbatch for microbatch in microbatches if not microbatch.filler]
     source = real or list(microbatches[:1])
@@ -93,14 +91,7 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
 
 
 class PipelinedForward(ModelForward):
-    """The forward and backward passes of this rank's stages.
-
-    Args:
-        built: the stages, in order.
-        task: the task, which computes the loss on the rank of the last stage.
-        plan: the plan of the run, with the pipeline and the seed.
-        rounded: see `ModelForward`.
-    """
+    """The forward and backward passes of this rank's stages."""
 
     def __init__(
         self,
@@ -247,14 +238,7 @@ def _part(built: PlacedModel) -> StagePart:
 
 
 class PipelinedSchedule(Schedule):
-    """The passes of one step. Under fsdp and hsdp, torch sums gradients over the ranks in each pass.
-
-    Args:
-        forward: the stages.
-        plan: the plan of the run, with the number of passes and of microbatches in each pass.
-        sums: see `Schedule`.
-        complete: see `Schedule`.
-    """
+    """The passes of one step. Under fsdp and hsdp, torch sums gradients over the ranks in each pass."""
 
     def __init__(
         self,

@@ -29,7 +29,6 @@ class RoundedWeights:
 
     Args:
         models: the models, on their device. Embeddings and norms keep their weights, also if a product shares them.
-        dtype: the type of the products.
         together: whether the layers of a model return their gradients to fp32 layer by layer; else, module by module.
     """
 

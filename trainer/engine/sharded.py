@@ -48,7 +48,6 @@ class Sharding:
 
     Args:
         precision: the type of matrix products, in which their weights are gathered.
-        reshard_after_forward: whether to free gathered parameters between forward and backward.
         offloads: whether to keep parameters, gradients and optimizer state in CPU memory.
         sent_in: the type in which gradients are sent; None: their own.
     """
@@ -72,8 +71,6 @@ def shard(
 
     Args:
         model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
-        placements: the placements of its parameters.
-        how: types and memory.
         shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
 
     Returns:

@@ -89,8 +89,6 @@ def whole_tensors(
     Args:
         weights: for each parameter of this rank, by its key in `placements`, a function that returns it in fp32, whole
             but for the split over tensor ranks. Copies of tied weights on other stages are left out.
-        models: the model, or this rank's stages of it.
-        placements: the placements of all parameters.
     """
     joins: dict[str, Callable[[], Tensor]] = {}
     like: dict[str, Tensor] = {}

@@ -84,8 +84,6 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
 
     Args:
         processes: the number of ranks; None: one for each GPU, or one process without GPUs.
-        max_restarts: the maximum number of restarts from the last checkpoint after failures.
-        job: the work of each rank.
 
     Returns:
         The exit code.
@@ -183,9 +181,6 @@ def _asked_of_accelerate() -> int:
 
     accelerate starts a single process without that number, so it is read from the command line and configuration file
     of accelerate.
-
-    Raises:
-        LaunchError: the command line cannot be read, or requests several machines.
     """
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser

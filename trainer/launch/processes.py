@@ -277,9 +277,6 @@ def _live(
     """Run `life` as a rank, in its process.
 
     Args:
-        life: as in `LocalRanks`.
-        argument: first argument of `life`.
-        parent: process id of the watching process.
         listener: socket for the store of rank 0; other ranks close it.
         outputs: pipes for standard output and standard error; empty for rank 0.
         inherited: the watching process's ends of the pipes, which a forked rank closes.

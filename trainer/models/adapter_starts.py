@@ -23,11 +23,7 @@ They differ in a quantised layer. Both are as the layer stores them.
 
 
 def require_package(adapter: Adapter) -> None:
-    """Refuse a start that needs a package which is not installed.
-
-    Raises:
-        UsageError: it is PEFT.
-    """
+    """Refuse a start that needs a package which is not installed."""
     if adapter.start is not None and find_spec("peft") is None:
         raise UsageError(
             f"`model.adapter.start` is {adapter.start}, which needs the package `peft`; install it"
@@ -44,9 +40,6 @@ def product_start(layer: str, adapter: Adapter, seed: int, transposed: bool) -> 
     """Return the start of the product of a layer; None if it does not depend on the weight.
 
     Args:
-        layer: the name of the layer in the model.
-        adapter: the recipe's adapter.
-        seed: the seed of approximations.
         transposed: whether the weight is `[in, out]`.
     """
     if adapter.start is None and adapter.type == "lora":

@@ -43,9 +43,7 @@ def adapt(
 
     Args:
         model: the whole model of transformers, before dropout is keyed and before it is cut.
-        seed: the seed of the adapters' weights.
         drawn: the parameters with random weights in a pretrained model. An adapter trains them whole by default.
-        gather: the context that makes parameters whole.
 
     Raises:
         UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
@@ -68,11 +66,7 @@ def adapt(
 
 
 def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:
-    """Refuse a frozen embedding with new tokens.
-
-    Raises:
-        UsageError: `model.freeze` matches the embedding.
-    """
+    """Refuse a frozen embedding with new tokens."""
     if recipe.new_tokens is not None and not model.get_input_embeddings().weight.requires_grad:
         raise UsageError(
             f"`model.freeze` must leave the embedding to train with `model.new_tokens`, but {listed(freeze, 3)}"
@@ -230,11 +224,7 @@ def _logits_with_rows(head: Any, hidden: Tensor) -> Tensor:
 
 
 def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) -> list[int]:
-    """Return the ids of tokens in ascending order.
-
-    Raises:
-        UsageError: a token is unknown, or has no row in the embedding.
-    """
+    """Return the ids of tokens in ascending order."""
     texts = [token for token in tokens if isinstance(token, str)]
     known = load_tokenizer(recipe).get_vocab() if texts else {}
     problems = Problems()
@@ -360,7 +350,6 @@ class MergedWeights:
     Args:
         model: the model without products, on `meta`.
         shapes: the shapes of all tensors, by name; those of products included.
-        adapter: the recipe's adapter; None without one.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], adapter: Adapter | None) -> None:

@@ -334,9 +334,6 @@ def _of_rows(
 
     The fused kernel and torch's variable-length attention read the joined rows. Where neither runs, rows are padded: on
     a CPU in groups of similar length, and for torch's dropout, which neither draws.
-
-    Raises:
-        UsageError: the model needs a variant of attention that has no such form.
     """
     if variant := _variant(kwargs):
         raise UsageError(
@@ -388,9 +385,6 @@ def _around_ring(
 
     The arguments are those of `keyed_attention`, with blocks of positions. Evaluation computes the same blocks, without
     dropout.
-
-    Raises:
-        UsageError: the model needs a variant of attention that has no blocks.
     """
     if variant := _variant(kwargs):
         raise UsageError(

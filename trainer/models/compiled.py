@@ -29,7 +29,6 @@ class CompiledLayers:
 
     Args:
         layers: the layers, with their recomputation. Hooks on them run uncompiled.
-        keys: the dropout keys of the model; None with torch's dropout.
 
     Raises:
         UsageError: the compiler of the device is missing.

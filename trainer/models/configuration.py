@@ -84,9 +84,6 @@ def require_constant_rotations(config: Any, num_tokens: int, key: str) -> None:
     Args:
         num_tokens: the most tokens of a row.
         key: the key with the number of tokens, as the message shows it.
-
-    Raises:
-        UsageError: the scaling depends on the length of rows with so many tokens.
     """
     given = getattr(config, "rope_parameters", None) or {}
     for rotations in (given, *given.values()):  # one for all layers, or one for each kind of layer
@@ -107,9 +104,6 @@ def require_no_router_loss(config: Any, auto_class_name: str) -> None:
     """Refuse a mixture of experts for which transformers adds a loss of the routers to that of the task.
 
     It is a mean over the tokens of the whole batch and not a sum over rows.
-
-    Raises:
-        UsageError: the head adds such a loss.
     """
     if auto_class_name not in _WITH_ROUTER_LOSS or not getattr(config, "output_router_logits", False):
         return
@@ -144,13 +138,7 @@ def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Build the configuration from a recipe's `model.config`.
-
-    Raises:
-        UsageError: the model type is unknown, the task sets a key, or the model type does not read a key.
-        ValueError: transformers rejects the configuration.
-        TypeError, StrictDataclassError: a value has the wrong type.
-    """
+    """Build the configuration from a recipe's `model.config`."""
     keys = dict(described)
     model_type = keys.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -170,11 +158,7 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
 
 
 def _require_known(config: Any, keys: Iterable[str]) -> None:
-    """Refuse keys that the configuration's model type does not read.
-
-    Raises:
-        UsageError: there is such a key.
-    """
+    """Refuse keys that the configuration's model type does not read."""
     declared = {*(field.name for field in fields(config)), *config.attribute_map}
     known = declared | _read_keys(type(config)) | _undeclared(config)
     for key in keys:
@@ -199,12 +183,7 @@ _SAME_SHAPES = frozenset(("num_attention_heads", "num_key_value_heads"))
 
 
 def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of a pretrained model with the keys of the recipe's `model.config` in place.
-
-    Raises:
-        UsageError: a key is unknown or not the recipe's to set, a value has the wrong type, or the weights would have
-            other names or shapes.
-    """
+    """Return the configuration of a pretrained model with the keys of the recipe's `model.config` in place."""
     keys = recipe.config or {}
     for key in keys:
         if key in options or key in _OWNED or key.startswith("_"):
@@ -296,11 +275,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
 
 
 def _add_tokens(config: Any, recipe: Model, tokens: Sequence[str]) -> None:
-    """Raise the size of the vocabulary in a configuration to that of the new tokens.
-
-    Raises:
-        UsageError: the model has no vocabulary, or other tokens of the tokenizer have no embedding either.
-    """
+    """Raise the size of the vocabulary in a configuration to that of the new tokens."""
     size = vocabulary_size(config)
     if size is None:
         raise UsageError(
@@ -354,11 +329,7 @@ _SIZES = (
 
 
 def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> None:
-    """Refuse sizes and counts below 1, and those that no model has.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse sizes and counts below 1, and those that no model has."""
     for key in _SIZES:
         value = values.get(key)
         numbers = value if isinstance(value, list | tuple) else [value]
@@ -372,11 +343,7 @@ def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> Non
 
 
 def _require_plain(recipe: Model, config: Any) -> None:
-    """Refuse a configuration with a size below 1, an unknown activation, or too many levels to be copied.
-
-    Raises:
-        UsageError: it has one of these.
-    """
+    """Refuse a configuration with a size below 1, an unknown activation, or too many levels to be copied."""
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
     _require_sizes(vars(config), place, "mend its config.json")
     if quantised := getattr(config, "quantization_config", None):
@@ -396,11 +363,7 @@ def _require_plain(recipe: Model, config: Any) -> None:
 
 
 def _require_format(recipe: Model, place: str, quantised: object) -> None:
-    """Refuse quantised weights that are not in the format of the recipe's `model.quantization`.
-
-    Raises:
-        UsageError: their format is another, or one that is not read.
-    """
+    """Refuse quantised weights that are not in the format of the recipe's `model.quantization`."""
     keys = quantised if isinstance(quantised, Mapping) else {}
     kind, form = str(keys.get("quant_method", "")), None
     if kind == "bitsandbytes" and keys.get("load_in_8bit"):
@@ -427,11 +390,7 @@ def _require_format(recipe: Model, place: str, quantised: object) -> None:
 
 
 def require_head(recipe: Model, config: Any, auto_class: Any) -> None:
-    """Refuse a model type for which transformers does not have the task's head.
-
-    Raises:
-        UsageError: there is no such head; the message names the families of the table that have it.
-    """
+    """Refuse a model type for which transformers does not have the task's head."""
     able = auto_class._model_mapping  # keyed by configuration class; listing it would import every model
     if type(config) in able:
         return

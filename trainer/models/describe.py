@@ -118,7 +118,6 @@ class ModelDescription:
             model: the model, perhaps on `meta`, before it is cut; a cut changes the sites of its dropout.
             drawn: the parameters that a pretrained model does not have.
             keys: those of `new_keys`.
-            gather: the context that makes parameters whole.
 
         Raises:
             UsageError: all of a pretrained model is drawn.
@@ -136,7 +135,6 @@ class ModelDescription:
 
         Args:
             model: the prepared model if this rank holds all of it; None: a sample with random weights is checked.
-            keys: the keys of its dropout.
         """
         if self.config.model_type in FAMILIES:
             return []
@@ -188,10 +186,6 @@ class ModelDescription:
 
 def describe(recipe: Model, training: Training, use: ModelUse) -> ModelDescription:
     """Describe the model of a recipe for a task.
-
-    Args:
-        training: the recipe's `training`, for the seed and the kind of dropout.
-        use: the use by the task.
 
     Raises:
         UsageError: the configuration cannot be loaded, or transformers does not have the head for it.

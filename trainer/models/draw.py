@@ -43,8 +43,6 @@ def draw_weights(
     """Draw the parameters `names` of a transformers model again, by the model's own rules.
 
     Args:
-        names: the names of the parameters, as in `model.named_parameters()`.
-        gather: the context that makes parameters whole.
         held: a predicate for the parameters that this rank has. All parameters of one stream are drawn, or none,
             because a skipped parameter would change the numbers of the next one.
     """

@@ -77,7 +77,6 @@ def build_model(
     """Build a model in fp32 on the CPU, with the same weights on every rank and under every layout.
 
     Args:
-        described: the model.
         cut: the cut of the model; the result holds this rank's parts only.
         loading: the context in which a model is built that cannot be filled in parts. It may partition the parameters
             as they are made, and yields the context that makes them whole.
@@ -146,11 +145,7 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
 
 
 def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
-    """Return the tensors of a model if they are not those of its files; None if they are.
-
-    Raises:
-        UsageError: its files cannot be read in parts.
-    """
+    """Return the tensors of a model if they are not those of its files; None if they are."""
     recipe = described.recipe
     if recipe.new_tokens is None and recipe.quantization is None:
         return None
@@ -205,14 +200,7 @@ def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Te
 
 
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
-    """Build a model in parts that are bit for bit equal to a cut of the whole model.
-
-    Raises:
-        CannotLoadPartsError: the model must be built whole.
-        ValueError: the checkpoint does not fit the model.
-        OSError, RuntimeError, SafetensorError: transformers cannot build the model, or a file cannot be read.
-        UsageError: the model cannot be cut.
-    """
+    """Build a model in parts that are bit for bit equal to a cut of the whole model."""
     files = [] if described.recipe.is_random else pretrained_files(described)
     stored = _fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
     seed = described.seed
@@ -288,7 +276,6 @@ def check_weights(described: ModelDescription, has_options: bool = True) -> list
     Returns the parameters that the files lack, as far as these can be compared.
 
     Args:
-        described: the model.
         has_options: whether the task's options are known; if not, sizes are not compared.
 
     Raises:
@@ -358,11 +345,7 @@ def without_report() -> Iterator[None]:
 
 
 def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
-    """Return stored weights as they were before their quantisation, with the rows that new tokens need.
-
-    Raises:
-        UsageError: quantised files hold an exact weight where the model has a quantised one.
-    """
+    """Return stored weights as they were before their quantisation, with the rows that new tokens need."""
     quantized = quantized_keys(stored.shapes)
     if described.recipe.is_random or not (quantized or described.recipe.new_tokens):
         return stored
@@ -389,11 +372,7 @@ def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights
 
 
 def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:
-    """Return the model on meta as transformers loads it, with weights tied as in the checkpoint, and its sources.
-
-    Raises:
-        UsageError: the shapes of a tensor and its parameter differ.
-    """
+    """Return the model on meta as transformers loads it, with weights tied as in the checkpoint, and its sources."""
     with without_report():
         model, loading = described.model_class.from_pretrained(
             None,
@@ -466,7 +445,6 @@ class _Parts:
     """The parameters of a placed model on `meta`, which can be filled in any order.
 
     Args:
-        placed: the model.
         factors: the shapes of the tensors of its adapters.
         tied: the names of each parameter of the whole model.
         starts: the starts of its adapters, by the names of the weights that they depend on.

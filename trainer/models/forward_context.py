@@ -19,7 +19,6 @@ def run_within(module: nn.Module, context: Callable[[Any], AbstractContextManage
     hook, it also applies if the caller calls `forward` itself.
 
     Args:
-        module: the module; its parameters, buffers and attributes stay.
         context: opens the context; it must refer to the module by its argument only.
     """
     assert not hasattr(module, _CONTEXT), "a module has one context"

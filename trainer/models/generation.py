@@ -71,7 +71,6 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
         inputs: `input_ids` and `attention_mask`, each `[batch, sequence]`, padded on the right. Other inputs are not
             used.
         synced: whether each forward pass is a collective of all ranks, which must then run equally many.
-        seed: the seed of sampled tokens.
         rows: the index of each row `[batch]`, which keys its sampled tokens.
     """
     described: Any = model

@@ -59,9 +59,6 @@ def require_safe_shards(recipe: Model, config: Any) -> None:
     """Refuse a folder without weights, and an index that names a missing file, a pickle, or a file in another folder.
 
     transformers reads every file that the index names.
-
-    Raises:
-        UsageError: there are no weights, or the index names such a file.
     """
     name = str(recipe.name_or_path)
     if getattr(config, "transformers_weights", None):  # a file of another name

@@ -42,7 +42,6 @@ def check_invariance(
         model: a whole model of transformers on the CPU, in fp32, with dropout keyed by `keys`.
         keys: the keys of the dropout; None with torch's dropout, and the comparison then runs without dropout.
         packed: whether the task packs several documents into a row.
-        auto_class_name: the name of the auto class of the model.
         is_trained: whether the model is trained, so that the loss of a language model is compared.
 
     Returns:

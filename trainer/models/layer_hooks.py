@@ -55,7 +55,6 @@ class Stacks:
 
     Args:
         layers: all repeated layers of the model in order, by their names in the model.
-        kind: makes the cut of a stack for the group.
     """
 
     def __init__(
@@ -103,11 +102,7 @@ def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 
 
 def check_packing(model: Any) -> None:
-    """Refuse a model with layers that need padding.
-
-    Raises:
-        UsageError: the family of the model has no unpadded layers.
-    """
+    """Refuse a model with layers that need padding."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
     if family is None or not family.packs:

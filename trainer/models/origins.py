@@ -48,11 +48,7 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
 
 
 def require_small_files(key: str, name: str) -> None:
-    """Refuse a model's folder with a file that transformers reads as a whole and that may exceed the memory.
-
-    Raises:
-        UsageError: there is such a file.
-    """
+    """Refuse a model's folder with a file that transformers reads as a whole and that may exceed the memory."""
     for file in _WHOLE_FILES:
         path = Path(name, file)
         if path.is_file() and path.stat().st_size > _LARGEST_BYTES:

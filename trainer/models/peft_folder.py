@@ -159,11 +159,7 @@ def _most_frequent(values: Iterable[Number]) -> Number:
 
 
 def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[str]) -> list[str]:
-    """Return the largest modules with weights of their own only, or else the modules that hold such a weight.
-
-    Raises:
-        UsageError: such a module also holds a layer with a product, or is the model itself.
-    """
+    """Return the largest modules with weights of their own only, or else the modules that hold such a weight."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[str] = set()
     for name in sorted(own):

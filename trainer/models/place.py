@@ -174,9 +174,6 @@ def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:
     """Cut a model to its stage; refuse a stage with frozen parameters only.
 
     torch's pipeline needs the output of each stage to have a gradient, and an optimizer needs a parameter.
-
-    Raises:
-        UsageError: there is such a stage, or the model cannot be cut into stages.
     """
     split = split_stages(model, choice.num_stages, choice.starts, choice.schedule)
     _refuse_idle_stages(model, split)

@@ -65,11 +65,9 @@ def save_model(
     theirs.
 
     Args:
-        model: the trained model, or this rank's part of it.
         folder: the folder to write to, which all ranks share; it is created if it does not exist.
         tensors: all tensors of the whole model; tied tensors appear once.
         adapter: the recipe's adapter, which is merged into the weights; None without one.
-        dtype: the type of the written weights.
 
     Raises:
         TrainerError: a file cannot be written; on every rank.

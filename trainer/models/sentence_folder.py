@@ -359,12 +359,7 @@ def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
 
 
 def _read(model: Model, name: str, kind: type) -> Any:
-    """Return the content of a JSON file of a model's folder; None if there is no such file.
-
-    Raises:
-        OSError: the hub cannot be reached.
-        UsageError: the file holds no JSON value of this kind.
-    """
+    """Return the content of a JSON file of a model's folder; None if there is no such file."""
     file = find_file(model, name)
     if file is None:
         return None

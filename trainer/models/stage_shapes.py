@@ -88,7 +88,6 @@ def _layer_inputs(model: nn.Module, image: Shape) -> dict[str, Shape]:
     """Return the shape of the input of each layer, without the row dimension.
 
     Args:
-        model: the model on the meta device.
         image: the shape of an image `[channels, height, width]`.
     """
     shapes: dict[str, Shape] = {}

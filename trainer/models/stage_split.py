@@ -83,7 +83,6 @@ class StagePart:
         """Run this stage's part of the model's forward pass.
 
         Args:
-            forward: the model's forward function.
             received: the tensors of the previous stage, each `[batch, positions, hidden]`, or
                 `[batch, channels, height, width]` if layers change the shape of images.
             inputs: the model's keyword arguments, equal on all stages.
@@ -130,9 +129,7 @@ def split_stages(
 
     Args:
         model: the whole model, on any device including meta.
-        num_stages: the number of stages of the pipeline.
         starts: the names of the first layers of all stages but the first; None balances the costs.
-        schedule: the name of the pipeline's schedule.
 
     Raises:
         UsageError: there are fewer layers than stages, `starts` does not name layers in order, or the family does not
@@ -322,8 +319,6 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
 
     Args:
         model: the whole model, on any device including meta; it is changed in place.
-        split: the assignment of its layers to stages.
-        stage: the number of the stage, from 0.
     """
     staged, traffic = _StagedModel(model, split), StageTraffic()
     first, layers = split.starts[stage], split.layers_of(stage)
@@ -438,7 +433,6 @@ def stage_sizes(model: nn.Module, split: StageSplit) -> list[int]:
 
     Args:
         model: the whole model on the meta device; it is not changed.
-        split: the assignment of its layers to stages.
     """
     sizes = []
     for stage in range(split.num_stages):

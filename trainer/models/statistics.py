@@ -92,9 +92,6 @@ def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
     """Return a hash of the persistent buffers, which no checkpoint of a run holds, or None without buffers.
 
     The hash is the same under every layout. All ranks must call this function.
-
-    Args:
-        models: this rank's model, or its pipeline stages.
     """
     digests = {name: _digest(buffer) for model in models for name, buffer in _persistent(model)}
     if mesh.size("pp") > 1:  # each rank has the buffers of its own stages only

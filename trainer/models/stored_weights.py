@@ -116,7 +116,6 @@ class EnlargedWeights(StoredWeights):
     Every rank computes the same mean, from all rows.
 
     Args:
-        stored: the tensors of the files.
         shapes: the shapes of the larger ones, which differ from those of the files in one dimension.
     """
 
@@ -183,7 +182,6 @@ class QuantizedFiles(StoredWeights):
     """Stored tensors, some of them quantised by bitsandbytes, which are read as they were.
 
     Args:
-        stored: the tensors of the files.
         shapes: the shapes of quantised tensors before their quantisation.
 
     Raises:

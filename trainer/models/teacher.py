@@ -20,9 +20,6 @@ class Teacher:
     It is no part of the trained model: neither the optimizer nor a checkpoint sees it.
 
     Args:
-        model: the placed model.
-        settings: the temperature, and the weight of the divergence in the loss.
-        constants: further arguments of the model.
         columns: the teacher's class at the place of each class of the student; None: the classes have the same order.
         vocabulary: how the logits are sharded over tensor ranks; None if they are whole.
     """

@@ -60,8 +60,6 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
 
     Args:
         model: the whole model or one pipeline stage, on any device including meta.
-        degree: the number of these ranks.
-        sequence: whether `parallel.sequence` is true.
         context: whether the degree is that of `parallel.context`.
 
     Raises:

@@ -59,11 +59,7 @@ def load_tokenizer(recipe: Model) -> Any:
 
 
 def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer with a normaliser that makes long texts of short ones.
-
-    Raises:
-        UsageError: it has one.
-    """
+    """Refuse a tokenizer with a normaliser that makes long texts of short ones."""
     normalizer = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
     growth = prod(max(1, len(str(rule["content"]))) for rule in _rules(normalizer) if rule.get("type") == "Replace")
     if growth > _MOST_GROWTH:
@@ -149,7 +145,6 @@ def tokenizer_notes(recipe: Model, tokenizer: Any, vocab_size: int | None) -> li
     """Compare a tokenizer with the model's embedding.
 
     Args:
-        tokenizer: the loaded tokenizer.
         vocab_size: the number of tokens with an embedding, or None if it is unknown.
 
     Returns:

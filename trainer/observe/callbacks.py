@@ -62,7 +62,6 @@ class CallbackObserver(Observer):
 
     Args:
         callback: the callback. It gets copies, so that its changes reach neither the training nor other observers.
-        note: shows a note to the user.
     """
 
     def __init__(self, callback: Callback, note: Callable[[str], None]) -> None:
@@ -154,11 +153,7 @@ def names_of(callbacks: Sequence[Callback]) -> str:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse values that are no callbacks.
-
-    Raises:
-        UsageError: one is none.
-    """
+    """Refuse values that are no callbacks."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             hint = ", an instance and not the class" if isinstance(callback, type) else ""

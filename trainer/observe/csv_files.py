@@ -53,9 +53,6 @@ def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
     """Open a file, which may be larger than memory: its columns, and its rows without an incomplete last line.
 
     Both are empty if the file is missing.
-
-    Raises:
-        UsageError: the file is not one that `_Table` writes; the rows raise it too.
     """
     if not os.path.lexists(path):
         yield [], iter(())

@@ -124,7 +124,6 @@ class Meter:
     Args:
         model: the size of the model; None if its FLOPs are unknown.
         peak_flops: the peak of all ranks together, in FLOP/s; None if it is unknown.
-        clock: returns the seconds since a fixed moment.
     """
 
     def __init__(

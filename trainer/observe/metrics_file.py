@@ -126,11 +126,7 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line as text and as object, without an incomplete last line; a file may be larger than memory.
-
-    Raises:
-        UsageError: another line is not one that `MetricsFile` writes.
-    """
+    """Yield each line as text and as object, without an incomplete last line; a file may be larger than memory."""
     cut: UsageError | None = None  # the error of a line that is no JSON, unless it is the last one
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), start=1):
@@ -235,11 +231,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
 
 
 def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecord | BadStepRecord | dict[str, Any]:
-    """Return the content of a line; a dictionary of a start or an end.
-
-    Raises:
-        TypeError, KeyError, AttributeError, ValueError: it is none that `MetricsFile` writes.
-    """
+    """Return the content of a line; a dictionary of a start or an end."""
     if "run" in line:
         _START.validate_json(json.dumps(line["run"]), strict=True)
         _require_equal(len(row) or None for row in line["run"].get("ranks", ()))
@@ -269,11 +261,7 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
 
 
 def _numbers(values: Any) -> dict[str, Any]:
-    """Return an object of finite numbers.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """Return an object of finite numbers."""
     if not isinstance(values, dict) or not all(math.isfinite(_number(value)) for value in values.values()):
         raise ValueError
     return values
@@ -290,11 +278,7 @@ def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return the argument of the `encode_number` call that returned `value`.
-
-    Raises:
-        TypeError: it is no number.
-    """
+    """Return the argument of the `encode_number` call that returned `value`."""
     decoded = decode_number(value)
     if type(decoded) not in (int, float):
         raise TypeError

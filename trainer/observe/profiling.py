@@ -23,7 +23,6 @@ class Profiler(Observer):
 
     Args:
         steps: the first and the last step to profile, from 1.
-        note: a function that shows a message to the user.
     """
 
     def __init__(self, steps: tuple[int, int], rank: int, folder: Path, note: Callable[[str], None]) -> None:

@@ -90,9 +90,7 @@ class Sampler:
     """Sampler of the steps of a loop; all ranks sample the same steps.
 
     Args:
-        meter: the meter of the loop.
         is_able: whether steps can be sampled; see `obstacle`.
-        device: the kind of device that computes.
     """
 
     def __init__(self, meter: Meter, is_able: bool, device: str) -> None:
@@ -141,7 +139,6 @@ def obstacle(recipe: Mapping[str, Any], device: str) -> str | None:
     """Return the reason for which a run samples no steps; None: there is none.
 
     Args:
-        recipe: the recipe as JSON values.
         device: the name of its devices, or "cpu".
     """
     if (recipe.get("logging") or {}).get("profile"):

@@ -33,7 +33,6 @@ class Watchdog(Observer):
     """Observer that ends this process if no rank makes progress; one slow rank is not enough.
 
     Args:
-        timeout_seconds: the time without progress of any rank.
         error_file: the file of this rank's error, which `trainer run` reads; None: standard error.
         report_end: reports the end of the run to its observers, given the reason.
     """
@@ -148,7 +147,6 @@ def stall_message(statuses: Mapping[int, Status], stacks: Mapping[int, str], tim
 
     Args:
         stacks: the stacks of each rank's threads, the main thread first; empty for a rank without a stack file.
-        timeout_seconds: the time without progress.
         now: seconds since the epoch.
     """
     lines = [f"no rank has made any progress for {timeout_seconds:g} seconds (`parallel.stall_timeout`)"]

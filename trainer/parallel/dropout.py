@@ -205,7 +205,6 @@ class DropoutKeys:
         """Return the keys of the rows of the current microbatch for the next call of a site.
 
         Args:
-            site: the name of the site in the model; each site has its own masks.
             shape: the shape of the activation, `[batch, ..., features]`; the dimensions between are positions, or heads
                 and positions.
             shared: whether all rows of the global batch share the activation and its mask, with a batch of one.

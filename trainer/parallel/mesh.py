@@ -113,8 +113,6 @@ class ParallelMesh:
 
         Args:
             tensor: the tensor, on `source`.
-            source: the rank that has it.
-            target: the rank that needs it.
             like: a tensor of the same shape and type, perhaps on `meta`.
         """
         if source == target or self.rank not in (source, target):
@@ -300,7 +298,6 @@ def init_process_group(device: torch.device, rank: int, world_size: int, store: 
     """Create the process group of all ranks.
 
     Args:
-        world_size: the number of ranks.
         store: the store of all ranks; a single rank needs no port.
         timeout: the limit for the creation and for each collective.
     """

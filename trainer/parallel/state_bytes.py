@@ -42,9 +42,6 @@ def state_bytes(
     """Return the bytes on the rank that holds the most.
 
     Args:
-        sizes: the size of each mesh axis.
-        cut_gradients: whether gradients are sharded over the shard group.
-        cut_optimizer: whether the optimizer state is sharded over the shard group.
         weight_bytes: the bytes of an element of a parameter, by its name in `placements`.
         optimizer_bytes: the bytes of the optimizer state, by the name of a parameter and its elements on the rank.
     """

@@ -116,11 +116,7 @@ def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterat
 
 
 def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:
-    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing.
-
-    Raises:
-        UsageError: a flag contradicts; it gives the flag, the key and both values.
-    """
+    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing."""
     flags = environment.accelerate
     mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if mixed not in ("no", precision):

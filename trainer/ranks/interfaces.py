@@ -33,7 +33,6 @@ def listening_address(host: str, one_machine: bool) -> str:
 
     Args:
         host: name or address that the ranks connect to.
-        one_machine: whether all ranks are on this machine.
 
     Returns:
         An address, or an empty string for all interfaces: `host` has no address of this machine, or several.

@@ -50,7 +50,6 @@ def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendez
     """Wait for all ranks.
 
     Args:
-        environment: of this rank, one of several.
         timeout_seconds: limit until the last rank has come.
 
     Raises:
@@ -109,11 +108,7 @@ class Rendezvous:
         _await_all(own, deadline, lambda until: self._wait_for_all("arrived", until) or None, self._missing)
 
     def of_first(self, environment: LaunchEnvironment) -> Rendezvous:
-        """Return the rendezvous of the first ranks alone.
-
-        Args:
-            environment: of this rank among them.
-        """
+        """Return the rendezvous of the first ranks alone."""
         return Rendezvous(PrefixStore("first", self.store), environment, self._hosts_store)
 
     def dismiss(self, waiting: int, code: int) -> None:
@@ -139,7 +134,6 @@ class Rendezvous:
         """Run `action` on all ranks; returns this rank's result when all have finished.
 
         Args:
-            action: function of this rank.
             timeout_seconds: limit for the other ranks after this rank has finished.
 
         Raises:
@@ -342,11 +336,7 @@ class _Peer:
 
 
 def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
-    """Connect to the socket of another machine.
-
-    Raises:
-        TrainerError: it does not answer.
-    """
+    """Connect to the socket of another machine."""
     problem = _connection_problem(other.address, other.port, 2 * _ATTEMPT_SECONDS)[1]
     if problem:
         raise TrainerError(
@@ -359,11 +349,7 @@ def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
 
 
 def _reach(environment: LaunchEnvironment, deadline: float) -> str:
-    """Wait until the store accepts connections; returns the address of this machine in the connection.
-
-    Raises:
-        TrainerError: no connection before the deadline; it gives the answer of the network.
-    """
+    """Wait until the store accepts connections; returns the address of this machine in the connection."""
     notice = time.monotonic() + _NOTICE_SECONDS
     while True:
         left = deadline - time.monotonic()
@@ -416,11 +402,7 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
 
 
 def _listen_for_ranks(environment: LaunchEnvironment) -> int:
-    """Listen at the address of rank 0; returns the file descriptor.
-
-    Raises:
-        LaunchError: another program has the port.
-    """
+    """Listen at the address of rank 0; returns the file descriptor."""
     address = listening_address(environment.master_addr, one_machine=environment.num_nodes == 1)
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
@@ -441,11 +423,7 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 def _lost_store(
     text: str = "another rank exited before all were ready; its message gives the reason",
 ) -> Iterator[None]:
-    """Convert errors of a store that has ended with its rank or agent to an error with `text`.
-
-    Raises:
-        LostPeerError: the store has ended.
-    """
+    """Convert errors of a store that has ended with its rank or agent to an error with `text`."""
     try:
         yield
     except dist.DistError as error:
@@ -453,11 +431,7 @@ def _lost_store(
 
 
 def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
-    """Return a name of this start of the ranks, for a store that may hold values of earlier starts.
-
-    Raises:
-        TrainerError: two processes are the same rank, or not all came.
-    """
+    """Return a name of this start of the ranks, for a store that may hold values of earlier starts."""
     roll_call = RollCall(store, environment.rank, environment.world_size)
     return _await_all(environment, deadline, roll_call.wait, roll_call.missing)
 
@@ -474,9 +448,6 @@ def _await_all(
         deadline: of the monotonic clock.
         wait: function that waits until a time; it returns None if ranks are missing.
         missing: function that returns the missing ranks; None: rank 0 and possibly others.
-
-    Raises:
-        TrainerError: not all came.
     """
     for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
         found = wait(until)

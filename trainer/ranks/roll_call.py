@@ -26,7 +26,6 @@ class RollCall:
 
     Args:
         store: store of the ranks, possibly with values of earlier processes.
-        size: number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

@@ -37,7 +37,6 @@ def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunP
 
     Args:
         recipe: A recipe with an axis in `parallel.elastic`.
-        world_size: The ranks that are there.
 
     Raises:
         RecipeError: The recipe fits no number of ranks up to this one; it is the error for `world_size`.
@@ -55,10 +54,6 @@ def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunP
 
 def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -> None:
     """Check that a recipe fits an elastic launch, so that no later change of the nodes can end the run.
-
-    Args:
-        nodes: The least and the most nodes.
-        local_world_size: The ranks on each node.
 
     Raises:
         UsageError: `parallel.elastic` is none, the run may not resume, or the recipe does not fit the most or the

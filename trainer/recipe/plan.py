@@ -208,7 +208,6 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     """Compute the layout, batch and pipeline of a recipe.
 
     Args:
-        world_size: The number of ranks.
         local_world_size: The number of ranks on each node; None if all are on one node.
 
     Raises:
@@ -271,11 +270,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     """Return the number of passes through the pipeline in one optimizer step, and the plan of one pass.
 
     Args:
-        recipe: A recipe with more than one stage.
         share: The rows of one rank in one optimizer step.
-
-    Raises:
-        RecipeError: the schedule does not support this number of microbatches, stages or rows.
     """
     keys, most = recipe.parallel.pipeline, _most_rows(recipe)
     schedule = SCHEDULES[keys.schedule]

@@ -67,10 +67,6 @@ class NamedClasses(Task):
             are_names: whether this split holds names.
             names: the kind of labels that are names, for the message.
             numbers: the other kind.
-            where: the split and its source, for the message.
-
-        Raises:
-            DataError: the training split holds the other kind.
         """
         if self.labels_are_names not in (None, are_names):
             expected, found = (numbers, names) if are_names else (names, numbers)
@@ -85,7 +81,6 @@ class NamedClasses(Task):
         The comparison of names ignores case and outer spaces.
 
         Args:
-            checkpoint: the class names of the checkpoint, in order.
             chosen: whether the recipe lists the classes in `task.labels`; their order then stays.
 
         Raises:
@@ -149,9 +144,7 @@ class NamedClasses(Task):
         """Return the class names of a label column.
 
         Args:
-            feature: the type of a label.
             found: the labels of the split; None is ignored.
-            where: the split and its source, for messages.
 
         Raises:
             DataError: there are fewer than two classes, or integers have a gap.
@@ -205,7 +198,6 @@ class NamedClasses(Task):
 
         Args:
             declared: the names that the column declares.
-            place: the cell, for the message.
         """
         names = self._known_class_names
         if declared is not None and label is not None and 0 <= label < len(declared):
@@ -293,12 +285,7 @@ class RowClasses(NamedClasses):
         return resolved
 
     def _resolved_weights(self, train: Dataset, where: str) -> Mapping[str, float] | None:
-        """Return the weight of each class by its name; balanced ones are `rows / (classes * rows of the class)`.
-
-        Raises:
-            DataError: the weights are balanced, and a class has no training rows, or a label is not valid.
-            UsageError: a class has no weight, or a weight is that of an unknown class.
-        """
+        """Return the weight of each class by its name; balanced ones are `rows / (classes * rows of the class)`."""
         names, weights = self._known_class_names, self.class_weights
         if weights is None:
             return None

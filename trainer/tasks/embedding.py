@@ -54,7 +54,6 @@ class Prompts:
         """Return these prompts, completed by those of a folder.
 
         Args:
-            folder: the folder.
             has_roles: whether texts are queries and documents; if not, the folder's default prompt is for all.
         """
         known, default = folder.prompts, folder.default_prompt
@@ -230,11 +229,7 @@ class EmbeddingTask(SeveralTexts):
         return (self.prompts.query if column == query else self.prompts.document) or ""
 
     def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
-        """Return the score of each row.
-
-        Raises:
-            DataError: a score is not a finite number, or no cosine for the loss `cosine`.
-        """
+        """Return the score of each row."""
         numbers = []
         for place, value in enumerate(rows[column]):
             number = finite_number(value)
@@ -356,12 +351,7 @@ class EmbeddingTask(SeveralTexts):
         return [dict(zip(names, texts.tolist(), strict=True)) for texts in answers["embeddings"]]
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
-        """Return the files, by name, that make an exported folder one of sentence-transformers.
-
-        Args:
-            max_length: the maximum number of tokens of a text.
-            hidden_size: the size of an embedding.
-        """
+        """Return the files, by name, that make an exported folder one of sentence-transformers."""
         names = ["Transformer", "Pooling", *["Dense"] * len(self.dense), *["Normalize"] * self.normalize]
         paths = [f"{place}_{name}" if place else "" for place, name in enumerate(names)]
         modules = [

@@ -19,11 +19,7 @@ _DEEP_MODES = ("I", "F")  # modes with more than 8 bits a channel, which Pillow 
 
 
 def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...] | None, where: str) -> None:
-    """Require that column `name` holds images, and that `shape` is given for flat lists only.
-
-    Raises:
-        DataError: the column is missing or holds no images, or `shape` does not match the type of the column.
-    """
+    """Require that column `name` holds images, and that `shape` is given for flat lists only."""
     require_columns(features, [name], "task.image", where)
     depth = None if _is_encoded(features[name]) else _depth(features[name])
     holds = f"column `{name}` of {where} holds {type_name(features[name])}"

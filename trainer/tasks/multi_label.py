@@ -120,11 +120,7 @@ class MultiLabelTask(NamedClasses, TextTask):
         return torch.tensor(values, dtype=torch.float32)
 
     def _labels(self, rows: Dataset, where: str, first_row: int) -> list[NDArray[np.float32]]:
-        """Return 0 or 1 for each label of each row, as arrays `[num_labels]`.
-
-        Raises:
-            DataError: a row is null, or has an unknown label, another number than 0 and 1, or too few or many numbers.
-        """
+        """Return 0 or 1 for each label of each row, as arrays `[num_labels]`."""
         names = self._known_class_names
         index_of, declared = self.index_of(rows.features[self.label_column].feature)
         encoded = []

@@ -166,11 +166,7 @@ class MultipleChoiceTask(TextTask):
         return columns, {places[place][0] for place in long}
 
     def _choices(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
-        """Return the choices of each row.
-
-        Raises:
-            DataError: a row has fewer than two choices, or a choice is null or empty.
-        """
+        """Return the choices of each row."""
         if len(self.choice_columns) == 1:
             (column,) = self.choice_columns
             lists = [_texts(value) for value in rows[column]]
@@ -204,11 +200,7 @@ class MultipleChoiceTask(TextTask):
         return texts
 
     def _questions(self, rows: Dataset, where: str, first_row: int) -> list[str]:
-        """Return the text before each choice; empty without a question.
-
-        Raises:
-            DataError: a value is null, or has no text in `question_texts`.
-        """
+        """Return the text before each choice; empty without a question."""
         if self.question_column is None:
             return [""] * len(rows)
         questions = self._texts(rows, self.question_column, where, first_row)
@@ -230,11 +222,7 @@ class MultipleChoiceTask(TextTask):
         return f"{question} {choice}".strip()
 
     def _labels(self, rows: Dataset, choices: Sequence[Sequence[str]], where: str, first_row: int) -> list[int]:
-        """Return the index of the right choice of each row.
-
-        Raises:
-            DataError: a label is null, or does not name exactly one choice.
-        """
+        """Return the index of the right choice of each row."""
         labels = []
         named = rows[self.choice_columns[0]]  # may hold the labels of the choices
         for place, (label, of_row, value) in enumerate(zip(rows[self.label_column], choices, named, strict=True)):
@@ -247,12 +235,7 @@ class MultipleChoiceTask(TextTask):
         return labels
 
     def _meanings(self, label: str | int | None, choices: Sequence[str], names: Sequence[Any]) -> list[tuple[str, int]]:
-        """Return the choices that a label may mean: the format, and the index of the choice.
-
-        Args:
-            choices: the texts of the choices.
-            names: the labels of the choices; empty if they have none.
-        """
+        """Return the choices that a label may mean: the format, and the index of the choice."""
         text = "" if label is None else str(label).strip()
         number = int(text) if text.isdecimal() else -1
         indices = {

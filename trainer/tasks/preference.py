@@ -311,11 +311,7 @@ def _list(messages: Any) -> list[Any]:
 
 
 def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the messages that two chats start with, and the rest of each.
-
-    Raises:
-        DataError: they have none in common, or nothing else.
-    """
+    """Return the messages that two chats start with, and the rest of each."""
     one, other = _list(chosen), _list(rejected)
     shorter = min(len(one), len(other))
     number = next((at for at in range(shorter) if one[at] != other[at]), shorter)
@@ -328,11 +324,7 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
 
 
 def _tools(value: Any, place: str) -> Sequence[dict[str, Any]] | None:
-    """Return the tools of a chat.
-
-    Raises:
-        DataError: they are no list of objects.
-    """
+    """Return the tools of a chat."""
     if value is None:
         return None
     try:
@@ -345,11 +337,7 @@ def _tools(value: Any, place: str) -> Sequence[dict[str, Any]] | None:
 
 
 def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:
-    """Return 1 for each desirable row, else 0.
-
-    Raises:
-        DataError: a label is not true, false, 1 or 0.
-    """
+    """Return 1 for each desirable row, else 0."""
     for place, value in enumerate(rows[column]):
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(f"{cell(column, first_row + place, where)} must be true or false, but is {value!r}")

@@ -88,8 +88,6 @@ def labelled_losses(answers: Answers, loss: PreferenceLoss, kl: Tensor) -> Tenso
     """Return the KTO loss of each row `[rows]`: equation 8 of Ethayarajh et al. 2024, without its constant.
 
     Args:
-        answers: the answers.
-        loss: the loss.
         kl: the estimate of `divergence`.
     """
     distance = loss.scale * (answers.ratios[:, 0] - kl)

@@ -317,11 +317,7 @@ class QuestionAnsweringTask(TextTask):
         return windows(size, room, stride)
 
     def _answers(self, row: Mapping[str, Any], where: str, number: int) -> list[tuple[str, int]]:
-        """Return the texts of a row's answers and their first characters.
-
-        Raises:
-            DataError: an answer is not where it should be, or there is none though there must be one.
-        """
+        """Return the texts of a row's answers and their first characters."""
         place = cell(self.answer_columns[0], number, where)
         texts, starts = _texts_and_starts([row[column] for column in self.answer_columns])
         if len(texts) != len(starts):

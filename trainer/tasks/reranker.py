@@ -158,11 +158,7 @@ class RerankerTask(ScoredTexts):
         return self._documents(rows, "", 0)
 
     def _documents(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
-        """Return the documents of each row.
-
-        Raises:
-            DataError: a row has none, or one is null or empty.
-        """
+        """Return the documents of each row."""
         if len(self.document_columns) > 1:
             columns = [list(rows[name]) for name in self.document_columns]
             for name, texts in zip(self.document_columns, columns, strict=True):
@@ -188,11 +184,7 @@ class RerankerTask(ScoredTexts):
     def _labels(
         self, rows: Dataset, documents: Sequence[Sequence[str]], where: str, first_row: int
     ) -> list[NDArray[np.float64]]:
-        """Return the relevances of each row `[num_texts]`.
-
-        Raises:
-            DataError: a label is no number that the loss takes, or a row has not one for each document.
-        """
+        """Return the relevances of each row `[num_texts]`."""
         if self.label_column is None:
             found = [[1.0] + [0.0] * (len(of_row) - 1) for of_row in documents]
         else:

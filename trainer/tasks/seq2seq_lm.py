@@ -144,11 +144,7 @@ class Seq2SeqLMTask(TokenLabels):
         return [{GENERATED: text} for text in _texts(answers[GENERATED], split.tokenizer)]
 
     def _labels(self, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[list[list[int]], list[bool]]:
-        """Return the tokens of each target with its end token, and whether it was truncated.
-
-        Raises:
-            UsageError: the tokenizer has no end token, or `max_target_length` does not fit it.
-        """
+        """Return the tokens of each target with its end token, and whether it was truncated."""
         end = tokenizer.eos_token_id
         if end is None:
             raise UsageError(

@@ -79,11 +79,7 @@ class SequenceRegressionTask(TextTask):
         return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]
 
     def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
-        """Return the target of each row.
-
-        Raises:
-            DataError: a target is null, not a number, NaN or infinite.
-        """
+        """Return the target of each row."""
         numbers: list[float] = []
         for place, value in enumerate(rows[column]):
             number = finite_number(value)

@@ -67,8 +67,6 @@ class Loss(ABC):
         """Return the tensor that `loss_sum` and `predictions` take as `logits`.
 
         Args:
-            output: the output of the model.
-            inputs: the inputs of the microbatch.
             labels: its labels; None for rows without labels.
         """
         logits: Tensor = output.logits
@@ -215,7 +213,6 @@ class Answers:
 
         Args:
             answers: the answers for the whole split, each of shape `[encoded rows, ...]`, in the order of the rows.
-            split: the split.
         """
         raise NotImplementedError
 
@@ -296,10 +293,6 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
     def resolve(self, train: Dataset, where: str) -> Self:
         """Return the task with the labels of the training split.
 
-        Args:
-            train: the training split.
-            where: the split and its source, for messages.
-
         Raises:
             DataError: a column is missing or of the wrong type, or the labels do not form classes.
             UsageError: a metric is not defined for these labels.
@@ -317,9 +310,6 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
 
     def for_configuration(self, config: Any) -> Self:
         """Return the task with the parts of the model's configuration that `encode` needs.
-
-        Args:
-            config: the configuration of transformers.
 
         Raises:
             UsageError: the model does not fit the task.
@@ -342,7 +332,6 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         """Return the contents of further JSON files of an exported folder, by their path in the folder.
 
         Args:
-            max_length: the maximum number of tokens of a text.
             hidden_size: the size of the model's hidden states; None if its configuration does not name it.
         """
         return {}
@@ -364,7 +353,6 @@ class TextTask(Task):
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split.
 
         Args:
-            rows: the rows.
             first_row: the value of `first_row` with which `encode` gets `rows[0]`.
         """
         return self
@@ -377,9 +365,7 @@ class TextTask(Task):
 
         Args:
             rows: consecutive rows of a split that passed `check_columns`.
-            tokenizer: the tokenizer of the model.
             max_length: the maximum number of tokens of a row; longer rows are truncated.
-            where: the split and its source, for messages.
             first_row: the index of `rows[0]` in the split, from 0; messages count from 1.
 
         Returns:
@@ -404,10 +390,6 @@ class TextTask(Task):
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
         """Return the masking that makes labels from tokens in each epoch; None if `encode` returns labels.
 
-        Args:
-            tokenizer: the tokenizer of the model.
-            seed: the recipe's seed.
-
         Raises:
             UsageError: the tokenizer has no mask token.
         """
@@ -425,8 +407,6 @@ class ImageTask(Task):
 
         Args:
             rows: consecutive rows of a split that passed `check_columns`.
-            processor: the image processor of the model.
-            where: the split and its source, for messages.
             first_row: the index of `rows[0]` in the split, from 0; messages count from 1.
 
         Returns:

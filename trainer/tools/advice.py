@@ -39,9 +39,6 @@ class MemoryAdvice:
     """The planned memory of a run, and the explanation of a full device; a context manager around the run.
 
     Only rank 0 of a run on GPUs plans, beside its preparation. On CPUs, the plan would take its time from the training.
-
-    Args:
-        environment: the ranks of the run.
     """
 
     def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
@@ -166,11 +163,7 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 
 def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
-    """Return the plan of a child.
-
-    Raises:
-        NoPlanError: the child failed, or is not ready after some seconds.
-    """
+    """Return the plan of a child."""
     try:
         text, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

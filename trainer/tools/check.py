@@ -96,11 +96,7 @@ def check_parts(plan: RunPlan) -> Checked:
 
 
 def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
-    """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run.
-
-    Raises:
-        UsageError: the model cannot be built.
-    """
+    """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run."""
     assert recipe.checkpoint.memory is not None
     folder = Path(recipe.checkpoint.memory.folder)
     if not os.access(folder, os.W_OK):

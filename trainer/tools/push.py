@@ -96,11 +96,7 @@ def _exported(source: Path) -> Path:
 
 
 def _plain_files(folder: Path) -> list[str]:
-    """Return the files below a folder.
-
-    Raises:
-        UsageError: one is hidden, a link or no file, or a text holds a secret.
-    """
+    """Return the files below a folder."""
     names = []
     for place, folders, files in os.walk(folder):
         for name in sorted([*folders, *files]):

@@ -31,7 +31,6 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     Args:
         values: The resolved recipe by dotted key paths.
         plan: The plan as this rank resolved it.
-        device_type: The type of this rank's device, cpu or cuda.
     """
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
@@ -45,9 +44,6 @@ def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_secon
     """Compare the facts of all ranks. All ranks must call it.
 
     If they differ, each rank sends only the facts that differ from those of rank 0.
-
-    Args:
-        timeout_seconds: The limit for other ranks.
 
     Raises:
         UsageError: Facts differ; the message names them with their ranks and hosts. Every rank raises it.

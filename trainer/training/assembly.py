@@ -193,7 +193,6 @@ class Assembly:
         """Return the saver of checkpoints in the run's folder, which also resumes from them.
 
         Args:
-            note: shows a note on rank 0.
             check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
             is_stopped: returns whether rank 0 has to stop, while it waits for `checkpoint.mirror`.
             saves: whether to write checkpoints.
@@ -223,7 +222,6 @@ class Assembly:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
 
         Args:
-            place: The folder.
             compares: Whether to compare it with the trained model on `evaluation.verify_export` rows.
 
         Raises:
@@ -328,8 +326,6 @@ def assemble(
     """Build the model and the engine. All ranks must call it.
 
     Args:
-        mesh: of the plan's layout.
-        data: of the recipe.
         adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets
             each pipeline stage by itself, and must do the same on every rank.
         progress: the counters of the run; None: new ones.

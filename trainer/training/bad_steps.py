@@ -30,11 +30,8 @@ def examine(
     its microbatch.
 
     Args:
-        step: The number of the step, from 1.
         result: The result of the step, which left weights and optimizer as they were.
-        batch: The batch of the step.
         row_ids: The indices in the training split of the rows of the whole global batch.
-        engine: The engine that holds the model.
         last_good: The batch of the step before, which was finite; if its loss is not finite now, the weights have
             diverged, and the rows are innocent.
     """

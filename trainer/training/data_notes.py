@@ -32,7 +32,6 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
     """Return notes on rows cut to `max_length` tokens, targets that are cut, rows without text, and unknown tokens.
 
     Args:
-        max_length: the maximum number of tokens of a row.
         unit: the name of encoded rows; see `row_unit`.
         cut_targets: the text of the task about targets that are cut.
     """

@@ -38,11 +38,6 @@ class Evaluator:
     """Evaluates the engine's model on one split.
 
     Args:
-        engine: The engine that holds the model.
-        loader: This rank's part of the split.
-        num_rows: The number of rows of the split over all ranks.
-        task: The task that computes the metrics.
-        observers: The observers that show the progress.
         split: The split, for tasks with metrics that need its texts.
     """
 

@@ -85,14 +85,8 @@ class Loop:
     """Train until the last step, or until a signal, a file, a callback or the patience stops the run.
 
     Args:
-        engine: The engine that takes the steps.
         loader: The batches that are left; they begin at `saver.progress`.
-        validation: The evaluations.
-        meter: The meter of rows and tokens per second.
-        sampler: The sampler of the parts of a step.
         saver: The saver of checkpoints, which holds the progress of the run.
-        steps_per_epoch: Optimizer steps of one pass over the training split.
-        stop: The requests to save or to stop.
         has_callbacks: Whether `observers` holds callbacks on any rank.
     """
 

@@ -70,11 +70,7 @@ class Limits:
         return self.skip + self.number * (1 if filters == (None,) * 3 else 10) + most_right
 
     def check(self) -> None:
-        """Refuse a range with fewer documents than negatives.
-
-        Raises:
-            UsageError: it has fewer.
-        """
+        """Refuse a range with fewer documents than negatives."""
         if self.among is not None and self.among - self.skip < self.number:
             raise UsageError(
                 f"`--range-max` must be at least {self.skip + self.number} (`--range-min` {self.skip} and `--number`"
@@ -214,11 +210,7 @@ class _Texts:
 
     @classmethod
     def of(cls, request: Request, query: str, document: str) -> _Texts:
-        """Read the pairs of a file.
-
-        Raises:
-            DataError: a column is missing, a text is null or empty, or the file has no row.
-        """
+        """Read the pairs of a file."""
         queries: dict[str, int] = {}
         documents: dict[str, int] = {}
         pairs: dict[tuple[int, int], None] = {}
@@ -238,9 +230,7 @@ class StoredRows:
     """Rows of fp32 numbers in a file of rank 0. All ranks must make the same calls.
 
     Args:
-        mesh: the ranks.
         path: the file, which must not exist yet.
-        number: the number of rows.
     """
 
     def __init__(self, mesh: ParallelMesh, path: Path, number: int) -> None:
@@ -275,11 +265,7 @@ class StoredRows:
 
 
 def _folder_beside(output: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for temporary files, on the disk of the output.
-
-    Raises:
-        TrainerError: it cannot be made.
-    """
+    """Return a folder for temporary files, on the disk of the output."""
     try:
         return tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=output.parent)
     except OSError as error:
@@ -324,12 +310,8 @@ def mine(
     rank holds a block of queries and one of documents, with the most similar documents of the former.
 
     Args:
-        queries: the embeddings of all queries.
-        documents: the embeddings of all documents.
         pairs: the numbers of queries and of their right documents `[pairs, 2]`.
-        limits: the choice of negatives.
         rank: the rank, which has each `world_size`-th query.
-        world_size: the number of ranks.
     """
     most_right = int(torch.bincount(pairs[:, 0]).max())
     pairs = pairs[(pairs[:, 0] % world_size == rank).nonzero().flatten()]
@@ -350,10 +332,7 @@ def _negatives(queries: Tensor, documents: Rows, pairs: Tensor, limits: Limits, 
     """Return the negatives of queries `[queries, number]`.
 
     Args:
-        queries: the embeddings of a block of queries.
-        documents: the embeddings of all documents.
         pairs: the numbers of queries in the block, and of their right documents.
-        limits: the choice of negatives.
         most_right: the largest number of right documents of a query.
     """
     last = limits.last(most_right)

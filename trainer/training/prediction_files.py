@@ -131,8 +131,6 @@ class InputRows:
     """The rows of the input, in chunks.
 
     Args:
-        request: the file and the options.
-        columns: the columns that the task reads.
         check: raises the error of rows that cannot be encoded, given their `columns` and the index of the first.
     """
 

@@ -52,9 +52,6 @@ def meet_ranks(
 
     This stands before everything slow, so that a mistake in the cluster shows at once.
 
-    Args:
-        observer: shows that this rank waits.
-
     Raises:
         UsageError: recipes, versions or sources differ between ranks.
         TrainerError: ranks are missing, or cannot reach each other.
@@ -187,11 +184,7 @@ def run_on_ranks(
 def _check_gpus(
     rendezvous: Rendezvous, environment: LaunchEnvironment, device: torch.device, timeout_seconds: float
 ) -> None:
-    """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it.
-
-    Raises:
-        LaunchError: ranks have the same GPU.
-    """
+    """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it."""
     own = (str(torch.cuda.get_device_properties(device).uuid), f"rank {environment.rank} on {socket.gethostname()}")
     holders: dict[str, list[str]] = {}
     for uuid, rank in rendezvous.gather(own, timeout_seconds) or ():

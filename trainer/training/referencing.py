@@ -41,10 +41,7 @@ def with_reference(
     configuration, rows, precision, source code and versions of packages reads it from the cache.
 
     Args:
-        recipe: the recipe.
-        data: the data of the recipe.
         engine: the engine, before the first step and before a checkpoint is loaded.
-        mesh: the ranks.
         model: the facts of the model beside its weights.
 
     Raises:
@@ -108,11 +105,7 @@ def _read(entry: Path) -> Tensor | None:
 
 
 def _write(cache: Path, key: str, values: Tensor) -> None:
-    """Write values, whole or not at all.
-
-    Raises:
-        TrainerError: the folder cannot be written.
-    """
+    """Write values, whole or not at all."""
 
     def write(entry: EntryWriter) -> None:
         entry.add({REFERENCE: list(values.numpy())})

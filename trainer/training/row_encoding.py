@@ -91,10 +91,6 @@ class Preparation(Protocol):
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
 
-        Args:
-            task: The task of the recipe.
-            seed: The seed of the recipe.
-
         Raises:
             UsageError: The task hides tokens, but the tokenizer has no mask token.
         """
@@ -157,11 +153,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 
 def require_fit(recipe: Recipe, config: Any) -> None:
-    """Require a model of texts that fits the task and the length of texts.
-
-    Raises:
-        UsageError: it does not fit.
-    """
+    """Require a model of texts that fits the task and the length of texts."""
     longest = max_positions(config)
     if longest is not None and recipe.data.max_length > longest:
         raise UsageError(
@@ -174,11 +166,7 @@ def require_fit(recipe: Recipe, config: Any) -> None:
 
 
 def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
-    """Refuse rotary positions that depend on the length of the recipe's rows, with the tokens that the task generates.
-
-    Raises:
-        UsageError: they depend on it.
-    """
+    """Refuse rotary positions that depend on the length of the recipe's rows, with the tokens that the task generates."""
     longest, key = recipe.data.max_length, "`data.max_length`"
     if task.generation is not None:
         longest += task.generation.max_new_tokens
@@ -279,12 +267,7 @@ class TextPreparation:
         return encoded
 
     def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:
-        """Require equally many end tokens in all rows.
-
-        Raises:
-            UsageError: a row has no end token.
-            DataError: rows differ in their number of end tokens.
-        """
+        """Require equally many end tokens in all rows."""
         config = self.config
         counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
         if not counts.all():

@@ -70,7 +70,6 @@ class Session:
     """The observers of this rank: the recipe's on rank 0; callbacks; `observer`, heartbeat and watchdog on every rank.
 
     Args:
-        owner: the ownership of the run's folder.
         observer: an observer of this rank, beside the recipe's.
     """
 

@@ -146,11 +146,7 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
 
 
 def _columns(recipe: Recipe, task: Task) -> list[int] | None:
-    """Return the teacher's class for each class of the student; None if the classes are in the same order, or tokens.
-
-    Raises:
-        UsageError: the teacher has other classes.
-    """
+    """Return the teacher's class for each class of the student; None if the classes are in the same order, or tokens."""
     assert recipe.distillation is not None
     if not isinstance(task, NamedClasses) or task.class_names is None:
         return None
@@ -166,11 +162,7 @@ def _columns(recipe: Recipe, task: Task) -> list[int] | None:
 
 
 def _require_all(recipe: Recipe, lacking: Any) -> None:
-    """Refuse a teacher that lacks weights, such as the head of the task.
-
-    Raises:
-        UsageError: it lacks some.
-    """
+    """Refuse a teacher that lacks weights, such as the head of the task."""
     if lacking:
         assert recipe.distillation is not None
         raise UsageError(
@@ -181,11 +173,7 @@ def _require_all(recipe: Recipe, lacking: Any) -> None:
 
 
 def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, config: Any) -> None:
-    """Require a teacher that reads the same inputs as the student.
-
-    Raises:
-        UsageError: it reads others.
-    """
+    """Require a teacher that reads the same inputs as the student."""
     assert recipe.distillation is not None
     described, name = described_teacher(recipe), recipe.distillation.teacher
     if isinstance(recipe.task, ImageKeys):
@@ -231,11 +219,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
 
 @contextmanager
 def _naming_the_teacher() -> Iterator[None]:
-    """Let errors of the functions that load and check models name the teacher.
-
-    Raises:
-        RecipeError: the errors, with its key.
-    """
+    """Let errors of the functions that load and check models name the teacher."""
     key, problems = "`distillation.teacher`", Problems()
     with problems.collect():
         yield

@@ -23,11 +23,6 @@ class Adafactor(EngineOptimizer):
 
     Row and column are whole on every rank, which costs little memory. The update is that of torch's class, which waits
     for the device twice for each parameter; here, its numbers stay on the device.
-
-    Args:
-        groups: parameter groups.
-        whole: the placement of the parameters.
-        options: the options of torch's Adafactor.
     """
 
     updates_in_batches = True

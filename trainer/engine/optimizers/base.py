@@ -49,11 +49,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def require_package(cls) -> None:
-        """Refuse an optimizer that needs a package that is not installed.
-
-        Raises:
-            UsageError: the package is not installed.
-        """
+        """Refuse an optimizer that needs a package that is not installed."""
 
     @classmethod
     def notes(cls, device: torch.device) -> list[str]:

@@ -56,7 +56,6 @@ def moment_bytes(shape: tuple[int, ...], num_elements: int) -> int:
     """Return the bytes of the moments of a parameter on a rank.
 
     Args:
-        shape: the shape of the whole parameter.
         num_elements: the elements of the rank's part. The scales of all blocks are on every rank.
     """
     return 2 * num_elements + 8 * num_blocks(shape) if is_in_blocks(shape) else 8 * num_elements
@@ -77,7 +76,6 @@ class AdamW8bit(PartlyAdamW):
 
     Args:
         groups: parameter groups; those with `in_blocks` hold large parameters.
-        whole: the placement of the parameters.
     """
 
     key = IN_BLOCKS
@@ -174,14 +172,9 @@ class _Part:
     Args:
         weight: the part, which changes.
         gradient: its gradient, contiguous.
-        state: the state of the optimizer for it, which changes.
-        group: the options of AdamW.
         corrections: the learning rate and the factor of second moments, both corrected for the zeros from which the
             moments began, fp32 `[2]`.
-        rows: the blocks of its elements.
-        tables: the numbers of the codes and the codes of numbers.
         flag: the flag of a bad step, in which nothing changes; None: the step is good.
-        is_fused: whether kernels compute the step.
     """
 
     placement: ParameterPlacement

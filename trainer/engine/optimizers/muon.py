@@ -26,7 +26,6 @@ class Muon(PartlyAdamW):
 
     Args:
         groups: parameter groups; those with `momentum` hold matrices.
-        whole: the placement of the parameters.
     """
 
     key = "momentum"
@@ -80,7 +79,6 @@ def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
 
     Args:
         matrices: the matrices, bf16 `[n, rows, columns]`, which may be overwritten.
-        iterations: the number of iterations.
     """
     if len(matrices) == 1:  # batched products of one matrix are slower on a CPU
         return _zeropower_via_newtonschulz(matrices[0], (DEFAULT_A, DEFAULT_B, DEFAULT_C), iterations, EPS).unsqueeze(0)

@@ -63,10 +63,8 @@ class TrainedParameters:
 
     Args:
         named: the parameters by name; frozen ones are left out.
-        no_decay: the names of those without weight decay.
         matrices: returns the names of the weights of linear layers in the repeated layers. It fails for a model of an
             unknown family, so only an optimizer that needs them calls it.
-        whole: the access to whole tensors.
         rounding_seed: the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation.
         rules: learning rates and weight decays that differ from those of the optimizer, by name.
         ema_decay: the decay of the averages of the weights; None: there are none.

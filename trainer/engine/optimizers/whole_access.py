@@ -52,7 +52,6 @@ class WholeAccess:
         """Return whole tensors on every rank for this rank's parts; a collective for each one that is sharded.
 
         Args:
-            parameters: parameters of one batch.
             parts: plain tensors `[n, *shape]` with the shape of this rank's parts of them.
         """
         if (mesh := self._cut_over(parameters)) is None:

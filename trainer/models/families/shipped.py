@@ -91,11 +91,7 @@ def _of_style(plan: Mapping[str, str], style: str) -> tuple[str, ...]:
 
 
 def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
-    """Refuse modules in the plan's blocks that the plan does not define, or that cannot be cut.
-
-    Raises:
-        UsageError: there is such a module; the message names it.
-    """
+    """Refuse modules in the plan's blocks that the plan does not define, or that cannot be cut."""
     model_type = model.config.model_type
     cut = {_block(pattern) for pattern, style in plan.items() if style in (_COLUMN, _ROW)}
     columns: dict[str, list[tuple[str, int]]] = {}  # by block: names and output features

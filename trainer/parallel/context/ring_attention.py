@@ -426,8 +426,6 @@ def ring_attention(
         value: its values, `[batch, key_value_heads, block, value_dim]`.
         row_keys: the keys of the rows for the dropout mask, int64 `[rows]`, in the order in which they are joined, if
             they are; None without dropout.
-        options: the options of the call.
-        ring: the place of this rank.
 
     Returns:
         The output `[batch, queries, heads, value_dim]`, without padding.

@@ -80,8 +80,6 @@ def blocks(device: torch.device, dtype: torch.dtype, dim: int, has_floats: bool)
     """Return the blocks of a call.
 
     Args:
-        device: the device of its tensors.
-        dim: the size of a head.
         has_floats: whether there is a bias or an additive mask.
     """
     if kernel_support.is_interpreted():

@@ -138,11 +138,7 @@ class PipelineDriver:
     """The stages of one rank.
 
     Args:
-        stages: this rank's stages, in order.
-        num_stages: the number of stages of the pipeline.
         schedule: a name of `SCHEDULE_CLASSES`.
-        num_microbatches: the number of microbatches in one pass.
-        group: the ranks of the pipeline.
         dtype: the type of the tensors between stages.
     """
 

@@ -55,7 +55,6 @@ class Passing(Absent):
     """A layer of an earlier stage.
 
     Args:
-        original: the module on the meta device.
         num_results: the number of tensors that it returns; the first is its input.
     """
 
@@ -87,7 +86,6 @@ class Later(Absent):
     """A module of a later stage; a call ends the forward pass.
 
     Args:
-        original: the module on the meta device.
         takes_hidden: whether its first argument is the input of the next stage.
     """
 

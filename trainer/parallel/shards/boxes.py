@@ -64,10 +64,6 @@ def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: 
     """Return this rank's part of a parameter or of a tensor of its optimizer state.
 
     A tensor with another number of dimensions than `placement.shape` is replicated.
-
-    Args:
-        name: the name in the checkpoint.
-        tensor: this rank's tensor, perhaps a DTensor.
     """
     if tensor.dim() != len(placement.shape):
         return whole_part(name, tensor, mesh)
@@ -89,7 +85,6 @@ def flat_part(
     """Return this rank's part of a flattened tensor, a range of its elements as in DeepSpeed's partitions.
 
     Args:
-        name: the name in the checkpoint.
         flat: this rank's elements, `[n]`; n may be 0.
         start: the index of the first one in the flattened tensor of this tensor rank.
         axes: the mesh axes over which the flattened tensor is sharded.

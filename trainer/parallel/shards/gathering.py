@@ -39,7 +39,6 @@ def gather_on_all(part: Tensor, parameter: Tensor, placement: ParameterPlacement
 
     Args:
         part: a plain tensor, laid out as this rank's part of `parameter`.
-        parameter: the parameter, perhaps a DTensor.
     """
     return join_whole(laid_out_as(part, parameter), placement, mesh)
 

@@ -18,10 +18,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: ParallelMesh, step: int) -> None:
     """Compare one number for each parameter over all ranks, the sum of the bits of its elements; a collective.
 
-    Args:
-        held: this rank's part of each parameter, by name.
-        step: the number of optimizer steps so far, for the message.
-
     Raises:
         TrainerError: two ranks differ; raised on every rank. It names the ranks and the first parameter.
     """

@@ -129,7 +129,6 @@ def share_maxima(
 
     Args:
         maxima: the maxima of this rank's elements, `[blocks]` for each parameter, in the same order on all ranks.
-        placements: the placements of these parameters.
     """
     shared = list(maxima)
     for axis in dict.fromkeys(axis for placement in placements for axis in placement.split_axes):

@@ -30,8 +30,6 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
 
     Args:
         whole: the whole tensor `[..., n, ...]`, n the size of dimension `split.dim`.
-        split: the split of the whole tensor.
-        size: the number of parts.
 
     Returns:
         The part `[..., blocks * ceil(n / blocks / size), ...]`.
@@ -49,11 +47,6 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
 
 def ranges_of_part(total: int, split: Split, index: int, size: int) -> tuple[int, list[tuple[int, int]]]:
     """Return the ranges of dimension `split.dim` that `part_of` takes, to read a part from a file.
-
-    Args:
-        total: the size of that dimension of the whole tensor.
-        split: the split of the whole tensor.
-        size: the number of parts.
 
     Returns:
         The number of elements of the part in each block, and start and stop of its range in each block. In the part,

@@ -45,7 +45,6 @@ def linear_cross_entropy(
     Args:
         x: the input `[rows, hidden]`.
         labels: integer labels `[rows]`, or `IGNORED_LABEL`; equal on all ranks.
-        cut: the split of the vocabulary over the ranks.
         num_columns: the maximum number of columns of a block.
         finds_best: whether to compare each label with the first of the largest logits; else, no row is right.
 

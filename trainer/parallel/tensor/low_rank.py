@@ -71,10 +71,6 @@ class LowRank(nn.Module):
     while the factors are equal to their start.
 
     Args:
-        A: the first factor.
-        B: the second factor.
-        scaling: the factor of the product.
-        dropout: the dropout of the input.
         magnitude: the norms of the rows; None: the norms are not trained.
         start: the factors of the frozen product; None: there is none.
         group: the ranks that share the inputs of the layer, for the norms of whole rows.

@@ -87,8 +87,6 @@ class TrainedLogits(TrainedRows):
 
         Args:
             hidden: the inputs of the head, `[*, hidden]`.
-            logits: the outputs of the head.
-            bias: the bias in `logits`.
         """
         # A rank uses some of the rows, so the gradient of all is a sum over the ranks.
         rows = copy_to_group(self.rows, self._group).index_select(0, self.own)

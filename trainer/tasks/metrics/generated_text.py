@@ -22,8 +22,6 @@ def rouge(kind: str, generated: Sequence[str], targets: Sequence[str]) -> float:
 
     Args:
         kind: `rouge1`, `rouge2`, `rougeL`, or `rougeLsum`, which compares the lines of two texts.
-        generated: the generated text of each row.
-        targets: the target text of each row.
     """
     scorer = _module(_ROUGE).RougeScorer([kind], use_stemmer=True)
     scores = [scorer.score(target, text)[kind].fmeasure for text, target in zip(generated, targets, strict=True)]

@@ -19,11 +19,7 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
-    """Require that a split has the columns `names`, which the recipe's `key` selects.
-
-    Raises:
-        DataError: a column is missing; the message lists the columns of the split.
-    """
+    """Require that a split has the columns `names`, which the recipe's `key` selects."""
     for name in names:
         if name not in features:
             raise DataError(
@@ -33,11 +29,7 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
 
 
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
-    """Require that a split has the columns `names`, which the recipe's `key` selects, and that they hold strings.
-
-    Raises:
-        DataError: a column is missing or does not hold strings.
-    """
+    """Require that a split has the columns `names`, which the recipe's `key` selects, and that they hold strings."""
     require_columns(features, names, key, where)
     for name in names:
         if getattr(features[name], "dtype", None) not in STRING_TYPES:

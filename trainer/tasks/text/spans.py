@@ -46,10 +46,7 @@ def tags_of_words(
     """Return the tag of each word of a text.
 
     Args:
-        value: its spans.
-        names: the tags of the task.
         by_token: whether each token is a word, for messages.
-        place: the cell of the spans, for messages.
 
     Raises:
         DataError: spans overlap, lie outside of the text, divide a word or have an unknown label.

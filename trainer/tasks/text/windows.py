@@ -59,9 +59,6 @@ def require_fast(tokenizer: Tokenizer, feature: str) -> None:
 
     Args:
         feature: the key with its value that needs it, for the message.
-
-    Raises:
-        UsageError: the tokenizer is a slow one.
     """
     if not tokenizer.is_fast:
         raise UsageError(

@@ -37,7 +37,6 @@ def read_words(
 
     Args:
         words: the words of each text, which are joined by spaces in `texts`; None: the tokenizer divides the texts.
-        tokenizer: a fast tokenizer.
         each_token: whether each token of a text is a word; with `words` it has no effect.
     """
     if not texts:

@@ -370,11 +370,7 @@ def name_ranks(environment: LaunchEnvironment) -> None:
 
 
 def require_able(peer: str, recipe: Recipe, processes: int) -> None:
-    """Refuse a recipe that a peer cannot train.
-
-    Raises:
-        UsageError: a key has no counterpart in the loops of the peers.
-    """
+    """Refuse a recipe that a peer cannot train."""
     task, parallel = recipe.task, recipe.parallel
     wrong = {
         "task.loss": isinstance(task, Embedding) and task.loss != "cosine",

@@ -125,11 +125,7 @@ class Comparison:
             show(f"{index + 1}/{len(left)} {trial.contestant.name}: {complete.steps[-1].step} steps{rest}")
 
     def _train(self, trial: Trial, folder: Path, probes: bool) -> Metrics | None:
-        """Train one turn, and return its records, or None if it failed.
-
-        Raises:
-            KeyboardInterrupt: a signal arrived.
-        """
+        """Train one turn, and return its records, or None if it failed."""
         assert trial.resolved is not None
         last, peer, output = self._last_step(trial), trial.contestant.peer, folder / _OUTPUT
         most = trial.resolved.recipe.training.max_steps or math.inf

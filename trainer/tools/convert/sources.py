@@ -184,11 +184,7 @@ def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
 
 
 def _recognised(tree: Node, name: str) -> Tool:
-    """Return the tool of the file from keys that only this tool has.
-
-    Raises:
-        UsageError: the file has such keys of no tool, or of several.
-    """
+    """Return the tool of the file from keys that only this tool has."""
     found = {}
     for tool in Tool:
         own = {key for key in tree.members if _is_of_one(key, tree.members[key], tool)}
@@ -204,11 +200,7 @@ def _recognised(tree: Node, name: str) -> Tool:
 
 
 def _refuse_others(tree: Node, name: str) -> None:
-    """Refuse a file of a tool that is not read, with the counterpart of each key that decides what it trains.
-
-    Raises:
-        RecipeError: the file has such keys.
-    """
+    """Refuse a file of a tool that is not read, with the counterpart of each key that decides what it trains."""
     known = [key for key in tree.members if not any(key in tool.table for tool in Tool)]
     found = {title: [key for key in known if key in table] for title, table in FORMATS.items()}
     title, keys = max(found.items(), key=lambda entry: len(entry[1]))

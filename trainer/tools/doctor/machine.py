@@ -21,10 +21,7 @@ class Machine:
     """This machine, as this process sees it.
 
     Args:
-        probe: answers from another process.
         root: folder of `/proc`, `/sys` and `/dev`.
-        recipe: recipe to run, if any.
-        processes: number of ranks; None means the default of `trainer run`.
     """
 
     environ: Mapping[str, str]

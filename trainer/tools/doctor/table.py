@@ -20,7 +20,6 @@ class Check:
 
     Args:
         examine: function of the check; the documentation shows its docstring.
-        seconds: time limit.
         deep: whether only `--deep` runs it.
         asks: facts whose failure this check reports; other checks then refer to this one.
     """

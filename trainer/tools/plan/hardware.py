@@ -214,7 +214,6 @@ def parse_devices(
     Data sheets count memory in GB of 10**9 bytes; a device has at least these.
 
     Args:
-        text: the devices of each machine.
         link: the link between them; None: the first one of the hardware file.
         network: the network of each machine, such as `100Gb` or `8x400Gb`; None: that of the hardware file.
         host_memory: the memory of each machine, such as `512GiB`; None: unknown.

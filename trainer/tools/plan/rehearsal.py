@@ -105,7 +105,6 @@ def rehearse(
     """Build one rank of a run and take a step with it, without the other ranks, a GPU, data or weights.
 
     Args:
-        ranks: the number of ranks of the run.
         local_ranks: the number of ranks of each machine; None: the most up to 8 that divide `ranks`.
         length: the tokens of each text; None: `data.max_length`.
         rows: the rows of an epoch, for the order of the data; None: it is not shown.

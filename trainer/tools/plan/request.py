@@ -47,11 +47,7 @@ class PlanRequest:
         return tuple(word for word in self.given if word.partition("=")[0] in keys)
 
     def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            UsageError: two options do.
-        """
+        """Refuse options that contradict each other."""
         if self.write is not None and not (self.search or self.largest or self.is_auto):
             raise UsageError("`--write` writes a layout that was found; add --search, --largest or --gpus autoxMEMORY")
         if self.largest is not None and (self.search or self.is_auto):

@@ -81,8 +81,6 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
     The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
 
     Args:
-        rank: the rank to simulate.
-        length: the tokens of each text.
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
         fused: whether that GPU runs the project's kernels.
 

@@ -55,9 +55,6 @@ def curves(
     """Draw the curves of several runs, a colour each, with buttons for a logarithmic axis and for a moving average.
 
     Args:
-        title: the quantity.
-        found: a curve for each run, in the order of their colours.
-        unit: the unit of the values.
         smooths: whether the curve is noisy enough for a moving average.
         from_zero: whether the axis starts at zero.
         is_log: whether the axis is always logarithmic.
@@ -106,9 +103,7 @@ def bars(
     """Draw groups of horizontal bars, a colour for each name; the first group is on top.
 
     Args:
-        title: the quantity.
         found: a name, and its value in each group; values of the last groups may be missing.
-        unit: the unit of the values.
         is_stacked: whether the bars of a group are one bar of several parts.
     """
     figure = go.Figure()
@@ -211,8 +206,6 @@ def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequenc
     """Draw parallel coordinates: a line for each name over all axes; the first line is the best and is drawn on top.
 
     Args:
-        title: the quantity.
-        axes: the names of the axes.
         found: a name, its place on each axis from 0 to 1, and the text of each value.
     """
     figure = go.Figure()

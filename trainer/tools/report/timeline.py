@@ -102,8 +102,6 @@ def simulate(order: Sequence[Sequence[Action]], cost: Callable[[Action], float],
     """Return the timeline of an order of actions.
 
     Args:
-        order: the actions of each rank.
-        cost: the seconds of an action.
         send: the seconds between the end of an action and the start of the next stage's on its tensors.
     """
     last = max(action.stage for actions in order for action in actions)

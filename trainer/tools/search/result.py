@@ -26,8 +26,6 @@ def result_of(ranked: Sequence[tuple[FrozenTrial, Sequence[float]]], study: Stud
 
     Args:
         ranked: the complete trials, the best first, with the value of each seed.
-        study: the trials.
-        metric: the metric that decides.
     """
     complete = [
         {**_values(trial), "value": trial.value, "seeds": list(values), "mean": fmean(values), "half": _half(values)}

@@ -84,9 +84,7 @@ class Study:
     """The trials of a search.
 
     Args:
-        folder: the folder of the trials.
         storage: the address of a database that SQLAlchemy opens; None: a file in the folder.
-        rules: the rules of the search.
 
     Raises:
         UsageError: the storage cannot be opened, or has another search.

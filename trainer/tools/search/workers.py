@@ -90,13 +90,7 @@ class Crew:
 
 
 class Workers:
-    """The threads of a search.
-
-    Args:
-        crew: the recipe and the devices.
-        study: the trials.
-        show: shows a line.
-    """
+    """The threads of a search."""
 
     def __init__(self, crew: Crew, study: Study, show: Callable[[str], None]) -> None:
         self._crew, self._study, self._show = crew, study, show
@@ -108,7 +102,6 @@ class Workers:
         """Train all trials, then the repetitions, then score the best one; return the exit code.
 
         Args:
-            most: the number of trials.
             seeds: the number of seeds of the best ones.
             test: the split to score on, or None.
 
