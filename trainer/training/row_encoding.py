@@ -166,7 +166,7 @@ def require_fit(recipe: Recipe, config: Any) -> None:
 
 
 def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
-    """Refuse rotary positions that depend on the length of the recipe's rows, with the tokens that the task generates."""
+    """Refuse rotary positions that depend on the length of rows, with the tokens that the task generates."""
     longest, key = recipe.data.max_length, "`data.max_length`"
     if task.generation is not None:
         longest += task.generation.max_new_tokens

@@ -146,7 +146,7 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
 
 
 def _columns(recipe: Recipe, task: Task) -> list[int] | None:
-    """Return the teacher's class for each class of the student; None if the classes are in the same order, or tokens."""
+    """Return the teacher's class for each class of the student; None if they have the same order, or are tokens."""
     assert recipe.distillation is not None
     if not isinstance(task, NamedClasses) or task.class_names is None:
         return None
