@@ -302,7 +302,7 @@ class TestRows:
             ({"a": [" \n", "three"]}, "column `a`, row 8 of `rows.jsonl` is empty"),
             (
                 {"score": [1.0, 1.5]},
-                "column `score`, row 9 .* must be a number from -1 to 1, as cosines are, but is 1.5",
+                "column `score`, row 9 .* must be a number from -1 to 1, but is 1.5",
             ),
             ({"score": [float("nan"), 1.0]}, "column `score`, row 8 .* but is nan"),
         ],

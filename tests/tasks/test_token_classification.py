@@ -290,7 +290,11 @@ def test_rows_that_are_refused(tokenizer, rows, message):
     ("columns", "keys", "message"),
     [
         ({"words": [["a"]]}, {}, "`task.tags` names the column `tags`, but `rows.jsonl` has none"),
-        ({"words": ["a b"], "tags": [["O"]]}, {}, "`words` of `rows.jsonl` holds string; JSON Lines and Parquet"),
+        (
+            {"words": ["a b"], "tags": [["O"]]},
+            {},
+            "JSON Lines and Parquet can hold them, but column `words` of `rows.jsonl` holds string",
+        ),
         ({"words": [["a"]], "tags": [[0.5]]}, {}, "must name a column of lists of tags or of integers"),
         ({"text": ["a"], "spans": ["0-1"]}, {"text": "text", "spans": "spans"}, r"lists of \{start, end, label\}, but"),
         ({"text": ["a"], "spans": [[]]}, {"text": "text", "spans": "spans"}, "must hold spans, but all its lists are"),

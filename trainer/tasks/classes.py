@@ -6,7 +6,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,7 @@ from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.table import METRICS, merit
 from trainer.tasks.task import Task
-from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_columns, shown, type_name
+from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_kind, shown
 from trainer.tasks.types import Dataset, EvaluatedSplit
 
 if TYPE_CHECKING:
@@ -51,14 +50,10 @@ class NamedClasses(Task):
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
-        task: Any = self
-        named: Self = replace(task, class_names=names, labels_are_names=labels_are_names)
-        return named
+        return self.changed(class_names=names, labels_are_names=labels_are_names)
 
     def without_labels(self) -> Self:
-        task: Any = self
-        unlabelled: Self = replace(task, labelled=False, metric_names=())
-        return unlabelled
+        return self.changed(labelled=False, metric_names=())
 
     def require_same_kind(self, are_names: bool, names: str, numbers: str, where: str) -> None:
         """Require labels of the kind of the training split, because a wrong index cannot be detected.
@@ -280,9 +275,8 @@ class RowClasses(NamedClasses):
                 f"`task.positive` must be one of the classes {shown(names)}, but is {self.positive!r}; write one of"
                 " them"
             )
-        task: Any = self.with_classes(names, _row_holds_names(train.features[self.label_column]))
-        resolved: Self = replace(task, class_weights=task._resolved_weights(train, where))
-        return resolved
+        task = self.with_classes(names, _row_holds_names(train.features[self.label_column]))
+        return task.changed(class_weights=task._resolved_weights(train, where))
 
     def _resolved_weights(self, train: Dataset, where: str) -> Mapping[str, float] | None:
         """Return the weight of each class by its name; balanced ones are `rows / (classes * rows of the class)`."""
@@ -310,11 +304,8 @@ class RowClasses(NamedClasses):
         return weights
 
     def for_evaluation(self) -> Self:
-        if self.class_weights is None and not self.label_smoothing:
-            return self
-        task: Any = self
-        unweighted: Self = replace(task, class_weights=None, label_smoothing=0.0)
-        return unweighted
+        is_plain = self.class_weights is None and not self.label_smoothing
+        return self if is_plain else self.changed(class_weights=None, label_smoothing=0.0)
 
     def _weights(self, dtype: torch.dtype) -> Tensor | None:
         """Return the weights of the classes `[num_labels]` on the CPU."""
@@ -337,15 +328,9 @@ class RowClasses(NamedClasses):
     def _check_label(self, features: Mapping[str, Any], where: str) -> None:
         if not self.labelled:
             return
-        require_columns(features, [self.label_column], "task.label", where)
-        feature = features[self.label_column]
-        are_names = _row_holds_names(feature)
-        if are_names is None:
-            raise DataError(
-                f"`task.label` must name a column of class names or of integers from 0, but column"
-                f" `{self.label_column}` of {where} holds {type_name(feature)}"
-            )
-        self.require_same_kind(are_names, "class names", "integers", where)
+        needed, are_names = "a column of class names or of integers from 0", _row_holds_names
+        require_kind(features, self.label_column, "task.label", where, lambda one: are_names(one) is not None, needed)
+        self.require_same_kind(bool(are_names(features[self.label_column])), "class names", "integers", where)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         weights = self._weights(torch.float64)
@@ -356,12 +341,7 @@ class RowClasses(NamedClasses):
         return super().label_weights(labels) if weights is None else weights.to(labels.device)[labels]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, weighted and smoothed as in torch, summed over the rows.
-
-        Args:
-            logits: the logits, of shape `[batch, num_labels]`.
-            labels: the class indices, of shape `[batch]`.
-        """
+        """Return the cross entropy, weighted and smoothed as in torch, of logits `[batch, num_labels]`."""
         scores = at_least_fp32(logits)
         weights = self._weights(scores.dtype)
         if weights is not None:
@@ -372,11 +352,11 @@ class RowClasses(NamedClasses):
         return {"predictions": logits.argmax(dim=-1), "labels": labels}
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        values = {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+        values = super().metrics(predictions)
         if self.positive is not None:
             index = self._known_class_names.index(self.positive)
-            values["f1"] = METRICS["f1"].compute(1 * (predicted == index), 1 * (labels == index))
+            predicted, labels = (1 * (predictions[name].numpy() == index) for name in ("predictions", "labels"))
+            values["f1"] = METRICS["f1"].compute(predicted, labels)
         return values
 
     def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:

@@ -7,6 +7,7 @@ therefore gather the embeddings of the whole batch (`trainer/engine/joint.py`).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,8 +25,7 @@ from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts
-from trainer.tasks.task import ROWS_PICTURED
-from trainer.tasks.text.columns import STRING_TYPES, cell, finite_number, require_columns, tokenise, type_name
+from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
 
@@ -135,10 +135,6 @@ class EmbeddingTask(SeveralTexts):
     def rows_depend(self) -> bool:
         return self.loss != "cosine"
 
-    def resolve(self, train: Dataset, where: str) -> EmbeddingTask:
-        self.check_columns(train.features, where)
-        return self
-
     def for_configuration(self, config: Any) -> EmbeddingTask:
         super().for_configuration(config)
         hidden_size = getattr(config, "hidden_size", None)
@@ -188,13 +184,7 @@ class EmbeddingTask(SeveralTexts):
         return super().model_inputs(taken)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        require_columns(features, self.text_columns, "task.texts", where)
-        for name in self.text_columns:
-            if getattr(features[name], "dtype", None) not in STRING_TYPES:
-                raise DataError(
-                    f"`task.texts` must name columns of strings, but column `{name}` of {where} holds"
-                    f" {type_name(features[name])}"
-                )
+        require_text(features, self.text_columns, where, "task.texts")
         if self.score_column is not None:
             require_columns(features, [self.score_column], "task.score", where)
 
@@ -217,7 +207,8 @@ class EmbeddingTask(SeveralTexts):
         }
         features["cut"] = [any(cut) for cut in features["cut"]]
         if self.score_column is not None:
-            features["labels"] = self._numbers(rows, self.score_column, where, first_row)
+            largest = 1.0 if self.loss == "cosine" else math.inf  # that of cosines
+            features["labels"] = finite_numbers(rows, self.score_column, where, first_row, largest)
         if self.mask_duplicates:
             texts_of_rows = zip(*(rows[column] for column in self.text_columns), strict=True)
             features["labels"] = [np.array([_number(text) for text in of_row]) for of_row in texts_of_rows]
@@ -227,18 +218,6 @@ class EmbeddingTask(SeveralTexts):
         """Return the text before each text of a column."""
         query = self.query_column or self.text_columns[0]
         return (self.prompts.query if column == query else self.prompts.document) or ""
-
-    def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
-        """Return the score of each row."""
-        numbers = []
-        for place, value in enumerate(rows[column]):
-            number = finite_number(value)
-            if number is None or (self.loss == "cosine" and not -1 <= number <= 1):
-                needed = "a number from -1 to 1, as cosines are" if self.loss == "cosine" else "a finite number"
-                shown = "null" if value is None else repr(value)
-                raise DataError(f"{cell(column, first_row + place, where)} must be {needed}, but is {shown}")
-            numbers.append(number)
-        return numbers
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the embeddings `[batch, texts, hidden]` in fp32; a learned temperature is one more value."""
@@ -257,11 +236,9 @@ class EmbeddingTask(SeveralTexts):
         return labels.new_tensor(len(labels)).long()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of losses.
+        """Return the sum of losses of embeddings `[rows, texts, hidden]`.
 
-        Args:
-            logits: the embeddings `[rows, texts, hidden]`; of the whole batch if `rows_depend`.
-            labels: the scores of the rows `[rows]`, or `[rows, 0]`; with `mask_duplicates`, numbers `[rows, texts]`.
+        The labels are scores `[rows]`, or `[rows, 0]`; with `mask_duplicates`, the numbers of texts `[rows, texts]`.
         """
         return self.joint_losses(logits, labels).sum()
 
@@ -323,7 +300,7 @@ class EmbeddingTask(SeveralTexts):
         """Return the nearest text of the split beside the right one for the first rows, or similarities and scores."""
         if split is None:
             return None
-        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
+        few = split.few
         embeddings, _ = self._split(_alike(predictions["embeddings"], split))
         first, second, *_ = self.text_columns
         if self.score_column is not None:

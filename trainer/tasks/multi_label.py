@@ -17,7 +17,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, require_columns, require_text, shown, tokenise, type_name
+from trainer.tasks.text.columns import cell, require_kind, require_text, shown, tokenise
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
@@ -68,13 +68,11 @@ class MultiLabelTask(NamedClasses, TextTask):
         require_text(features, self.text_columns, where)
         if not self.labelled:
             return
-        require_columns(features, [self.label_column], "task.label", where)
-        are_names = _holds_names(features[self.label_column])
-        if are_names is None:
-            raise DataError(
-                f"`task.label` must name a column of lists of names, or of 0 and 1, because `task.multi_label` is true,"
-                f" but column `{self.label_column}` of {where} holds {type_name(features[self.label_column])}"
-            )
+        needed = "a column of lists of names, or of 0 and 1, because `task.multi_label` is true"
+        require_kind(
+            features, self.label_column, "task.label", where, lambda one: _holds_names(one) is not None, needed
+        )
+        are_names = bool(_holds_names(features[self.label_column]))
         self.require_same_kind(are_names, "lists of names", "lists of 0 and 1", where)
 
     def encode(
@@ -84,12 +82,7 @@ class MultiLabelTask(NamedClasses, TextTask):
         return features if not self.labelled else {**features, "labels": self._labels(rows, where, first_row)}
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the binary cross entropy, averaged over the labels and summed over the rows.
-
-        Args:
-            logits: the logits, of shape `[batch, num_labels]`.
-            labels: 0 or 1, of shape `[batch, num_labels]`.
-        """
+        """Return the binary cross entropy of logits `[batch, num_labels]`, averaged over labels, summed over rows."""
         scores = at_least_fp32(logits)
         total = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="sum")
         return total / scores.shape[-1]

@@ -20,14 +20,13 @@ from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import STRING_TYPES, cell, require_columns, require_text, type_name
+from trainer.tasks.text.columns import cell, is_text, most_texts, require_kind, require_text, texts_of_rows
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 LabelFormat = Literal["index", "number", "letter", "text"]
 
 _ABSENT = -1e4  # score of a choice that the row does not have: a probability of 0, and finite in sums
 _NUM_CHOICES = "num_choices"
-_ROWS_AT_ONCE = 1000
 _NAMES_SHOWN = 10
 
 
@@ -71,37 +70,18 @@ class MultipleChoiceTask(TextTask):
         if self.question_column is not None:
             require_text(features, [self.question_column], where, "task.question")
         if len(self.choice_columns) > 1:
-            for column in self.choice_columns:
-                require_text(features, [column], where, "task.choices")
+            require_text(features, self.choice_columns, where, "task.choices")
         else:
-            self._require_lists(features, where)
-        if not self.labelled:
-            return
-        require_columns(features, [self.label_column], "task.label", where)
-        if holds_names(features[self.label_column]) is None:
-            raise DataError(
-                f"`task.label` must name a column of integers or strings, but column `{self.label_column}` of {where}"
-                f" holds {type_name(features[self.label_column])}"
-            )
-
-    def _require_lists(self, features: Mapping[str, Any], where: str) -> None:
-        (column,) = self.choice_columns
-        require_columns(features, [column], "task.choices", where)
-        feature = features[column]
-        lists = feature.get("text") if isinstance(feature, Mapping) else feature
-        if getattr(getattr(lists, "feature", None), "dtype", None) not in STRING_TYPES:
-            raise DataError(
-                f"`task.choices` must name a column of lists of strings or of"
-                f' {{"text": [...], "label": [...]}}, or several columns of strings, but column `{column}` of {where}'
-                f" holds {type_name(feature)}"
+            needed = 'a column of lists of strings or of {"text": [...], "label": [...]}, or several columns of strings'
+            require_kind(features, self.choice_columns[0], "task.choices", where, _holds_choices, needed)
+        if self.labelled:
+            needed = "a column of integers or strings"
+            require_kind(
+                features, self.label_column, "task.label", where, lambda one: holds_names(one) is not None, needed
             )
 
     def for_split(self, rows: Dataset, first_row: int) -> MultipleChoiceTask:
-        if len(self.choice_columns) > 1:
-            return replace(self, num_texts=len(self.choice_columns))
-        (column,) = self.choice_columns
-        batches = rows.select_columns([column]).iter(_ROWS_AT_ONCE)
-        return replace(self, num_texts=max(len(_texts(value)) for batch in batches for value in batch[column]))
+        return replace(self, num_texts=most_texts(rows, self.choice_columns, _texts))
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -167,11 +147,7 @@ class MultipleChoiceTask(TextTask):
 
     def _choices(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
         """Return the choices of each row."""
-        if len(self.choice_columns) == 1:
-            (column,) = self.choice_columns
-            lists = [_texts(value) for value in rows[column]]
-        else:
-            lists = [list(of_row) for of_row in zip(*(rows[name] for name in self.choice_columns), strict=True)]
+        lists = texts_of_rows(rows, self.choice_columns, _texts)
         for place, found in enumerate(lists):
             if len(found) < 2:
                 raise DataError(
@@ -289,12 +265,7 @@ class MultipleChoiceTask(TextTask):
         return scores.masked_fill(numbers >= inputs[_NUM_CHOICES][:, None], _ABSENT)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, summed over the rows.
-
-        Args:
-            logits: the scores, of shape `[batch, num_texts]`.
-            labels: the indices of the right choices, of shape `[batch]`.
-        """
+        """Return the cross entropy of scores `[batch, num_texts]`, summed over the rows."""
         return F.cross_entropy(logits, labels, reduction="sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -318,6 +289,10 @@ class MultipleChoiceTask(TextTask):
             probabilities = [round(value, PROBABILITY_DIGITS) for value in odds[: len(of_row)]]
             shown.append({"prediction": of_row[best], "index": best, "probabilities": probabilities})
         return shown
+
+
+def _holds_choices(feature: Any) -> bool:
+    return is_text(getattr(feature.get("text") if isinstance(feature, Mapping) else feature, "feature", None))
 
 
 def _texts(value: Any) -> list[str]:

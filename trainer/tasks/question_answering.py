@@ -16,8 +16,8 @@ from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TextTask
-from trainer.tasks.text.columns import cell, require_columns, require_text, type_name
+from trainer.tasks.task import TextTask
+from trainer.tasks.text.columns import cell, require_columns, require_kind, require_text
 from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
@@ -100,13 +100,9 @@ class QuestionAnsweringTask(TextTask):
         if not self.has_answers:
             return
         require_columns(features, self.answer_columns, "task.answers", where)
-        feature = features[self.answer_columns[0]]
-        if len(self.answer_columns) == 1 and not {"text", "answer_start"} <= _fields(feature):
-            raise DataError(
-                f'`task.answers` must name a column of the form {{"text": [...], "answer_start": [...]}}, or two'
-                f" columns for text and start, but column `{self.answer_columns[0]}` of {where} holds"
-                f" {type_name(feature)}"
-            )
+        if len(self.answer_columns) == 1:
+            needed = 'a column of the form {"text": [...], "answer_start": [...]}, or two columns for text and start'
+            require_kind(features, self.answer_columns[0], "task.answers", where, _is_of_squad, needed)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -147,12 +143,7 @@ class QuestionAnsweringTask(TextTask):
         return scores.masked_fill(inputs["attention_mask"].unsqueeze(-1) == 0, _PADDING)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of the cross entropies of start and end, summed over the windows.
-
-        Args:
-            logits: the scores, of shape `[batch, sequence, 2]`.
-            labels: the positions, of shape `[batch, 2]`.
-        """
+        """Return the mean of the cross entropies of start and end, `[batch, sequence, 2]`, summed over the windows."""
         return F.cross_entropy(logits, labels, reduction="sum") / 2
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -180,11 +171,10 @@ class QuestionAnsweringTask(TextTask):
         """Return the first questions with the answers found and those accepted; an empty one means no answer."""
         if split is None:
             return None
-        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
         return {
             "texts": [
                 {"question": row[self.question_column], "answer found": text, "answers accepted": " | ".join(accepted)}
-                for row, (text, accepted) in zip(few, self._answered(predictions, split), strict=False)
+                for row, (text, accepted) in zip(split.few, self._answered(predictions, split), strict=False)
             ]
         }
 
@@ -363,10 +353,9 @@ class QuestionAnsweringTask(TextTask):
         return int(tokens[0]), int(tokens[-1])
 
 
-def _fields(feature: Any) -> set[str]:
-    """Return the names of the fields of a column; none if it has none."""
+def _is_of_squad(feature: Any) -> bool:
     inner = getattr(feature, "feature", feature)  # of a list
-    return set(inner) if isinstance(inner, Mapping) else set()
+    return isinstance(inner, Mapping) and {"text", "answer_start"} <= set(inner)
 
 
 def _texts_and_starts(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 import trainer.recipe.registered  # noqa: F401  # checks registered tasks
 from trainer.base.errors import UsageError
@@ -39,6 +40,8 @@ from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
 from trainer.tasks.token_classification import TokenClassificationTask
+
+Built = TypeVar("Built", bound=TextTask | ImageTask)
 
 TEXT_TO_TEXT = "text2text-generation"
 
@@ -102,130 +105,98 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 f" its builder returns a {type(task).__name__}; make it a subclass"
             )
         return task
-    metrics = tuple(recipe.metrics)
     match recipe:
+        case SequenceClassification(multi_label=True):
+            return _built(MultiLabelTask, recipe, **_labels(recipe), text_columns=_columns(recipe.text))
         case SequenceClassification():
-            text, names = _columns(recipe.text), _names(recipe.labels)
-            if recipe.multi_label:
-                return MultiLabelTask(text, recipe.label, metrics, names, threshold=recipe.threshold)
-            return SequenceClassificationTask(
-                text,
-                recipe.label,
-                metrics,
-                names,
-                class_weights=recipe.class_weights,
-                label_smoothing=recipe.label_smoothing,
-                positive=recipe.positive,
-            )
+            return _built(SequenceClassificationTask, recipe, **_labels(recipe), text_columns=_columns(recipe.text))
         case SequenceRegression():
-            return SequenceRegressionTask(_columns(recipe.text), recipe.label, metrics)
+            columns = _columns(recipe.text)
+            return _built(SequenceRegressionTask, recipe, text_columns=columns, label_column=recipe.label)
         case MaskedLM():
-            return MaskedLMTask(
-                _columns(recipe.text), recipe.mask_probability, metrics, vocabulary_chunk=recipe.vocabulary_chunk
-            )
+            return _built(MaskedLMTask, recipe, text_columns=_columns(recipe.text))
         case Embedding():
-            return EmbeddingTask(
-                tuple(recipe.texts),
-                recipe.score,
-                (recipe.pooling or "mean",),
-                recipe.normalize is not False,
-                recipe.loss,
-                recipe.temperature,
-                metrics,
-                recipe.mask_duplicates,
+            return _built(
+                EmbeddingTask,
+                recipe,
+                text_columns=tuple(recipe.texts),
+                score_column=recipe.score,
+                poolings=(recipe.pooling or "mean",),
+                normalize=recipe.normalize is not False,
                 prompts=Prompts(recipe.query_prompt, recipe.document_prompt),
                 has_roles=recipe.has_roles,
                 dimensions=_dimensions(recipe),
                 learns_temperature=recipe.learn_temperature,
             )
         case CausalLM():
-            return CausalLMTask(
-                _examples(recipe),
-                recipe.packing,
-                metrics,
-                vocabulary_chunk=recipe.vocabulary_chunk,
-                train_on=recipe.train_on,
-                settings=recipe.generation,
-            )
+            return _built(CausalLMTask, recipe, examples=_examples(recipe), settings=recipe.generation)
         case Preference():
-            return _preference(recipe, metrics)
-        case RewardModel():
-            answers = (recipe.chosen, recipe.rejected)
-            return RewardModelTask(recipe.prompt, answers, recipe.margin, recipe.center_coefficient, metrics)
-        case Seq2SeqLM():
-            return Seq2SeqLMTask(
-                recipe.source,
-                recipe.target,
-                recipe.prefix,
-                recipe.max_target_length,
-                metrics,
-                recipe.generation,
-                (recipe.source_language, recipe.target_language),
-                vocabulary_chunk=recipe.vocabulary_chunk,
+            examples, is_whole = _answer_columns(recipe), recipe.loss.type == "orpo"
+            return _built(
+                PreferenceTask, recipe, examples=examples, settings=recipe.generation, labels_prompts=is_whole
             )
+        case RewardModel():
+            return _built(RewardModelTask, recipe, answer_columns=(recipe.chosen, recipe.rejected))
+        case Seq2SeqLM():
+            languages = (recipe.source_language, recipe.target_language)
+            return _built(Seq2SeqLMTask, recipe, settings=recipe.generation, languages=languages)
         case TokenClassification():
             label = recipe.spans if recipe.words is None else recipe.tags
-            assert label is not None, "a rule requires one pair of columns"
-            return TokenClassificationTask(
-                recipe.words,
-                recipe.text,
-                label,
-                metrics,
-                _names(recipe.labels),
-                label_all=recipe.label_all,
-                stride=recipe.stride,
+            return _built(
+                TokenClassificationTask,
+                recipe,
+                words_column=recipe.words,
+                text_column=recipe.text,
+                label_column=label,
+                class_names=_names(recipe.labels),
             )
         case QuestionAnswering():
-            return QuestionAnsweringTask(
-                recipe.question, recipe.context, _columns(recipe.answers), recipe.stride, recipe.unanswerable,
-                recipe.n_best, recipe.max_answer_length, recipe.null_threshold, metrics,
-            )  # fmt: skip
+            return _built(
+                QuestionAnsweringTask,
+                recipe,
+                question_column=recipe.question,
+                context_column=recipe.context,
+                answer_columns=_columns(recipe.answers),
+            )
         case MultipleChoice():
-            return MultipleChoiceTask(
-                recipe.context, recipe.question, recipe.question_texts, recipe.blank, _columns(recipe.choices),
-                recipe.label, recipe.label_format, metrics,
-            )  # fmt: skip
+            return _built(
+                MultipleChoiceTask,
+                recipe,
+                context_column=recipe.context,
+                question_column=recipe.question,
+                choice_columns=_columns(recipe.choices),
+                label_column=recipe.label,
+            )
         case Reranker():
-            return RerankerTask(
-                recipe.query,
-                _columns(recipe.documents),
-                recipe.label,
-                recipe.loss,
-                metrics,
-                recipe.positive_weight,
-                recipe.scale,
-                recipe.activation,
+            documents = _columns(recipe.documents)
+            return _built(
+                RerankerTask,
+                recipe,
+                query_column=recipe.query,
+                document_columns=documents,
+                label_column=recipe.label,
             )
         case ImageClassification():
             shape = None if recipe.shape is None else tuple(recipe.shape)
-            return ImageClassificationTask(
-                recipe.image,
-                recipe.label,
-                metrics,
-                _names(recipe.labels),
-                shape=shape,
-                class_weights=recipe.class_weights,
-                label_smoothing=recipe.label_smoothing,
-                positive=recipe.positive,
-            )
+            return _built(ImageClassificationTask, recipe, **_labels(recipe), image_column=recipe.image, shape=shape)
 
 
-def _preference(recipe: Preference, metrics: tuple[str, ...]) -> PreferenceTask:
-    columns: PairColumns | LabelledColumns
-    if recipe.loss.type == "kto":
-        assert recipe.prompt is not None, "a rule requires it"
-        columns = LabelledColumns(recipe.prompt, recipe.completion, recipe.label)
-    else:
-        columns = PairColumns(recipe.prompt, recipe.chosen, recipe.rejected)
-    return PreferenceTask(
-        columns,
-        recipe.loss,
-        metrics,
-        recipe.tools,
-        recipe.generation,
-        labels_prompts=recipe.loss.type == "orpo",
-        vocabulary_chunk=recipe.vocabulary_chunk,
-    )
+def _built(kind: Callable[..., Built], recipe: TaskSection, **others: Any) -> Built:
+    """Build a task from `others`, and from the keys of the recipe with the names of its other fields."""
+    same = {one.name for one in fields(cast(Any, kind))} & type(recipe).model_fields.keys()
+    taken = {name: getattr(recipe, name) for name in same}
+    return kind(**{**taken, "metric_names": tuple(recipe.metrics), **others})
+
+
+def _labels(recipe: SequenceClassification | ImageClassification) -> dict[str, Any]:
+    return {"label_column": recipe.label, "class_names": _names(recipe.labels)}
+
+
+def _answer_columns(recipe: Preference) -> PairColumns | LabelledColumns:
+    if recipe.loss.type != "kto":
+        return PairColumns(recipe.prompt, recipe.chosen, recipe.rejected)
+    assert recipe.prompt is not None, "a rule requires it"
+    return LabelledColumns(recipe.prompt, recipe.completion, recipe.label)
 
 
 def _examples(recipe: CausalLM) -> Examples:

@@ -20,25 +20,25 @@ from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts
-from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text.columns import (
-    STRING_TYPES,
     cell,
     finite_number,
+    is_text,
+    most_texts,
     require_columns,
+    require_kind,
     require_text,
+    texts_of_rows,
     tokenise_texts,
-    type_name,
-)
+)  # fmt: skip
 from trainer.tasks.text.tied_texts import first_of_equal
-from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
+from trainer.tasks.types import ROWS_PICTURED, Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
 
 Loss = Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"]
 
 _ABSENT = -1.0  # the label of a document that the row does not have
 _NEVER = -1e16  # the score of such a document: a probability of 0, and finite in sums
 _MU, _LEAST_GAIN = 10.0, 1e-10
-_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,13 @@ class RerankerTask(ScoredTexts):
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.query_column], where, "task.query")
         if len(self.document_columns) > 1:
-            for column in self.document_columns:
-                require_text(features, [column], where, "task.documents")
+            require_text(features, self.document_columns, where, "task.documents")
             return
-        (column,) = self.document_columns
-        require_columns(features, [column], "task.documents", where)
-        feature = features[column]
-        is_list = getattr(getattr(feature, "feature", None), "dtype", None) in STRING_TYPES
-        if not is_list and getattr(feature, "dtype", None) not in STRING_TYPES:
-            raise DataError(
-                f"`task.documents` must name a column of strings or of lists of strings, but column `{column}` of"
-                f" {where} holds {type_name(feature)}"
-            )
+        (column,), needed = self.document_columns, "a column of strings or of lists of strings"
+        require_kind(
+            features, column, "task.documents", where, lambda one: is_text(one) or is_text(_inside(one)), needed
+        )
+        is_list = is_text(_inside(features[column]))
         if not self.labelled:
             return
         if self.label_column is not None:
@@ -120,11 +115,7 @@ class RerankerTask(ScoredTexts):
             )
 
     def for_split(self, rows: Dataset, first_row: int) -> RerankerTask:
-        if len(self.document_columns) > 1:
-            return replace(self, num_texts=len(self.document_columns))
-        (column,) = self.document_columns
-        batches = rows.select_columns([column]).iter(_ROWS_AT_ONCE)
-        return replace(self, num_texts=max(len(_listed(value)) for batch in batches for value in batch[column]))
+        return replace(self, num_texts=most_texts(rows, self.document_columns, _listed))
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -159,13 +150,12 @@ class RerankerTask(ScoredTexts):
 
     def _documents(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
         """Return the documents of each row."""
+        lists = texts_of_rows(rows, self.document_columns, _listed)
         if len(self.document_columns) > 1:
-            columns = [list(rows[name]) for name in self.document_columns]
-            for name, texts in zip(self.document_columns, columns, strict=True):
-                self._require_text(texts, name, where, first_row)
-            return [list(of_row) for of_row in zip(*columns, strict=True)]
+            for place, name in enumerate(self.document_columns):
+                self._require_text([of_row[place] for of_row in lists], name, where, first_row)
+            return lists
         (column,) = self.document_columns
-        lists = [_listed(value) for value in rows[column]]
         for place, of_row in enumerate(lists):
             if not of_row:
                 raise DataError(f"{cell(column, first_row + place, where)} has no document; leave the row out")
@@ -222,9 +212,7 @@ class RerankerTask(ScoredTexts):
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss, summed over documents, rows, or pairs of documents with different labels.
 
-        Args:
-            logits: the scores `[batch, documents]`.
-            labels: the relevances `[batch, documents]`, -1 without a document.
+        Scores and relevances are `[batch, documents]`; a relevance is -1 without a document.
         """
         present, targets = labels >= 0, labels.to(logits.dtype)
         if self.loss == "binary_cross_entropy":
@@ -316,6 +304,10 @@ class RerankerTask(ScoredTexts):
                 "prompts": {},
             },
         }
+
+
+def _inside(feature: Any) -> Any:
+    return getattr(feature, "feature", None)
 
 
 def _listed(value: Any) -> list[str]:

@@ -21,7 +21,7 @@ from trainer.tasks.text.chats import (
     tokens_of_pair,
     without_end,
 )
-from trainer.tasks.text.columns import cell, finite_number, require_columns
+from trainer.tasks.text.columns import cell, finite_numbers, require_columns
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 
@@ -95,7 +95,7 @@ class RewardModelTask(ScoredTexts):
                 place = cell(self.answer_columns[0], first_row + row, where)
                 require_apart(texts_of_row, is_cut, max_length, place)
         if self.margin is not None:
-            features["labels"] = self._margins(rows, self.margin, where, first_row)
+            features["labels"] = finite_numbers(rows, self.margin, where, first_row)
         return features
 
     def _prompts(self, rows: Dataset) -> tuple[Any, Any]:
@@ -113,22 +113,8 @@ class RewardModelTask(ScoredTexts):
         before, after = (of if isinstance(of, list) else [of] for of in (prompt or [], answer))
         return tokens_of_answer(before, after, tokenizer, None, place)[0]
 
-    def _margins(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
-        margins = []
-        for place, value in enumerate(rows[column]):
-            number = finite_number(value)
-            if number is None:
-                raise DataError(f"{cell(column, first_row + place, where)} must be a finite number, but is {value!r}")
-            margins.append(number)
-        return margins
-
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, summed over the rows.
-
-        Args:
-            logits: the rewards `[rows, 2]`.
-            labels: the margins `[rows]`, or `[rows, 0]` without them.
-        """
+        """Return the loss of rewards `[rows, 2]`; the margins are `[rows]`, or `[rows, 0]` without them."""
         chosen, rejected = logits.unbind(1)
         margins = labels.to(logits.dtype) if self.margin is not None else 0.0
         losses = -F.logsigmoid(chosen - rejected - margins)

@@ -14,7 +14,6 @@ from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED
 from trainer.tasks.text.columns import cell, require_text, tokenise
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
@@ -132,8 +131,7 @@ class Seq2SeqLMTask(TokenLabels):
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         if not self.generates or self.target is None or split is None:
             return None
-        columns = [self.source, self.target]
-        few = split.rows.select_columns(columns).select(range(min(len(split.rows), ROWS_PICTURED)))
+        few = split.few.select_columns([self.source, self.target])
         texts = _texts(predictions[GENERATED][: len(few)], split.tokenizer)
         return {"texts": [{**row, GENERATED: text} for row, text in zip(few, texts, strict=True)]}
 

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, finite_number, require_columns, require_text, tokenise
+from trainer.tasks.text.columns import finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
@@ -47,15 +46,10 @@ class SequenceRegressionTask(TextTask):
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         if self.label_column is None:
             return features
-        return {**features, "labels": self._numbers(rows, self.label_column, where, first_row)}
+        return {**features, "labels": finite_numbers(rows, self.label_column, where, first_row)}
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error, summed over the rows.
-
-        Args:
-            logits: the outputs of the model, of shape `[batch, 1]`.
-            labels: the targets, of shape `[batch]`.
-        """
+        """Return the squared error of outputs `[batch, 1]`, summed over the rows."""
         scores = at_least_fp32(logits).squeeze(-1)
         return F.mse_loss(scores, labels.to(scores.dtype), reduction="sum")
 
@@ -77,16 +71,3 @@ class SequenceRegressionTask(TextTask):
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]
-
-    def _numbers(self, rows: Dataset, column: str, where: str, first_row: int) -> list[float]:
-        """Return the target of each row."""
-        numbers: list[float] = []
-        for place, value in enumerate(rows[column]):
-            number = finite_number(value)
-            if number is None:
-                raise DataError(
-                    f"{cell(column, first_row + place, where)} must be a finite number, but is"
-                    f" {'null' if value is None else repr(value)}"
-                )
-            numbers.append(number)
-        return numbers

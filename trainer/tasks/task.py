@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,10 +26,6 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, Sentenc
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-ROWS_PICTURED = 5
-"""The rows of texts in the picture of an evaluation."""
 
 
 class Loss(ABC):
@@ -134,9 +131,7 @@ class VocabularyLoss(Loss):
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the scores `[..., 2]` of tokens: the loss; without gradients, 1 if the prediction is right, else 0.
 
-        Args:
-            logits: the logits `[..., vocabulary]`, or this rank's shard of the vocabulary.
-            labels: the labels `[...]`.
+        The logits are `[..., vocabulary]`, or this rank's shard of the vocabulary; the labels are `[...]`.
         """
         raise NotImplementedError
 
@@ -258,6 +253,12 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
     auto_class_name: str
     unused_modules: tuple[str, ...] = ()
     cut_targets = "targets cut to `task.max_target_length`"
+
+    def changed(self, **fields: Any) -> Self:
+        """Return the task, a frozen dataclass, with other values of its fields."""
+        task: Any = self
+        changed: Self = replace(task, **fields)
+        return changed
 
     @property
     def beside_rows(self) -> tuple[str, ...]:

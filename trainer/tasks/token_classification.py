@@ -21,16 +21,8 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.task import ROWS_PICTURED, TextTask
-from trainer.tasks.text.columns import (
-    STRING_TYPES,
-    cell,
-    dtype_in_list,
-    require_columns,
-    require_text,
-    shown,
-    type_name,
-)
+from trainer.tasks.task import TextTask
+from trainer.tasks.text.columns import STRING_TYPES, cell, dtype_in_list, require_kind, require_text, shown
 from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
 from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
 from trainer.tasks.text.windows import cut_columns, owners, require_fast, shared_tokens, windows
@@ -120,30 +112,17 @@ class TokenClassificationTask(NamedClasses, TextTask):
         if self.text_column is not None:
             require_text(features, [self.text_column], where)
             if self.labelled:
-                require_columns(features, [self.label_column], "task.spans", where)
-                if not holds_spans(features[self.label_column]):
-                    raise DataError(
-                        "`task.spans` must name a column of lists of {start, end, label}, but column"
-                        f" `{self.label_column}` of {where} holds {type_name(features[self.label_column])}"
-                    )
+                needed = "a column of lists of {start, end, label}"
+                require_kind(features, self.label_column, "task.spans", where, holds_spans, needed)
             return
         assert self.words_column is not None
-        require_columns(features, [self.words_column], "task.words", where)
-        if dtype_in_list(features[self.words_column]) not in (*STRING_TYPES, "null"):
-            raise DataError(
-                f"`task.words` must name a column of lists of strings, but column `{self.words_column}` of {where}"
-                f" holds {type_name(features[self.words_column])}; JSON Lines and Parquet can hold lists"
-            )
+        needed = "a column of lists of strings, as JSON Lines and Parquet can hold them"
+        require_kind(features, self.words_column, "task.words", where, _holds_words, needed)
         if not self.labelled:
             return
-        require_columns(features, [self.label_column], "task.tags", where)
-        feature = features[self.label_column]
-        are_names = holds_names(getattr(feature, "feature", None))
-        if are_names is None and dtype_in_list(feature) != "null":
-            raise DataError(
-                f"`task.tags` must name a column of lists of tags or of integers from 0, but column"
-                f" `{self.label_column}` of {where} holds {type_name(feature)}"
-            )
+        needed = "a column of lists of tags or of integers from 0"
+        require_kind(features, self.label_column, "task.tags", where, _holds_tags, needed)
+        are_names = holds_names(getattr(features[self.label_column], "feature", None))
         if are_names is not None:
             self.require_same_kind(are_names, "class names", "integers", where)
 
@@ -247,12 +226,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
         return (labels != IGNORED_LABEL).sum()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, summed over the labelled tokens; 0 if there are none.
-
-        Args:
-            logits: the logits, of shape `[batch, sequence, num_labels]`.
-            labels: the class indices, of shape `[batch, sequence]`.
-        """
+        """Return the cross entropy of logits `[batch, sequence, num_labels]`, summed over the labelled tokens."""
         scores = at_least_fp32(logits).flatten(0, 1)
         return F.cross_entropy(scores, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
@@ -275,8 +249,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
         scheme = scheme_of(self._known_class_names)
         if split is None or scheme is None:
             return None
-        few = split.rows.select(range(min(len(split.rows), ROWS_PICTURED)))
-        inputs, places = self._words(few, split)
+        inputs, places = self._words(split.few, split)
         num_words, true = self._labelled_words(split)
         predicted = self._predicted(predictions, split.encoded, num_words)
         size = [len(words) for words in places]
@@ -345,6 +318,14 @@ class TokenClassificationTask(NamedClasses, TextTask):
         names = self._known_class_names
         outside = names.index(OUTSIDE) if OUTSIDE in names else _NO_CLASS
         return of_words(answers, "predictions", encoded, num_words, outside).astype(np.int64)
+
+
+def _holds_words(feature: Any) -> bool:
+    return dtype_in_list(feature) in (*STRING_TYPES, "null")
+
+
+def _holds_tags(feature: Any) -> bool:
+    return dtype_in_list(feature) == "null" or holds_names(getattr(feature, "feature", None)) is not None
 
 
 def _entities(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -47,25 +46,16 @@ class TokenLabels(TextTask):
     labels_are_tokens = True
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
-        task: Any = self
-        of_shard: Self = replace(task, vocabulary=cut)
-        return of_shard
+        return self.changed(vocabulary=cut)
 
     def for_token_scores(self) -> Self:
-        task: Any = self
-        of_scores: Self = replace(task, takes_token_scores=True)
-        return of_scores
+        return self.changed(takes_token_scores=True)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return (labels != IGNORED_LABEL).sum()
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross entropy, summed over the labelled tokens; 0 if there are none.
-
-        Args:
-            logits: the logits, of shape `[batch, sequence, vocabulary]`, or this rank's shard of the vocabulary.
-            labels: the labels, of shape `[batch, sequence]`.
-        """
+        """Return the cross entropy of logits `[batch, sequence, vocabulary]`, summed over the labelled tokens."""
         return logits[..., 0].sum() if self.takes_token_scores else self._cross_entropy(logits, labels, "sum")
 
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:

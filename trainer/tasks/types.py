@@ -51,6 +51,10 @@ class EncodedRows(Protocol):
     def arrays(self) -> Mapping[str, NDArray[Any]]: ...
 
 
+ROWS_PICTURED = 5
+"""The rows of texts in the picture of an evaluation."""
+
+
 @dataclass(frozen=True)
 class EvaluatedSplit:
     """A split with its encoded rows, for metrics and outputs that need the texts."""
@@ -59,6 +63,11 @@ class EvaluatedSplit:
     encoded: EncodedRows
     tokenizer: Tokenizer | None  # None: the rows are images
     where: str = ""
+
+    @property
+    def few(self) -> Dataset:
+        """The first rows, for a picture."""
+        return self.rows.select(range(min(len(self.rows), ROWS_PICTURED)))
 
 
 class SentenceFolder(Protocol):

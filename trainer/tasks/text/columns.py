@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
+from math import inf
 from typing import Any
 
 from trainer.base.errors import DataError, UsageError
@@ -16,6 +17,7 @@ STRING_TYPES = ("string", "large_string")
 SEVERAL_TYPES = "values of several types"
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+_ROWS_AT_ONCE = 1000
 
 
 def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
@@ -28,15 +30,41 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
             )
 
 
+def require_kind(
+    features: Mapping[str, Any], name: str, key: str, where: str, is_right: Callable[[Any], bool], needed: str
+) -> None:
+    """Require a column for which `is_right` is true; `needed` describes such columns for the message."""
+    require_columns(features, [name], key, where)
+    if not is_right(features[name]):
+        raise DataError(f"`{key}` must name {needed}, but column `{name}` of {where} holds {type_name(features[name])}")
+
+
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
     """Require that a split has the columns `names`, which the recipe's `key` selects, and that they hold strings."""
     require_columns(features, names, key, where)
     for name in names:
-        if getattr(features[name], "dtype", None) not in STRING_TYPES:
-            raise DataError(
-                f"`{key}` must name {'columns' if key == 'task.text' else 'a column'} of strings, but column `{name}`"
-                f" of {where} holds {type_name(features[name])}"
-            )
+        needed = "columns of strings" if key in ("task.text", "task.texts") else "a column of strings"
+        require_kind(features, name, key, where, is_text, needed)
+
+
+def is_text(feature: Any) -> bool:
+    """Return whether a column, or the inside of a column of lists, holds strings."""
+    return getattr(feature, "dtype", None) in STRING_TYPES
+
+
+def most_texts(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], Sized]) -> int:
+    """Return the largest number of texts of a row: one in each of several columns, or those of one column's cells."""
+    if len(columns) > 1:
+        return len(columns)
+    batches = rows.select_columns([*columns]).iter(_ROWS_AT_ONCE)
+    return max(len(texts_of(value)) for batch in batches for value in batch[columns[0]])
+
+
+def texts_of_rows(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], list[str]]) -> list[list[str]]:
+    """Return the texts of each row: those of several columns, or those of one column's cells."""
+    if len(columns) > 1:
+        return [list(of_row) for of_row in zip(*(rows[name] for name in columns), strict=True)]
+    return [texts_of(value) for value in rows[columns[0]]]
 
 
 def type_name(feature: Any) -> str:
@@ -108,6 +136,23 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
         return None
     return float(value)
+
+
+def finite_numbers(rows: Dataset, column: str, where: str, first_row: int, largest: float = inf) -> list[float]:
+    """Return the number of each row, which may be at most `largest` and at least its opposite.
+
+    Raises:
+        DataError: a value is no such number.
+    """
+    numbers = []
+    for place, value in enumerate(rows[column]):
+        number = finite_number(value)
+        if number is None or abs(number) > largest:
+            needed = "a finite number" if largest == inf else f"a number from -{largest:g} to {largest:g}"
+            shown = "null" if value is None else repr(value)
+            raise DataError(f"{cell(column, first_row + place, where)} must be {needed}, but is {shown}")
+        numbers.append(number)
+    return numbers
 
 
 def dtype_in_list(feature: Any) -> str | None:
