@@ -143,6 +143,13 @@ def assert_same(one, other):
         assert all(torch.equal(x, y) for x, y in tensors)
 
 
+def test_a_batch_asked_for_beforehand_is_made_once(split):
+    loader = train_loader(split)
+    first = loader.batch(0)
+    assert next(iter(loader)) is first
+    assert next(iter(loader)) is not first  # kept until it is used only
+
+
 def test_workers_change_nothing(split):
     state = torch.get_rng_state()
     for one, other in zip(train_loader(split), train_loader(split, num_workers=2), strict=True):

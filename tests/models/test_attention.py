@@ -22,7 +22,7 @@ from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION, RING_ATTENTION, keyed_attention, padding_known
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
-from trainer.parallel.microbatch import has_padding
+from trainer.parallel.microbatch import has_padding, hidden_positions
 from trainer.parallel.random import quantised
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 6, 8
@@ -216,7 +216,7 @@ class TestMasks:
         mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
         mask[1, 4:] = 1 - int(is_padded)
         inputs = {"attention_mask": mask, "inputs_embeds": torch.zeros(BATCH, LENGTH, 8), "past_key_values": None}
-        with padding_known(has_padding({"attention_mask": mask})), NoReads():
+        with padding_known(has_padding(hidden_positions({"attention_mask": mask}))), NoReads():
             found = make(config, **inputs)
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_mask)
         expected = make(config, **inputs)

@@ -37,8 +37,7 @@ def end() -> None:
 def without_collector() -> Iterator[None]:
     """Keep Python's collector away, so that tensors in cycles do not end at moments that earlier work decides.
 
-    `gc.collect(0)` in this context looks only at objects made since the last pass. A pass over all modules of torch and
-    transformers takes as long as a plan.
+    `gc.collect(0)` in this context looks only at objects made since the last pass, so it is short.
     """
     was_enabled = gc.isenabled()
     gc.disable()

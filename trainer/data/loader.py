@@ -9,7 +9,7 @@ import signal
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -85,8 +85,11 @@ class TrainLoader:
         return [int(row) for row in self._batches.row_ids(step)]
 
     def batch(self, step: int) -> RankBatch:
-        """Return the part of this rank of the global batch of `step` (from 0)."""
-        return self._batches[step]
+        """Return the part of this rank of the global batch of `step` (from 0); without workers, iterations share it."""
+        found = self._batches[step]
+        if not self._num_workers:
+            self._batches.made[step] = found
+        return found
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = _load(self._batches, self._steps, self._num_workers, self._pin_memory)
@@ -166,12 +169,15 @@ class _TrainBatches:
     data_rank: int
     batching: Batching
     masking: TokenMasking | None
+    made: dict[int, RankBatch] = field(default_factory=dict)  # by step, until they are used
 
     def row_ids(self, step: int) -> IndexArray:
         """Return the rows of the whole global batch, in order."""
         return self.order.batch(*divmod(step, self.order.steps_per_epoch))
 
     def __getitem__(self, step: int) -> RankBatch:
+        if step in self.made:
+            return self.made.pop(step)
         epoch = step // self.order.steps_per_epoch
         row_ids = self.row_ids(step)
         chunks = self._chunks(row_ids)

@@ -282,7 +282,7 @@ class ModelForward:
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
-        is_padded = has_padding(microbatch.inputs) if microbatch.is_padded is None else microbatch.is_padded
+        is_padded = has_padding(microbatch.hidden) if microbatch.is_padded is None else microbatch.is_padded
         num_labels = self._num_labels(microbatch) if self._head else None
         ready = replace(microbatch.to(self._mesh.device), is_padded=is_padded, num_labels=num_labels)
         if not self._packs or ready.packed is not None:

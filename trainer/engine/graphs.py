@@ -103,7 +103,7 @@ class GraphedSchedule(Schedule):
         for microbatch in microbatches:
             # A graph cannot leave tokens out: the next microbatch of this shape has labels at other places.
             num_labels = microbatch.labels.numel()
-            microbatch = replace(microbatch, is_padded=has_padding(microbatch.inputs), num_labels=num_labels)
+            microbatch = replace(microbatch, is_padded=has_padding(microbatch.hidden), num_labels=num_labels)
             shape = _shape(microbatch)
             if shape in self._seen:
                 self._replay(shape, microbatch)

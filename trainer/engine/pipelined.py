@@ -193,7 +193,7 @@ class PipelinedForward(ModelForward):
         key = MicrobatchKey(self._step, text_rows(rows, inputs), mask=inputs.get("attention_mask"))
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
-        known = padding_known(None if hidden is None else int(hidden.sum()) > 0)
+        known = padding_known(has_padding(hidden))
         with self._watch if built.model.training else nullcontext(), keyed, labelled, known:
             output = part.run(
                 forward,
@@ -221,7 +221,7 @@ class PipelinedForward(ModelForward):
         start, end = microbatch * rows.rows_of_each, (microbatch + 1) * rows.rows_of_each
         inputs = {name: tensor[start:end] for name, tensor in rows.inputs.items()}
         on_device = {name: to_device(tensor, self._mesh.device) for name, tensor in inputs.items()}
-        return self._taught(on_device, has_padding(inputs))
+        return self._taught(on_device, has_padding(hidden_positions(inputs)))
 
     def _shapes(self, rows: Pass) -> Shapes:
         return _part(self._built[0]).shapes.of(rows.inputs, rows.rows_of_each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -37,6 +38,11 @@ class Microbatch:
     ahead: BegunCopy | None = None
     is_padded: bool | None = None
     num_labels: int | None = None
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """The `hidden_positions` of the rows, which the loop counts and the forward pass looks at."""
+        return hidden_positions(self.inputs)
 
     @property
     def text_rows(self) -> Tensor:
@@ -82,15 +88,13 @@ def positions(microbatches: Iterable[Microbatch]) -> tuple[int, int]:
     hidden = places = 0
     for one in microbatches:
         own = sum(mask.numel() for name, mask in one.inputs.items() if name.endswith("attention_mask"))
-        found = hidden_positions(one.inputs)
-        hidden += own if one.filler else 0 if found is None else int(found.sum())
+        hidden += own if one.filler else 0 if one.hidden is None else int(one.hidden.sum())
         places += own
     return hidden, places
 
 
-def has_padding(inputs: Mapping[str, Tensor]) -> bool | None:
-    """Return whether a mask in `inputs`, which are on the host, hides a position; None without a mask."""
-    hidden = hidden_positions(inputs)
+def has_padding(hidden: Tensor | None) -> bool | None:
+    """Return whether rows have padding, from their `hidden_positions` on the host; None without a mask."""
     return None if hidden is None else int(hidden.sum()) > 0
 
 
