@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,29 @@ class Evaluator:
         loss_sum, num_valid = sum(part[0] for part in gathered), sum(part[1] for part in gathered)
         metrics = self._task.metrics(whole) if self._split is None else self._task.split_metrics(whole, self._split)
         return Evaluated({"loss": loss_sum / max(1, num_valid), **metrics}, self._task.picture(whole, self._split))
+
+
+def gathered_rows(
+    loader: Iterable[Microbatch],
+    begin: Callable[[Microbatch], Callable[[], Mapping[str, Tensor]]],
+    mesh: ParallelMesh,
+    num_rows: int,
+) -> dict[str, Tensor] | None:
+    """Return the tensors of all rows of a split in their order on rank 0, None elsewhere. All ranks must call it.
+
+    `begin` begins the work for a microbatch, and returns a function that waits for its tensors.
+    """
+
+    def begun(microbatch: Microbatch) -> Callable[[], tuple[Tensor, Mapping[str, Tensor]]]:
+        read = begin(microbatch)
+        return lambda: (microbatch.rows, read())
+
+    here = RowTensors()
+    for rows, tensors in one_behind(map(begun, loader)):
+        here.add(rows, tensors)
+    # Ranks that share a model replica have the same rows, so one of them counts.
+    gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
+    return None if gathered is None else in_row_order(gathered, num_rows)
 
 
 class RowTensors:

@@ -18,7 +18,6 @@ from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenised_split import MOST_UNKNOWN
 from trainer.engine.builders import refuse_generation_in_parts
-from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
@@ -29,7 +28,7 @@ from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluate import progress_bar, with_class_names
-from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.evaluation import gathered_rows
 from trainer.training.prediction_files import Chunk, InputRows, Output, Request, naming_resumption, print_note
 from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation, require_fitting_rotations
@@ -162,9 +161,7 @@ class Predictor:
             try:
                 encoded = self._encode(rows, 0, cache, task)
             except DataError:
-                self._encode(
-                    rows, first_row, cache, task
-                )  # once more: the message names the place of the row in the file
+                self._encode(rows, first_row, cache, task)  # again: the message names the place of the row in the file
                 raise
             split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._request.where)
             if not len(encoded):  # no text has a token
@@ -196,19 +193,13 @@ class Predictor:
             self._preparation.batching,
             pin_memory=mesh.device.type == "cuda",
         )
-        here = RowTensors()
 
-        def begin(microbatch: Microbatch) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
+        def begin(microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:
             # Drawn tokens depend on the row of the file, and not on its chunk; windows of a row are no places.
             keyed = places[microbatch.rows] if len(places) == len(encoded) else microbatch.rows
-            read = parts.engine.begin_answer(replace(microbatch, rows=keyed))
-            return lambda: (microbatch.rows, read())
+            return parts.engine.begin_answer(replace(microbatch, rows=keyed))
 
-        for rows, answers in one_behind(map(begin, loader)):
-            here.add(rows, answers)
-        # Ranks that share a model replica have the same rows, so one of them counts.
-        gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
-        return in_row_order(gathered or [], len(encoded))
+        return gathered_rows(loader, begin, mesh, len(encoded)) or {}
 
     def notes(self) -> list[str]:
         """Return notes for the user on truncated rows, and on unknown tokens if most are."""

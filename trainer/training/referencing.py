@@ -16,16 +16,14 @@ from trainer.data.cache import CorruptEntryError, EntryWriter, entry_key, open_e
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
 from trainer.engine.engine import Engine
-from trainer.engine.results import EvalResult
 from trainer.engine.state import OPTIMIZER_PREFIX
-from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.parallel.shards.boxes import TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
-from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.evaluation import gathered_rows
 from trainer.training.run_data import PreparedData
 
 REFERENCE = "reference"
@@ -82,18 +80,13 @@ def _compute(
     """Return the reference of each row on rank 0; None on other ranks."""
     batching, size = data.preparation.batching, recipe.evaluation.batch_size
     loader = EvalLoader(split, size, mesh.index("dp"), mesh.size("dp"), batching)
-    here = RowTensors()
 
-    def begin(microbatch: Microbatch) -> Callable[[], tuple[Tensor, EvalResult]]:
+    def begin(microbatch: Microbatch) -> Callable[[], Mapping[str, Tensor]]:
         read = engine.begin_eval(microbatch)
-        return lambda: (microbatch.rows, read())
+        return lambda: read().predictions
 
-    for rows, result in one_behind(map(begin, loader)):
-        here.add(rows, result.predictions)
-    gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
-    if gathered is None:
-        return None
-    return data.task.reference_of(in_row_order(gathered, len(split))).float()
+    found = gathered_rows(loader, begin, mesh, len(split))
+    return None if found is None else data.task.reference_of(found).float()
 
 
 def _read(entry: Path) -> Tensor | None:
