@@ -44,18 +44,12 @@ from trainer.tasks.task import Task
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are sharded.
+    """How parameters are sharded."""
 
-    Args:
-        precision: the type of matrix products, in which their weights are gathered.
-        offloads: whether to keep parameters, gradients and optimizer state in CPU memory.
-        sent_in: the type in which gradients are sent; None: their own.
-    """
-
-    precision: PrecisionName
+    precision: PrecisionName  # the type of matrix products, in which their weights are gathered
     reshard_after_forward: bool = True
-    offloads: bool = False
-    sent_in: torch.dtype | None = None
+    offloads: bool = False  # whether to keep parameters, gradients and optimizer state in CPU memory
+    sent_in: torch.dtype | None = None  # the type in which gradients are sent; None: their own
 
 
 def shard(

@@ -41,24 +41,17 @@ class CannotLoadPartsError(Exception):
 
 @dataclass(frozen=True)
 class ModelUse:
-    """The use of a model by a task.
+    """The use of a model by a task."""
 
-    Args:
-        auto_class_name: the head, as the name of an auto class of transformers.
-        options: the configuration keys that the task sets, such as `num_labels`.
-        padding_token: the id of the tokenizer's padding token, for a model without one; None without a tokenizer.
-        unused: modules of the base model to freeze, because the task does not use them.
-        packed: whether rows hold several documents, which the model must keep apart.
-        is_trained: whether the model learns, and does not only teach.
-        added: a module after the model, with the values of its parameters (`models/added.py`); None: none.
-    """
-
-    auto_class_name: str
+    auto_class_name: str  # the head, as the name of an auto class of transformers
+    # the configuration keys that the task sets, such as `num_labels`
     options: Mapping[str, Any] = field(default_factory=dict)
+    # the id of the tokenizer's padding token, for a model without one; None without a tokenizer
     padding_token: int | None = None
-    unused: Sequence[str] = ()
-    packed: bool = False
-    is_trained: bool = True
+    unused: Sequence[str] = ()  # modules of the base model to freeze, because the task does not use them
+    packed: bool = False  # whether rows hold several documents, which the model must keep apart
+    is_trained: bool = True  # whether the model learns, and does not only teach
+    # a module after the model, with the values of its parameters (`models/added.py`); None: none
     added: nn.Module | None = None
 
 

@@ -24,31 +24,22 @@ from trainer.recipe.schema import OptimizerSection, Recipe
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """The learning rate and the weight decay of a parameter.
+    """The learning rate and the weight decay of a parameter."""
 
-    Args:
-        origin: the patterns of its group, or its part of the model.
-        rate: its learning rate, as a multiple of `optimizer.learning_rate`.
-        weight_decay: its weight decay, unless it is a bias or a norm weight.
-    """
-
-    origin: str
-    rate: float
-    weight_decay: float
+    origin: str  # the patterns of its group, or its part of the model
+    rate: float  # its learning rate, as a multiple of `optimizer.learning_rate`
+    weight_decay: float  # its weight decay, unless it is a bias or a norm weight
 
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """The groups of the parameters of a whole model.
+    """The groups of the parameters of a whole model."""
 
-    Args:
-        rules: the rule of each parameter, by name; empty: all parameters have the values of the optimizer.
-        table: the header and the rows of a table of the trained parameters; empty without rules.
-        late: the parameters without an update before the step `model.unfreeze_at_step`, by name.
-    """
-
+    # the rule of each parameter, by name; empty: all parameters have the values of the optimizer
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
+    # the header and the rows of a table of the trained parameters; empty without rules
     table: tuple[tuple[str, ...], ...] = ()
+    # the parameters without an update before the step `model.unfreeze_at_step`, by name
     late: frozenset[str] = frozenset()
 
 

@@ -88,17 +88,11 @@ class ModelCut:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of the weights of a placed model.
+    """The source of the weights of a placed model."""
 
-    Args:
-        names: the parameters that can be read again, in time and memory of their size.
-        types: the types of those that are stored in files.
-        read: returns this rank's part of one of them, in fp32, as the model was filled with it.
-    """
-
-    names: Collection[str]
-    types: Mapping[str, torch.dtype]
-    read: Callable[[str], Tensor]
+    names: Collection[str]  # the parameters that can be read again, in time and memory of their size
+    types: Mapping[str, torch.dtype]  # the types of those that are stored in files
+    read: Callable[[str], Tensor]  # returns this rank's part of one of them, in fp32, as the model was filled with it
 
 
 @dataclass(frozen=True)

@@ -270,18 +270,12 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
 
 
 class _Streams(NamedTuple):
-    """The streams that draw the mask of activations.
+    """The streams that draw the mask of activations."""
 
-    Attributes:
-        shape: the shape of the activations, `[batch, ..., features]`.
-        offsets: the start of each dimension in that of one process.
-        row_keys: the keys of the rows, int64 `[batch]`.
-        tokens: the row and the position of each token of joined rows, int64 `[tokens]`; the batch is then 1.
-    """
-
-    shape: tuple[int, ...]
-    offsets: list[int]
-    row_keys: Tensor
+    shape: tuple[int, ...]  # the shape of the activations, `[batch, ..., features]`
+    offsets: list[int]  # the start of each dimension in that of one process
+    row_keys: Tensor  # the keys of the rows, int64 `[batch]`
+    # the row and the position of each token of joined rows, int64 `[tokens]`; the batch is then 1
     tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def mask(self, probability: float) -> Tensor:

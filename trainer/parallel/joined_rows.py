@@ -24,20 +24,14 @@ class RowGroup:
     """Rows of similar length that attention processes together, padded to the longest of them.
 
     Their tokens are next to each other.
-
-    Attributes:
-        rows: the places of the rows in the microbatch, int64 `[rows]`.
-        tokens: the places of their tokens in the joined sequence.
-        width: the tokens of the longest row.
-        places: the place of each token in the flattened rows `[rows * width]`, int64; None: all rows are of one length.
-        is_token: whether a position of a row has a token, bool `[rows, width]`; None: all have one.
     """
 
-    rows: Tensor
-    tokens: slice
-    width: int
+    rows: Tensor  # the places of the rows in the microbatch, int64 `[rows]`
+    tokens: slice  # the places of their tokens in the joined sequence
+    width: int  # the tokens of the longest row
+    # the place of each token in the flattened rows `[rows * width]`, int64; None: all rows are of one length
     places: Tensor | None
-    is_token: Tensor | None
+    is_token: Tensor | None  # whether a position of a row has a token, bool `[rows, width]`; None: all have one
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the rows `[rows, width, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
@@ -74,23 +68,14 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """The tokens of a microbatch as one sequence, row after row.
+    """The tokens of a microbatch as one sequence, row after row."""
 
-    Attributes:
-        rows: the row of each token, int64 `[tokens]`.
-        positions: the position of each token in its row, int64 `[tokens]`.
-        places: the place of each token in the flattened padded rows `[batch * positions]`, int64 `[tokens]`.
-        shape: the rows and positions of the padded microbatch.
-        order: the rows in the order of the sequence, int64 `[batch]`.
-        lengths: their numbers of tokens.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    places: Tensor
-    shape: tuple[int, int]
-    order: Tensor
-    lengths: tuple[int, ...]
+    rows: Tensor  # the row of each token, int64 `[tokens]`
+    positions: Tensor  # the position of each token in its row, int64 `[tokens]`
+    places: Tensor  # the place of each token in the flattened padded rows `[batch * positions]`, int64 `[tokens]`
+    shape: tuple[int, int]  # the rows and positions of the padded microbatch
+    order: Tensor  # the rows in the order of the sequence, int64 `[batch]`
+    lengths: tuple[int, ...]  # their numbers of tokens
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedTokens:

@@ -52,16 +52,12 @@ def _nested_values(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of quantised weights.
+    """A format of quantised weights."""
 
-    Args:
-        types: the names of the tensors that stand for a weight, and their types.
-        quantize: a function from a weight in fp32 to these tensors, also on `meta`.
-        dequantize: a function from these tensors, the shape of the weight and a type to the weight.
-    """
-
-    types: Mapping[str, torch.dtype]
+    types: Mapping[str, torch.dtype]  # the names of the tensors that stand for a weight, and their types
+    # a function from a weight in fp32 to these tensors, also on `meta`
     quantize: Callable[[Tensor], Mapping[str, Tensor]]
+    # a function from these tensors, the shape of the weight and a type to the weight
     dequantize: Callable[[Mapping[str, Tensor], tuple[int, ...], torch.dtype], Tensor]
 
 

@@ -81,43 +81,29 @@ class Prompts:
 
 @dataclass(frozen=True)
 class EmbeddingTask(SeveralTexts):
-    """Embeddings of texts, trained by their cosine similarities.
+    """Embeddings of texts, trained by their cosine similarities."""
 
-    Attributes:
-        text_columns: the columns of anchor, positive and negatives; after `without_labels`, the first column only.
-        score_column: the column of the similarity of two texts; None for `multiple_negatives`.
-        poolings: how the states of the tokens become one embedding; several are joined.
-        normalize: whether embeddings have a length of 1.
-        loss: the name of the loss.
-        temperature: the divisor of cosine similarities.
-        metric_names: the metrics to compute, the deciding one first.
-        mask_duplicates: whether `multiple_negatives` leaves out negatives that are a right answer to the anchor. The
-            labels of a row are then the numbers of its texts `[texts]`, equal for equal texts.
-        prompts: the texts before queries, which are those of the first column, and documents.
-        has_roles: whether texts are queries and documents; if not, they have one prompt.
-        query_column: the column of queries, after `without_labels`; None: the first one.
-        dimensions: numbers of values of nested embeddings, and the weight of the loss of each.
-        learns_temperature: whether the temperature is a parameter, which `temperature` starts. Scores then hold it as
-            one more value of each embedding.
-        dense: the dense layers after the pooling.
-        pools_prompt: whether the pooling takes the tokens of prompts.
-    """
-
+    # the columns of anchor, positive and negatives; after `without_labels`, the first column only
     text_columns: tuple[str, ...]
-    score_column: str | None
-    poolings: tuple[str, ...]
-    normalize: bool
+    score_column: str | None  # the column of the similarity of two texts; None for `multiple_negatives`
+    poolings: tuple[str, ...]  # how the states of the tokens become one embedding; several are joined
+    normalize: bool  # whether embeddings have a length of 1
     loss: Loss
-    temperature: float
-    metric_names: tuple[str, ...]
+    temperature: float  # the divisor of cosine similarities
+    metric_names: tuple[str, ...]  # the metrics to compute, the deciding one first
+    # Whether `multiple_negatives` leaves out negatives that are a right answer to the anchor. The labels of a row are
+    # then the numbers of its texts `[texts]`, equal for equal texts.
     mask_duplicates: bool = False
-    prompts: Prompts = Prompts()
-    has_roles: bool = True
-    query_column: str | None = None
+    prompts: Prompts = Prompts()  # the texts before queries, which are those of the first column, and documents
+    has_roles: bool = True  # whether texts are queries and documents; if not, they have one prompt
+    query_column: str | None = None  # the column of queries, after `without_labels`; None: the first one
+    # numbers of values of nested embeddings, and the weight of the loss of each
     dimensions: tuple[tuple[int, float], ...] = ()
+    # Whether the temperature is a parameter, which `temperature` starts. Scores then hold it as one more value of each
+    # embedding.
     learns_temperature: bool = False
-    dense: tuple[DenseLayer, ...] = ()
-    pools_prompt: bool = True
+    dense: tuple[DenseLayer, ...] = ()  # the dense layers after the pooling
+    pools_prompt: bool = True  # whether the pooling takes the tokens of prompts
 
     recipe_type = "embedding"
     auto_class_name = "AutoModel"

@@ -32,28 +32,21 @@ _NAMES_SHOWN = 10
 
 @dataclass(frozen=True)
 class MultipleChoiceTask(TextTask):
-    """Cross entropy over the scores of the choices of each row.
-
-    Attributes:
-        question_column: the column of the text before each choice; None: there is none.
-        question_texts: the text in place of each value of the question column; None: the value itself.
-        blank: the part of a question that the choice replaces; None: the choice always follows the question.
-        choice_columns: one column of lists of texts, or the columns of the first choice, the second and so on. Instead
-            of a list, a row may hold {"text": [...], "label": [...]}; a label is then one of these labels.
-        label_format: the meaning of labels; None: they must have one meaning only.
-        num_texts: the largest number of choices of a row, from `for_split`.
-    """
+    """Cross entropy over the scores of the choices of each row."""
 
     context_column: str
-    question_column: str | None
+    question_column: str | None  # the column of the text before each choice; None: there is none
+    # the text in place of each value of the question column; None: the value itself
     question_texts: Mapping[str, str] | None
-    blank: str | None
+    blank: str | None  # the part of a question that the choice replaces; None: the choice always follows the question
+    # One column of lists of texts, or the columns of the first choice, the second and so on. Instead of a list, a row
+    # may hold {"text": [...], "label": [...]}; a label is then one of these labels.
     choice_columns: tuple[str, ...]
     label_column: str
-    label_format: LabelFormat | None
+    label_format: LabelFormat | None  # the meaning of labels; None: they must have one meaning only
     metric_names: tuple[str, ...]
     labelled: bool = True
-    num_texts: int = 0
+    num_texts: int = 0  # the largest number of choices of a row, from `for_split`
 
     auto_class_name = "AutoModelForMultipleChoice"
     beside_rows = ("metric_names",)

@@ -60,27 +60,19 @@ class QuestionAnsweringTask(TextTask):
 
     A context longer than a window is read in windows that overlap. A window without the whole answer learns
     `NO_ANSWER`, as in Devlin et al. 2019. Rows of the encoded split are windows.
-
-    Attributes:
-        answer_columns: one column in the form of SQuAD, or the columns of the text and of its first character.
-        stride: the tokens that two windows share; None: a third of the window.
-        unanswerable: whether questions may have no answer, as in SQuAD 2.0.
-        n_best: the start and end positions of a window that are combined, and the answers that are kept.
-        max_answer_length: the maximum number of tokens of an answer.
-        null_threshold: the difference of scores from which no answer is preferred to the best answer.
-        has_answers: False for rows to predict.
     """
 
     question_column: str
     context_column: str
+    # one column in the form of SQuAD, or the columns of the text and of its first character
     answer_columns: tuple[str, ...]
-    stride: int | None
-    unanswerable: bool
-    n_best: int
-    max_answer_length: int
-    null_threshold: float
+    stride: int | None  # the tokens that two windows share; None: a third of the window
+    unanswerable: bool  # whether questions may have no answer, as in SQuAD 2.0
+    n_best: int  # the start and end positions of a window that are combined, and the answers that are kept
+    max_answer_length: int  # the maximum number of tokens of an answer
+    null_threshold: float  # the difference of scores from which no answer is preferred to the best answer
     metric_names: tuple[str, ...]
-    has_answers: bool = True
+    has_answers: bool = True  # False for rows to predict
 
     auto_class_name = "AutoModelForQuestionAnswering"
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")

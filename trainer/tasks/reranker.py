@@ -43,29 +43,19 @@ _MU, _LEAST_GAIN = 10.0, 1e-10
 
 @dataclass(frozen=True)
 class RerankerTask(ScoredTexts):
-    """Scores of pairs of a query and a document.
-
-    Attributes:
-        document_columns: one column of documents or of lists of documents; or the column of the right document, then
-            those of wrong ones.
-        label_column: the column of relevances; None: the first document of a row is right.
-        positive_weight: the weight of right documents in the binary cross entropy.
-        scale: the factor of the sigmoid of scores in the cross entropy; None: it takes the scores.
-        activation: the function of predicted scores.
-        labelled: whether rows have labels.
-        num_texts: the largest number of documents of a row, from `for_split`.
-    """
+    """Scores of pairs of a query and a document."""
 
     query_column: str
+    # one column of documents or of lists of documents; or the column of the right document, then those of wrong ones
     document_columns: tuple[str, ...]
-    label_column: str | None
+    label_column: str | None  # the column of relevances; None: the first document of a row is right
     loss: Loss
     metric_names: tuple[str, ...]
-    positive_weight: float = 1.0
-    scale: float | None = None
-    activation: str | None = None
-    labelled: bool = True
-    num_texts: int = 1
+    positive_weight: float = 1.0  # the weight of right documents in the binary cross entropy
+    scale: float | None = None  # the factor of the sigmoid of scores in the cross entropy; None: it takes the scores
+    activation: str | None = None  # the function of predicted scores
+    labelled: bool = True  # whether rows have labels
+    num_texts: int = 1  # the largest number of documents of a row, from `for_split`
 
     recipe_type = "reranker"
     beside_rows = ("metric_names", "positive_weight", "scale", "activation")

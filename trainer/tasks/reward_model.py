@@ -27,18 +27,13 @@ from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
 @dataclass(frozen=True)
 class RewardModelTask(ScoredTexts):
-    """The loss of Bradley and Terry on the rewards of two texts (Ouyang et al. 2022, arXiv:2203.02155, equation 1).
+    """The loss of Bradley and Terry on the rewards of two texts (Ouyang et al. 2022, arXiv:2203.02155, equation 1)."""
 
-    Attributes:
-        prompt: the column of prompts; None: the other columns hold whole texts or chats.
-        answer_columns: the columns of the better texts and of the worse ones; of one text for predictions.
-        margin: the column of the differences that the rewards should have; None: there is none.
-        center_coefficient: the weight of the squared sum of both rewards (Eisenstein et al. 2023, arXiv:2312.09244).
-    """
-
-    prompt: str | None
+    prompt: str | None  # the column of prompts; None: the other columns hold whole texts or chats
+    # the columns of the better texts and of the worse ones; of one text for predictions
     answer_columns: tuple[str, ...]
-    margin: str | None
+    margin: str | None  # the column of the differences that the rewards should have; None: there is none
+    # The weight of the squared sum of both rewards (Eisenstein et al. 2023, arXiv:2312.09244).
     center_coefficient: float
     metric_names: tuple[str, ...]
 

@@ -44,25 +44,19 @@ _NO_CLASS = -1
 
 @dataclass(frozen=True)
 class TokenClassificationTask(NamedClasses, TextTask):
-    """Classification of words.
+    """Classification of words."""
 
-    Attributes:
-        words_column: the column of words; None: the rows are texts with spans.
-        text_column: the column of texts; None: the rows are words with tags.
-        label_all: whether all tokens of a word have a label, not only the first. In a text each token is then a word.
-        stride: the number of tokens that two windows of a row share; None: a third of the maximum length.
-        labelled: whether rows have labels.
-    """
-
-    words_column: str | None
-    text_column: str | None
+    words_column: str | None  # the column of words; None: the rows are texts with spans
+    text_column: str | None  # the column of texts; None: the rows are words with tags
     label_column: str
     metric_names: tuple[str, ...]
     class_names: tuple[str, ...] | None = None
     labels_are_names: bool | None = None
+    # Whether all tokens of a word have a label, not only the first. In a text each token is then a word.
     label_all: bool = False
+    # the number of tokens that two windows of a row share; None: a third of the maximum length
     stride: int | None = None
-    labelled: bool = True
+    labelled: bool = True  # whether rows have labels
 
     auto_class_name = "AutoModelForTokenClassification"
     beside_rows = ("metric_names",)

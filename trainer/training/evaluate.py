@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The job that evaluates the model of a recipe on its validation split, and prints the metrics on rank 0.
+    """The job that evaluates the model of a recipe on its validation split, and prints the metrics on rank 0."""
 
-    Attributes:
-        as_json: whether to print one JSON object instead of a table.
-        start: the model at the start of the training, for a loss with a reference.
-    """
-
-    as_json: bool
-    start: Model
+    as_json: bool  # whether to print one JSON object instead of a table
+    start: Model  # the model at the start of the training, for a loss with a reference
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         """Evaluate as the rank of `environment`, and return the exit code.

@@ -82,26 +82,20 @@ class _BegunStep:
 
 @dataclass
 class Loop:
-    """Train until the last step, or until a signal, a file, a callback or the patience stops the run.
-
-    Args:
-        loader: The batches that are left; they begin at `saver.progress`.
-        saver: The saver of checkpoints, which holds the progress of the run.
-        has_callbacks: Whether `observers` holds callbacks on any rank.
-    """
+    """Train until the last step, or until a signal, a file, a callback or the patience stops the run."""
 
     recipe: Recipe
     engine: Engine
-    loader: Batches
+    loader: Batches  # The batches that are left; they begin at `saver.progress`
     validation: Validation
     mesh: ParallelMesh
     observers: Observer
     meter: Meter
     sampler: Sampler
-    saver: Saver
+    saver: Saver  # The saver of checkpoints, which holds the progress of the run
     steps_per_epoch: int
     stop: StopRequest
-    has_callbacks: bool = False
+    has_callbacks: bool = False  # Whether `observers` holds callbacks on any rank
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)

@@ -42,25 +42,16 @@ _HALF = 2**32  # of 64 bits
 
 @dataclass(frozen=True)
 class Limits:
-    """The choice of negatives of a query, from the documents that are most similar to it.
+    """The choice of negatives of a query, from the documents that are most similar to it."""
 
-    Attributes:
-        number: the negatives of each query.
-        skip: the most similar documents to leave out.
-        among: the most similar documents to choose from; None: enough for `number`.
-        margin: the least difference to the similarity of the least similar right document; None: none.
-        relative_margin: the same, as a share of that similarity.
-        highest: the largest similarity of a negative.
-        lowest: the least one.
-    """
-
-    number: int = 3
-    skip: int = 0
-    among: int | None = None
+    number: int = 3  # the negatives of each query
+    skip: int = 0  # the most similar documents to leave out
+    among: int | None = None  # the most similar documents to choose from; None: enough for `number`
+    # the least difference to the similarity of the least similar right document; None: none
     margin: float | None = None
-    relative_margin: float | None = None
-    highest: float | None = None
-    lowest: float | None = None
+    relative_margin: float | None = None  # the same, as a share of that similarity
+    highest: float | None = None  # the largest similarity of a negative
+    lowest: float | None = None  # the least one
 
     def last(self, most_right: int) -> int:
         """Return how many documents are considered, if a query has at most `most_right` right ones."""

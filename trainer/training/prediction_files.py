@@ -66,29 +66,17 @@ def spooled(name: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Request:
-    """The files and the options of a prediction.
+    """The files and the options of a prediction."""
 
-    Attributes:
-        input: the file of rows.
-        shown_input: its name in messages.
-        output: the file to write, or `STANDARD`.
-        chunk_rows: the number of rows that are read and written at once.
-        keep: which columns of the input the output has: all but binary ones, or none.
-        top: the number of classes with a probability; None: all.
-        overwrite: whether to replace an existing output.
-        skip_bad_rows: whether a bad row becomes a row with its `error`; otherwise it ends the command.
-        columns: the columns of texts to embed; empty: the first one of the recipe.
-    """
-
-    input: Path
-    shown_input: str
-    output: str
-    chunk_rows: int
-    keep: Literal["all", "none"] = "all"
-    top: int | None = None
-    overwrite: bool = False
-    skip_bad_rows: bool = False
-    columns: tuple[str, ...] = ()
+    input: Path  # the file of rows
+    shown_input: str  # its name in messages
+    output: str  # the file to write, or `STANDARD`
+    chunk_rows: int  # the number of rows that are read and written at once
+    keep: Literal["all", "none"] = "all"  # which columns of the input the output has: all but binary ones, or none
+    top: int | None = None  # the number of classes with a probability; None: all
+    overwrite: bool = False  # whether to replace an existing output
+    skip_bad_rows: bool = False  # whether a bad row becomes a row with its `error`; otherwise it ends the command
+    columns: tuple[str, ...] = ()  # the columns of texts to embed; empty: the first one of the recipe
 
     @property
     def where(self) -> str:

@@ -15,19 +15,13 @@ from trainer.training.evaluation import Evaluator
 
 @dataclass(frozen=True)
 class Validation:
-    """The evaluations of a run. The counters of the run hold the best one, so a resumed run knows it.
-
-    Args:
-        evaluator: The evaluator; None: there is nothing to evaluate on.
-        keep_best: A function that exports the model after the best evaluation so far.
-        rows: The hash of the validation rows; None without them.
-    """
+    """The evaluations of a run. The counters of the run hold the best one, so a resumed run knows it."""
 
     recipe: Recipe
     progress: Progress
-    evaluator: Evaluator | None
-    keep_best: Callable[[], None]
-    rows: str | None = None
+    evaluator: Evaluator | None  # The evaluator; None: there is nothing to evaluate on
+    keep_best: Callable[[], None]  # A function that exports the model after the best evaluation so far
+    rows: str | None = None  # The hash of the validation rows; None without them
 
     @property
     def metric(self) -> str:

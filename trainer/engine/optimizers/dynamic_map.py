@@ -26,12 +26,9 @@ class DynamicMap:
 
     - Signed codes are symmetric, with both -1 and 1, so the largest number of a block is exact.
     - No unsigned code is 0. A second moment that is rounded to 0 beside a first moment would give a huge update.
-
-    Args:
-        signed: whether codes are int8 of numbers in [-1, 1], or else uint8 of numbers in [0, 1].
     """
 
-    signed: bool
+    signed: bool  # whether codes are int8 of numbers in [-1, 1], or else uint8 of numbers in [0, 1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -168,24 +168,19 @@ class _Part:
     All operations on its elements are elementwise, but for the maxima of the blocks. Each rounds by itself: moments
     from a fused product and sum would have other codes. The kernels compute the same numbers as torch's operations.
     Only torch's square root on a CPU, which the codes do not need, may be the next number.
-
-    Args:
-        weight: the part, which changes.
-        gradient: its gradient, contiguous.
-        corrections: the learning rate and the factor of second moments, both corrected for the zeros from which the
-            moments began, fp32 `[2]`.
-        flag: the flag of a bad step, in which nothing changes; None: the step is good.
     """
 
     placement: ParameterPlacement
-    weight: Tensor
-    gradient: Tensor
+    weight: Tensor  # the part, which changes
+    gradient: Tensor  # its gradient, contiguous
     state: dict[str, Tensor]
     group: Mapping[str, Any]
+    # the learning rate and the factor of second moments, both corrected for the zeros from which the moments began,
+    # fp32 `[2]`
     corrections: Tensor
     rows: BlockRows
     tables: Tables
-    flag: Tensor | None
+    flag: Tensor | None  # the flag of a bad step, in which nothing changes; None: the step is good
     is_fused: bool
 
     def maxima(self) -> Tensor:

@@ -59,24 +59,19 @@ def matrix_names(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """The parameters of a model that an optimizer trains.
+    """The parameters of a model that an optimizer trains."""
 
-    Args:
-        named: the parameters by name; frozen ones are left out.
-        matrices: returns the names of the weights of linear layers in the repeated layers. It fails for a model of an
-            unknown family, so only an optimizer that needs them calls it.
-        rounding_seed: the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation.
-        rules: learning rates and weight decays that differ from those of the optimizer, by name.
-        ema_decay: the decay of the averages of the weights; None: there are none.
-    """
-
-    named: Mapping[str, nn.Parameter]
+    named: Mapping[str, nn.Parameter]  # the parameters by name; frozen ones are left out
     no_decay: Set[str] = frozenset()
+    # Returns the names of the weights of linear layers in the repeated layers. It fails for a model of an unknown
+    # family, so only an optimizer that needs them calls it.
     matrices: Callable[[], Set[str]] = frozenset
     whole: WholeAccess = field(default_factory=lambda: WholeAccess({}))
+    # the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation
     rounding_seed: int | None = None
+    # learning rates and weight decays that differ from those of the optimizer, by name
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
-    ema_decay: float | None = None
+    ema_decay: float | None = None  # the decay of the averages of the weights; None: there are none
 
     @classmethod
     def of(

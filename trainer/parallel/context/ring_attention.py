@@ -92,20 +92,13 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Ring:
-    """A rank's place in a ring.
+    """A rank's place in a ring."""
 
-    Attributes:
-        group: the context ranks.
-        distance: the distance of neighbours of the ring in the group.
-        index: the index of this rank's block.
-        blocks: the positions of each block, in the order of the ring; the last ones may have none.
-        lengths: the positions of each row, if a block holds positions of rows that are joined; None: of all rows.
-    """
-
-    group: Group
-    distance: int
-    index: int
-    blocks: Sequence[range]
+    group: Group  # the context ranks
+    distance: int  # the distance of neighbours of the ring in the group
+    index: int  # the index of this rank's block
+    blocks: Sequence[range]  # the positions of each block, in the order of the ring; the last ones may have none
+    # the positions of each row, if a block holds positions of rows that are joined; None: of all rows
     lengths: tuple[int, ...] | None = None
 
     @property
@@ -143,18 +136,12 @@ def _part(block: range, start: int, stop: int) -> range:
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries of one block and keys of another that belong to the same rows.
+    """Queries of one block and keys of another that belong to the same rows."""
 
-    Attributes:
-        queries: the positions of the queries in their rows.
-        keys: the positions of the keys.
-        rows: the places of the rows among those that are joined; all rows, if blocks hold positions of all.
-        places: the places of the first query and of the first key in their blocks, if rows are joined.
-    """
-
-    queries: range
-    keys: range
-    rows: slice
+    queries: range  # the positions of the queries in their rows
+    keys: range  # the positions of the keys
+    rows: slice  # the places of the rows among those that are joined; all rows, if blocks hold positions of all
+    # the places of the first query and of the first key in their blocks, if rows are joined
     places: tuple[int, int] | None = None
 
     def of_queries(self, x: Tensor) -> Tensor:
@@ -175,23 +162,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The options of a call of attention that its blocks share.
+    """The options of a call of attention that its blocks share."""
 
-    Attributes:
-        scale: the factor of the products of queries and keys.
-        probability: the share of the probabilities to drop, in [0, 1).
-        mask: the mask, or None.
-        is_causal: whether a query sees no key at a later position; it excludes `mask`.
-        first_head: the index of the first head in those of one process.
-        fused: whether the fused kernel computes the blocks.
-    """
-
-    scale: float
-    probability: float
-    mask: BlockMask | None
-    is_causal: bool
-    first_head: int
-    fused: bool
+    scale: float  # the factor of the products of queries and keys
+    probability: float  # the share of the probabilities to drop, in [0, 1)
+    mask: BlockMask | None  # the mask, or None
+    is_causal: bool  # whether a query sees no key at a later position; it excludes `mask`
+    first_head: int  # the index of the first head in those of one process
+    fused: bool  # whether the fused kernel computes the blocks
 
     def skips(self, queries: range, keys: range) -> bool:
         """Return whether a block has nothing to compute."""
@@ -308,21 +286,13 @@ class BlockAttention:
 
 
 class Block(NamedTuple):
-    """Keys and values for some queries.
+    """Keys and values for some queries."""
 
-    Attributes:
-        key: the keys `[batch, key_value_heads, keys, head_dim]`.
-        value: the values `[batch, key_value_heads, keys, value_dim]`.
-        row_keys: the keys of the rows for the dropout mask, int64 `[batch]`.
-        queries: the positions of the queries.
-        keys: the positions of the keys.
-    """
-
-    key: Tensor
-    value: Tensor
-    row_keys: Tensor
-    queries: range
-    keys: range
+    key: Tensor  # the keys `[batch, key_value_heads, keys, head_dim]`
+    value: Tensor  # the values `[batch, key_value_heads, keys, value_dim]`
+    row_keys: Tensor  # the keys of the rows for the dropout mask, int64 `[batch]`
+    queries: range  # the positions of the queries
+    keys: range  # the positions of the keys
 
     @classmethod
     def of(cls, piece: Piece, held: Sequence[Tensor], row_keys: Tensor) -> Block:
@@ -332,17 +302,11 @@ class Block(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of queries, over all keys; see `Sums`.
+    """The results of queries, over all keys; see `Sums`."""
 
-    Attributes:
-        output: the output `[batch, queries, heads, value_dim]`; 0 for a query without a computed block.
-        largest: the largest score `[batch, heads, queries]`.
-        total: the sum of the exponentials, relative to the largest; 1 for a query without a computed block.
-    """
-
-    output: Tensor
-    largest: Tensor
-    total: Tensor
+    output: Tensor  # the output `[batch, queries, heads, value_dim]`; 0 for a query without a computed block
+    largest: Tensor  # the largest score `[batch, heads, queries]`
+    total: Tensor  # the sum of the exponentials, relative to the largest; 1 for a query without a computed block
 
     def of(self, piece: Piece) -> Results:
         """Return views of the results of a part of the queries."""
@@ -352,17 +316,11 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums over the keys so far, of queries `[batch, heads, queries, head_dim]`, in at least fp32.
+    """The sums over the keys so far, of queries `[batch, heads, queries, head_dim]`, in at least fp32."""
 
-    Attributes:
-        largest: the largest score `[batch, heads, queries]`; negative infinity before the first block.
-        total: the sum of the exponentials, relative to the largest.
-        output: the sum of the values, weighted by the exponentials that dropout keeps,
-            `[batch, heads, queries, value_dim]`.
-    """
-
-    largest: Tensor
-    total: Tensor
+    largest: Tensor  # the largest score `[batch, heads, queries]`; negative infinity before the first block
+    total: Tensor  # the sum of the exponentials, relative to the largest
+    # the sum of the values, weighted by the exponentials that dropout keeps, `[batch, heads, queries, value_dim]`
     output: Tensor
 
     @classmethod

@@ -28,16 +28,11 @@ def num_blocks(shape: Sequence[int]) -> int:
 
 
 class Rows(NamedTuple):
-    """Some rows `[rows, width]` of consecutive elements of a part, each within one block.
+    """Some rows `[rows, width]` of consecutive elements of a part, each within one block."""
 
-    Args:
-        elements: the elements in the flattened part.
-        blocks: the block of each row, int32 `[rows]`; or as a slice, where each row is a block of its own.
-    """
-
-    elements: slice
+    elements: slice  # the elements in the flattened part
     width: int
-    blocks: slice | Tensor
+    blocks: slice | Tensor  # the block of each row, int32 `[rows]`; or as a slice, where each row is a block of its own
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a view of these rows of a contiguous tensor with the shape of the part, `[rows, width]`."""
@@ -57,16 +52,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockRows:
-    """This rank's part of a parameter as rows of consecutive elements, each within one block.
-
-    Args:
-        width: the elements of a row, a divisor of `BLOCK`.
-        blocks: the block of each row, int32 `[rows]`. Rows of padding, which are zero, count to any block. None: the
-            part is the whole parameter. Its rows are its blocks; the last one may have fewer elements.
-    """
+    """This rank's part of a parameter as rows of consecutive elements, each within one block."""
 
     size: int
-    width: int
+    width: int  # the elements of a row, a divisor of `BLOCK`
+    # The block of each row, int32 `[rows]`. Rows of padding, which are zero, count to any block. None: the part is the
+    # whole parameter. Its rows are its blocks; the last one may have fewer elements.
     blocks: Tensor | None
 
     def pieces(self, most: int) -> Iterator[Rows]:

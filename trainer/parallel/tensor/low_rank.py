@@ -43,17 +43,11 @@ class Magnitude(nn.Module):
 
 @dataclass(frozen=True)
 class Base:
-    """The layer below a product.
+    """The layer below a product."""
 
-    Args:
-        weight: a function that returns its weight `[out, in]`.
-        product: the function from an input to its output without the bias.
-        bias: the bias in its output, which the norms do not scale.
-    """
-
-    weight: Callable[[], Tensor]
-    product: Callable[[Tensor], Tensor]
-    bias: Tensor | None
+    weight: Callable[[], Tensor]  # a function that returns its weight `[out, in]`
+    product: Callable[[Tensor], Tensor]  # the function from an input to its output without the bias
+    bias: Tensor | None  # the bias in its output, which the norms do not scale
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Base:

@@ -20,21 +20,13 @@ _EQUAL_ANGLE = 1e-6  # radians; the rounding of fp32 states turns an embedding b
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The distinct queries and candidates of a split.
+    """The distinct queries and candidates of a split."""
 
-    Attributes:
-        queries: the embeddings of the queries `[queries, hidden]`, of length 1, in fp64.
-        candidates: the embeddings of the candidates `[candidates, hidden]`, in the order of their texts.
-        texts: the texts of the candidates, sorted.
-        query_of: the query of each row `[rows]`.
-        right_of: the right candidate of each row `[rows]`.
-    """
-
-    queries: Tensor
-    candidates: Tensor
-    texts: Sequence[str]
-    query_of: NDArray[np.int64]
-    right_of: NDArray[np.int64]
+    queries: Tensor  # the embeddings of the queries `[queries, hidden]`, of length 1, in fp64
+    candidates: Tensor  # the embeddings of the candidates `[candidates, hidden]`, in the order of their texts
+    texts: Sequence[str]  # the texts of the candidates, sorted
+    query_of: NDArray[np.int64]  # the query of each row `[rows]`
+    right_of: NDArray[np.int64]  # the right candidate of each row `[rows]`
 
     @classmethod
     def of(cls, embeddings: Tensor, columns: Sequence[Sequence[str]]) -> Retrieval:

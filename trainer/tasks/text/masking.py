@@ -24,19 +24,13 @@ class Masking:
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1. New masks in every epoch: Liu et al. 2019,
     arXiv:1907.11692, section 4.1.
-
-    Args:
-        probability: the probability to choose a token, in (0, 1).
-        mask_token: the id of the mask token.
-        special_tokens: the ids of special tokens, int64 `[special]`.
-        ordinary_tokens: the ids from which random tokens are drawn, int64 `[ordinary]`.
     """
 
     seed: int
-    probability: float
-    mask_token: int
-    special_tokens: Tensor
-    ordinary_tokens: Tensor
+    probability: float  # the probability to choose a token, in (0, 1)
+    mask_token: int  # the id of the mask token
+    special_tokens: Tensor  # the ids of special tokens, int64 `[special]`
+    ordinary_tokens: Tensor  # the ids from which random tokens are drawn, int64 `[ordinary]`
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, probability: float, seed: int) -> Masking:

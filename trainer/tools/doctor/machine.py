@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as this process sees it.
-
-    Args:
-        root: folder of `/proc`, `/sys` and `/dev`.
-    """
+    """This machine, as this process sees it."""
 
     environ: Mapping[str, str]
     probe: Probe
-    root: Path = Path("/")
+    root: Path = Path("/")  # folder of `/proc`, `/sys` and `/dev`
     recipe: Recipe | None = None
     processes: int | None = None
 

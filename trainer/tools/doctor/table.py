@@ -16,20 +16,14 @@ _PROBE_SECONDS = sum(kind.limit for kind in KINDS) + 5  # the probe has its own 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table; `--json` contains the names, so they are part of the interface.
-
-    Args:
-        examine: function of the check; the documentation shows its docstring.
-        deep: whether only `--deep` runs it.
-        asks: facts whose failure this check reports; other checks then refer to this one.
-    """
+    """A row of the table; `--json` contains the names, so they are part of the interface."""
 
     group: str
     name: str
-    examine: Callable[[Machine], Finding]
+    examine: Callable[[Machine], Finding]  # function of the check; the documentation shows its docstring
     seconds: float = 10.0
-    deep: bool = False
-    asks: type[Facts] | None = None
+    deep: bool = False  # whether only `--deep` runs it
+    asks: type[Facts] | None = None  # facts whose failure this check reports; other checks then refer to this one
 
 
 CHECKS: tuple[Check, ...] = (

@@ -39,23 +39,14 @@ _RULES, _SURPLUS, _SCORE = "rules", "surplus", "score"
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a search, which every process that joins it must have.
+    """The rules of a search, which every process that joins it must have."""
 
-    Attributes:
-        axes: the keys and their values.
-        facts: values of the recipe that define the trials.
-        is_better_above: whether the larger metric is the better one.
-        sampler: one of `SAMPLERS`.
-        pruner: one of `PRUNERS`.
-        seed: the seed of the proposals.
-    """
-
-    axes: Sequence[Axis]
-    facts: Any
-    is_better_above: bool
-    sampler: str
-    pruner: str
-    seed: int
+    axes: Sequence[Axis]  # the keys and their values
+    facts: Any  # values of the recipe that define the trials
+    is_better_above: bool  # whether the larger metric is the better one
+    sampler: str  # one of `SAMPLERS`
+    pruner: str  # one of `PRUNERS`
+    seed: int  # the seed of the proposals
 
     def make_sampler(self, place: int) -> BaseSampler:
         """Return the sampler of a trial, by its place among all that count."""

@@ -39,21 +39,13 @@ Gpus = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Crew:
-    """The recipe of all trials, and the ranks and GPUs that train them.
+    """The recipe of all trials, and the ranks and GPUs that train them."""
 
-    Attributes:
-        recipe: the name or path of the recipe.
-        common: the overrides of all trials.
-        metric: the metric that decides between trials.
-        processes: the ranks of a trial; None: one, or an equal share of the GPUs.
-        at_once: the number of workers.
-    """
-
-    recipe: str
-    common: Sequence[str]
-    metric: str
-    processes: int | None
-    at_once: int
+    recipe: str  # the name or path of the recipe
+    common: Sequence[str]  # the overrides of all trials
+    metric: str  # the metric that decides between trials
+    processes: int | None  # the ranks of a trial; None: one, or an equal share of the GPUs
+    at_once: int  # the number of workers
 
     def gpus(self) -> list[Gpus]:
         """Return the GPUs of each worker; empty without GPUs.
