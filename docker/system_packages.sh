@@ -1,5 +1,5 @@
 #!/bin/sh
-# System packages of every stage: Python, a compiler for DeepSpeed, an init process that reaps orphans, and the
+# System packages of every stage: Python, a compiler for `compile` on CPUs, an init process that reaps orphans, and the
 # libraries of rdma-core, which NCCL opens at run time; without them it uses sockets instead of InfiniBand.
 set -eu
 

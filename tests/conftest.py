@@ -11,13 +11,13 @@ from typing import Any
 
 # Before torch is imported. With more threads than cores, each operation would wait for threads of other workers.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Some tests start launchers with this folder first. Another version of ninja compiles DeepSpeed's operation again.
+# Tests start programs of this environment by their names.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers import operations, turns
+from tests.helpers import turns
 from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
@@ -40,8 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     turns.begin(config)
     config.pluginmanager.register(turns.Turns())
     config.pluginmanager.register(Durations())
-    if getattr(config.option, "numprocesses", None):
-        operations.build(config)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,7 +34,6 @@ from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.models import save
 from trainer.models.weight_files import plan_files
 from trainer.parallel.shards.gathering import local_part
@@ -196,7 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, nargs=2, default=LAYERS, help="layers of the two models")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
-    ready_deepspeed(0, on_cpu=True)  # a pool would wait without end for the lock of a killed build
     print(f"| ranks | layout | {' | '.join(('weights kept', *PHASES, DEVICE))} |")
     print(f"|---|---|{'---|' * (len(PHASES) + 2)}")
     with tempfile.TemporaryDirectory() as name:

@@ -31,7 +31,6 @@ from tests.benchmarks.contestants import ours, peer, trainer_by_default
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
-from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import MaskedLM, Recipe
@@ -185,7 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.defaults and options.tasks != ["classification"]:
         parser.error("--defaults needs --tasks classification")
     os.environ["OMP_NUM_THREADS"] = "1"  # before a rank imports torch, because ranks share the cores
-    ready_deepspeed(0, on_cpu=True)  # a pool would wait without end for the lock of a killed build
     # With one extra step, no training ends before its last block.
     total_steps = (options.warm_up + options.rounds) * options.steps + 1
     found: dict[str, dict[str, dict[str, Any]]] = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from trainer.ranks.environment import (
     check_agrees,
     detect,
     first_host,
-    own_programs_first,
     set_local_rank,
     threads_per_rank,
 )
@@ -193,13 +190,6 @@ def test_threads_are_shared_out_unless_said(monkeypatch):
     assert threads_per_rank(32, {}) == 1
     assert threads_per_rank(4, {"OMP_NUM_THREADS": "2"}) is None
     assert threads_per_rank(4, {"SLURM_CPUS_PER_TASK": "8"}) == 8
-
-
-def test_programs_beside_this_python_come_first_in_a_block(tmp_path):
-    environ = {"PATH": str(tmp_path)}
-    with own_programs_first(environ):
-        assert environ["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}{tmp_path}"
-    assert environ == {"PATH": str(tmp_path)}
 
 
 def test_the_cache_lies_where_the_user_keeps_caches():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -187,29 +186,12 @@ def variables_restored(environ: MutableMapping[str, str] = os.environ) -> Iterat
         environ.update(before)
 
 
-@contextmanager
-def own_programs_first(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Put the programs beside this Python first in the PATH of the block, also where its environment is not active."""
-    before = environ.get("PATH", os.defpath)
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
-    try:
-        yield
-    finally:
-        environ["PATH"] = before
-
-
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that is no rank and sees no GPU."""
     of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in environ.items() if key not in names and not key.startswith(of_launchers)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-def extensions_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that the user set for compiled extensions of torch; None: torch's default."""
-    folder = environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(folder) if folder else None
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path:

@@ -123,7 +123,7 @@ def process_group(
     if rendezvous is not None and device.type == "cuda":
         _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
     if plan.strategy.zero_stage:
-        together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank, device.type == "cpu"))
+        together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank))
     if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return

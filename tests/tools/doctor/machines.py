@@ -28,7 +28,7 @@ class FakeProbe:
             CPU,
             GlooFacts(0.03, ("10.0.0.7",)),
             GpuFacts(),
-            DeepSpeedFacts("0.19.8", (), "/nowhere"),
+            DeepSpeedFacts("0.19.8"),
         )
         self._known: dict[Any, Facts | ProbeError] = {type(fact): fact for fact in defaults}
         self._known |= {fact.kind if isinstance(fact, ProbeError) else type(fact): fact for fact in facts}

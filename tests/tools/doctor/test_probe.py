@@ -43,7 +43,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessProb
             TorchFacts: lambda: CPU,
             GlooFacts: lambda: GLOO,
             GpuFacts: GpuFacts,
-            DeepSpeedFacts: lambda: DeepSpeedFacts("0.19.8", (), "/x"),
+            DeepSpeedFacts: lambda: DeepSpeedFacts("0.19.8"),
             ExerciseFacts: ExerciseFacts,
         }
         monkeypatch.setattr(asking, "_ASKERS", usual | {kinds[name]: asker for name, asker in askers.items()})

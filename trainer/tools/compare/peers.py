@@ -51,7 +51,7 @@ from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import describe_model, train_batches
 from trainer.training.checking import prepare_checked
-from trainer.training.process_group import device_type, joined_ranks, open_mesh
+from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import run_info
 
@@ -426,7 +426,7 @@ class PeerMeasurement:
 
         def prepare() -> PreparedData:
             if self.peer == "deepspeed":
-                ready_deepspeed(environment.local_rank, device_type() == "cpu")
+                ready_deepspeed(environment.local_rank)
             return prepare_checked(plan)
 
         with joined_ranks(resolved, plan, environment, prepare) as (device, data):

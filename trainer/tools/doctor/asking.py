@@ -20,7 +20,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.engine.deepspeed_package import build_root, import_deepspeed, prebuilt_operations
+from trainer.engine.deepspeed_package import import_deepspeed
 from trainer.tools.doctor.facts import (
     DeepSpeedFacts,
     ExerciseFacts,
@@ -186,8 +186,7 @@ def exercise(torch: Any) -> ExerciseFacts:
 
 def ask_deepspeed() -> DeepSpeedFacts:
     """Import DeepSpeed."""
-    package = import_deepspeed()
-    return DeepSpeedFacts(package.__version__, tuple(sorted(prebuilt_operations(package))), str(build_root()))
+    return DeepSpeedFacts(import_deepspeed().__version__)
 
 
 _ASKERS: Mapping[type[Facts], Callable[[], Facts]] = {

@@ -85,11 +85,9 @@ class ExerciseFacts(Facts):
 
 @dataclass(frozen=True)
 class DeepSpeedFacts(Facts):
-    """The imported DeepSpeed: its prebuilt operations, and the folder that it builds others in."""
+    """The imported DeepSpeed."""
 
     question = "the import of deepspeed"
     limit = 60.0
 
     version: str
-    prebuilt: tuple[str, ...]
-    build_root: str

@@ -39,8 +39,6 @@ CHECKS: tuple[Check, ...] = (
     Check("gpus", "nccl", gpus.nccl, _PROBE_SECONDS),
     Check("gpus", "use", gpus.gpu_use, _PROBE_SECONDS, deep=True, asks=ExerciseFacts),
     Check("deepspeed", "deepspeed", deepspeed_checks.deepspeed, _PROBE_SECONDS, asks=DeepSpeedFacts),
-    Check("deepspeed", "operations", deepspeed_checks.operations, _PROBE_SECONDS),
-    Check("deepspeed", "build folder", deepspeed_checks.build_folder, _PROBE_SECONDS),
     Check("system", "cores", system.cores),
     Check("system", "memory", system.memory),
     Check("system", "shared memory", system.shared_memory),

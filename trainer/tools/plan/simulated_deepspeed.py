@@ -61,7 +61,7 @@ def simulated_deepspeed(plan: RunPlan) -> Iterator[None]:
         return
     with ExitStack() as stack, variables_restored(), warnings.catch_warnings(), linear_restored():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which it checks to be aligned
-        ready_deepspeed(0, on_cpu=False)  # without real collectives, it need not compile its operation for CPUs
+        ready_deepspeed(0)
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
