@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.helpers import warm
 from tests.helpers.processes import ROOT, finish, run, start
 from tests.helpers.turns import once
 from trainer.cli import main
+from trainer.tools.script import KINDS
 
 BIN = Path(sys.executable).parent
 FILES = ROOT / "launchers"
@@ -36,6 +41,46 @@ SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_TASK_PID=1 "$@"; code=$?
 wait $other; other=$?
 [ $code -ge $other ] && exit $code
 exit $other
+"""
+RAY = """
+# Stands in for Ray: an actor is an object, and each of its calls a thread.
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace as Module
+
+calls = ThreadPoolExecutor()
+
+
+class Actor:
+    def __init__(self, made):
+        self.made = made
+
+    def __getattr__(self, name):
+        return Module(remote=lambda *arguments: calls.submit(getattr(self.made, name), *arguments))
+
+
+def remote(num_cpus, num_gpus, max_concurrency):
+    return lambda kind: Module(options=lambda scheduling_strategy: Module(remote=lambda: Actor(kind())))
+
+
+def placement_group(bundles, strategy):
+    assert (bundles, strategy) == ([{"CPU": 1, "GPU": 1}] * 2, "STRICT_SPREAD")
+    return Module(wait=lambda seconds: True)
+
+
+def get(found):
+    return [one.result() for one in found] if isinstance(found, list) else found.result()
+
+
+def init():
+    pass
+
+
+util = Module(get_node_ip_address=lambda: "127.0.0.1")
+sys.modules["ray.util"] = util
+sys.modules["ray.util.placement_group"] = Module(placement_group=placement_group)
+placed = lambda group, placement_group_bundle_index: placement_group_bundle_index
+sys.modules["ray.util.scheduling_strategies"] = Module(PlacementGroupSchedulingStrategy=placed)
 """
 SCONTROL = """#!/bin/sh
 echo "$@" >> "$PROGRAM_FOLDER/requeued"
@@ -113,9 +158,16 @@ UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
 QUICK = ("trainer",)
 NIGHTLY = ("accelerate_cpu.yaml", "accelerate_multi_node.yaml", "accelerate_multi_node.sh", "train.py")
 """Cases that differ from another one in a file only, and not in the variables that the ranks get."""
-ELSEWHERE = {  # they need a cluster
-    "kubernetes_job.yaml": "test_two_nodes.py",
-    "pytorchjob.yaml": "../tools/test_script.py",
+TORCH_NODE = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{}"}
+OF_CLUSTERS = {  # the variables that each cluster sets on a node, with {} for its number
+    "kubernetes": {"JOB_COMPLETION_INDEX": "{}"},
+    "jobset": {"JOB_COMPLETION_INDEX": "{}"},
+    "trainjob": TORCH_NODE | {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29500"},
+    "pytorchjob": TORCH_NODE | {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "RANK": "{}"},
+    "skypilot": {
+        **{"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_RANK": "{}"},
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+    },
 }
 
 
@@ -235,10 +287,68 @@ def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
 
 
 def test_every_file_of_launchers_is_started_by_a_test():
-    files = {file.name for file in FILES.iterdir() if not file.name.startswith((".", "__"))}
-    assert {name for name in files if f"/{name}'" not in repr(CASES)} == set(ELSEWHERE)
-    for name, test in ELSEWHERE.items():
-        assert name in (Path(__file__).parent / test).read_text()
+    files = {file.name for file in FILES.iterdir() if file.is_file() and not file.name.startswith((".", "__"))}
+    assert {name for name in files if f"/{name}'" not in repr(CASES)} == {"ranks.sh"}  # a part of those of clusters
+    assert {name for name, kind in KINDS.items() if kind.file.endswith(".j2")} == {*OF_CLUSTERS, "ray"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*OF_CLUSTERS, "ray"])
+def test_nodes_of_a_cluster_learn_what_one_process_learns(target, one_process, tmp_path):
+    """Start the file of `trainer launch-script` here, on each node with the variables that the cluster would set."""
+    file, more = tmp_path / "job.py", {"skypilot": ["--accelerator", "H100"], "ray": ["--cpus", "1"]}
+    words = [*overrides(Path("/runs/run")), "--on", target, "--nodes", "2", "--gpus", "1", *more.get(target, ())]
+    assert main(["launch-script", "bert_sample", *words, "-o", str(file)]) == 0
+    text = file.read_text().replace("/runs", str(tmp_path)).replace("/recipe/", f"{tmp_path}/")
+    file.write_text(text)
+    (tmp_path / "recipe.json").write_text('{"extends": "bert_sample"}')
+    (tmp_path / "ray.py").write_text(RAY)
+    if target == "ray":
+        command, variables, places = [sys.executable, file], {"PYTHONPATH": str(tmp_path)}, [{}]
+    elif target == "skypilot":
+        task = yaml.safe_load(text)
+        command, variables, places = ["bash", "-c", task["run"]], task["envs"], [OF_CLUSTERS[target]] * 2
+    else:
+        (container,) = next(containers(list(yaml.safe_load_all(text))))
+        program, script, rest = container["command"][:2], container["command"][2], container["command"][3:]
+        script = re.sub(r"MASTER_ADDR=\S+-0\.\S+", "MASTER_ADDR=127.0.0.1", script)
+        command, variables, places = [*program, script, *rest, *container["args"]], {}, [OF_CLUSTERS[target]] * 2
+    port = free_port()
+    with warm_programs(tmp_path / "bin") as path:
+        nodes = [
+            start(
+                command,
+                **{"MASTER_PORT": port, **variables},
+                **{name: value.format(number) for name, value in place.items()},
+                PATH=path,
+            )
+            for number, place in enumerate(places)
+        ]
+        assert [(node.returncode, node.stderr) for node in map(finish, nodes)] == [(0, "")] * len(places)
+    assert metrics(tmp_path / "run")[0]["run"]["world_size"] == 2
+    assert losses(tmp_path / "run") == pytest.approx(one_process, rel=LOSS_TOLERANCE)
+
+
+def containers(value: Any) -> Iterator[list[dict[str, Any]]]:
+    """Yield the lists of containers in a manifest."""
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value["containers"]
+        for inner in value.values():
+            yield from containers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from containers(inner)
+
+
+@contextmanager
+def warm_programs(folder: Path) -> Iterator[str]:
+    """Yield a PATH with a `trainer` that starts warm."""
+    folder.mkdir()
+    with warm.door() as programs:
+        (folder / "trainer").write_text(f'#!/bin/sh\nexec {programs["trainer"]} "$@"\n')
+        (folder / "trainer").chmod(stat.S_IRWXU)
+        yield os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Two nodes with gloo between them. Each is a network namespace with its own address, name and hosts file.
 
-The ranks start warm, with the variables that any launcher can set. torchrun and the container's script of the
-Kubernetes job start them as they do for a user.
+The ranks start warm, with the variables that any launcher can set. torchrun starts them as it does for a user.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from tests.helpers import processes, warm
 from tests.helpers.nodes import Node, closed, problem, two_nodes
@@ -308,24 +306,6 @@ class TestTorchrunHandsOutTheRanks:
         rank.kill()
         self.finish(started)
         assert_same(recipe, undisturbed)
-
-
-@pytest.mark.slow
-def test_pods_learn_what_one_process_learns(nodes, one_process, tmp_path):
-    """Run the script of the Kubernetes job, with one pod on each node."""
-    recipe = write_tiny_run(tmp_path)
-    (*_, job) = yaml.safe_load_all((LAUNCHERS / "kubernetes_job.yaml").read_text())
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    pods = [
-        processes.start(
-            node.command([*container["command"], recipe]),
-            **{"NODES": "2", "GPUS": "1", "MASTER_ADDR": "node0", "JOB_COMPLETION_INDEX": str(index)},
-            PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        )
-        for index, node in enumerate(nodes)
-    ]
-    assert [processes.finish(pod).returncode for pod in pods] == [0, 0]
-    assert_same(recipe, one_process)
 
 
 def wait_for_step(folder: Path, step: int) -> None:

@@ -1442,8 +1442,8 @@ _LAUNCH = [
         "pods_as_many_as_gpus",
         "A manifest asks for as many pods as GPUs.",
         "tools/script.py",
-        'file.mark({"nodes": job.nodes',
-        'file.mark({"nodes": job.gpus',
+        '{"nodes": job.nodes, "gpus"',
+        '{"nodes": job.gpus, "gpus"',
         ("tools/test_script.py::test_kubernetes",),
     ),
     Defect(

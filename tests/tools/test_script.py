@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -27,6 +28,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.script import KINDS, Options, write_launch_script
 
 LAUNCHERS = ROOT / "launchers"
+SCHEMAS = Path(__file__).parent / "schemas"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 
@@ -59,7 +61,8 @@ def written(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) 
 def options_of(target: str) -> list[str]:
     hosts = ["--hosts", "node0,node1,node2,node3"] if "hosts" in KINDS[target].options else []
     mapped = ["--map", ".=/runs/data"] if "map" in KINDS[target].options else []
-    return ["--on", target, "--nodes", "4", "--gpus", "8", *hosts, *mapped]
+    accelerator = ["--accelerator", "H100"] if "accelerator" in KINDS[target].options else []
+    return ["--on", target, "--nodes", "4", "--gpus", "8", *hosts, *mapped, *accelerator]
 
 
 def checked_shell(file: Path) -> None:
@@ -69,34 +72,21 @@ def checked_shell(file: Path) -> None:
 
 
 def manifests(text: str) -> dict[str, dict[str, Any]]:
-    """Return the documents by kind, validated with the schemas of Kubernetes or with `check_pytorchjob`."""
-    documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+    """Return the documents by kind, validated with their own schemas, jobs and pods with those of Kubernetes."""
+    documents = {document.get("kind", "SkyPilot"): document for document in yaml.safe_load_all(text)}
     for kind, document in documents.items():
-        if kind == "PyTorchJob":
-            check_pytorchjob(document)
+        own = SCHEMAS / f"{kind}.json"
+        if own.exists():
+            jsonschema.validate(document, json.loads(own.read_text()))
         else:
             kubernetes_validate.validate(document, "1.31", strict=True)
+        for job in jobs(document):
+            named = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job}
+            kubernetes_validate.validate(named, "1.31", strict=True)
+        for pod in pods(document):
+            named = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod}
+            kubernetes_validate.validate(named, "1.31", strict=True)
     return documents
-
-
-def check_pytorchjob(document: dict[str, Any]) -> None:
-    """Check the keys with the definition of kubeflow.org/v1, and the pods with the schema of Kubernetes."""
-    assert document["apiVersion"] == "kubeflow.org/v1"
-    assert set(document["spec"]) <= {"nprocPerNode", "runPolicy", "elasticPolicy", "pytorchReplicaSpecs"}
-    assert isinstance(document["spec"]["nprocPerNode"], str)
-    assert set(document["spec"]["runPolicy"]) <= {
-        *("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds"),
-        *("backoffLimit", "schedulingPolicy", "suspend", "managedBy"),
-    }
-    replicas = document["spec"]["pytorchReplicaSpecs"]
-    assert set(replicas) == {"Master", "Worker"}
-    assert replicas["Master"]["replicas"] == 1
-    for spec in replicas.values():
-        assert set(spec) == {"replicas", "restartPolicy", "template"}
-        assert spec["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-        assert [container["name"] for container in spec["template"]["spec"]["containers"]] == ["pytorch"]
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **spec["template"]}
-        kubernetes_validate.validate(pod, "1.31", strict=True)
 
 
 def test_the_command_line_names_the_kinds():
@@ -109,22 +99,31 @@ def test_shell_files_are_sound(file):
     assert file.stat().st_mode & stat.S_IXUSR or file.suffix == ".sbatch"
 
 
-@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "pytorchjob.yaml"])
-def test_manifests_are_sound(name):
-    text = (LAUNCHERS / name).read_text()
-    for document in manifests(text).values():
-        for pod in pods(document):
-            check_pod(pod)
-    assert set(re.findall(r" # set: ([a-z ]+)$", text, re.MULTILINE)) <= {
-        *("name", "nodes", "nodes text", "gpus", "gpus text", "cpus text", "threads text", "memory", "image"),
-        *("claim", "recipe", "argument", "master", "workers"),
-    }
+@pytest.mark.parametrize("target", [target for target, kind in KINDS.items() if "queue" in kind.options])
+def test_manifests_are_sound(target, capsys):
+    text = written("bert_base_mrpc", *options_of(target), "--queue", "team", capsys=capsys)
+    documents = manifests(text)
+    found = [pod for document in documents.values() for pod in pods(document)]
+    assert found
+    for pod in found:
+        check_pod(pod)
+    labels = [document["metadata"].get("labels", {}) for document in documents.values()]
+    assert [label.get("kueue.x-k8s.io/queue-name") for label in labels].count("team") == 1
+    assert "kueue" not in written("bert_base_mrpc", *options_of(target), capsys=capsys)
+
+
+def jobs(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the specifications of the jobs of a JobSet, or of a runtime that has one."""
+    spec = document.get("spec", {})
+    spec = spec.get("template", {}).get("spec", spec) if document.get("kind") == "TrainingRuntime" else spec
+    return [replicated["template"]["spec"] for replicated in spec.get("replicatedJobs", [])]
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
-    if document["kind"] == "Job":
+    if document.get("kind") == "Job":
         return [document["spec"]["template"]["spec"]]
-    return [spec["template"]["spec"] for spec in document.get("spec", {}).get("pytorchReplicaSpecs", {}).values()]
+    replicas = document.get("spec", {}).get("pytorchReplicaSpecs", {}).values()
+    return [spec["template"]["spec"] for spec in [*replicas, *jobs(document)]]
 
 
 def check_pod(pod: dict[str, Any]) -> None:
@@ -151,9 +150,12 @@ def test_what_is_written_is_sound(target, here, capsys):
     assert main(["launch-script", "reviews.json", *options_of(target), *words, "-o", str(file)]) == 0
     assert f"{shlex.quote(str(file))}" in capsys.readouterr().err
     text = file.read_text()
-    assert "# set:" not in text
+    if target == "ray":
+        compile(text, file, "exec")
+        assert f"ARGUMENTS = {[str(here / 'reviews.json'), *words]!r}\n" in text
+        return
     if not text.startswith("#!"):
-        assert len(manifests(text)) >= 2
+        assert len(manifests(text)) >= 2 - (target == "skypilot")
         return
     checked_shell(file)
     assert os.access(file, os.X_OK)
@@ -224,8 +226,8 @@ def test_kubernetes(here, capsys):
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
     (pod,) = pods(documents["Job"])
     (container,) = pod["containers"]
-    environment = {variable["name"]: variable["value"] for variable in container["env"]}
-    assert (environment["NODES"], environment["GPUS"], environment["MASTER_ADDR"]) == ("4", "8", "try-1-0.try-1")
+    place = "NODES=4 GPUS=8 NODE_RANK=$JOB_COMPLETION_INDEX MASTER_ADDR=try-1-0.try-1"
+    assert container["command"][2].startswith(f"{place}\nset -u\n")
     assert pod["subdomain"] == documents["Service"]["metadata"]["name"]
     assert documents["Service"]["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
     assert container["image"] == "registry/trainer:1"
@@ -241,6 +243,37 @@ def test_kubernetes(here, capsys):
     assert {k: v for k, v in there.values.items() if k not in same} == {
         k: v for k, v in own.values.items() if k not in same
     }
+
+
+def test_the_parts_of_other_clusters(here, capsys):
+    """The nodes of JobSet and TrainJob, and the resources of SkyPilot's nodes."""
+    words = ["--name", "try-1", "--container", "registry/trainer:1"]
+    jobset = manifests(written("reviews.json", *options_of("jobset"), *words, capsys=capsys))["JobSet"]["spec"]
+    (replicated,) = jobset["replicatedJobs"]
+    (job,) = jobs({"spec": jobset})
+    name = f"try-1-{replicated['name']}-0-0.{jobset['network']['subdomain']}"  # of the first pod, see the API of JobSet
+    assert f"MASTER_ADDR={name}\n" in job["template"]["spec"]["containers"][0]["command"][2]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
+
+    documents = manifests(written("reviews.json", *options_of("trainjob"), *words, capsys=capsys))
+    (job,) = jobs(documents["TrainingRuntime"])
+    assert [container["name"] for container in job["template"]["spec"]["containers"]] == ["node"]
+    assert documents["TrainJob"]["spec"] == {
+        "runtimeRef": {"kind": "TrainingRuntime", "name": "try-1"},
+        "trainer": {"numNodes": 4, "numProcPerNode": 8},
+    }
+
+    words += ["--claim", "disk", "--restarts", "3", "--cpus", "4"]
+    task = manifests(written("reviews.json", *options_of("skypilot"), *words, capsys=capsys))["SkyPilot"]
+    assert (task["num_nodes"], task["volumes"]) == (4, {"/runs": "disk"})
+    assert task["resources"] == {
+        "accelerators": "H100:8",
+        "cpus": "32+",
+        "memory": "256+",
+        "image_id": "docker:registry/trainer:1",
+        "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
+    }
+    assert json.loads(task["envs"]["RECIPE"])["data"]["train"] == ["/runs/data/train.csv"]
 
 
 def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
@@ -286,7 +319,9 @@ REFUSED = {
         "`parallel.elastic` must name the axis that follows the nodes under torchrun's --nnodes 1:2, but is none",
     ),
     "no hosts": ("--on deepspeed --nodes 2 --gpus 8", "--on deepspeed needs the names"),
-    "a name": (f"{JOB} --name 'My Job'", "--name must be at most 50 small letters"),
+    "a name": (f"{JOB} --name 'My Job'", "--name must be at most 40 small letters"),
+    "a queue": (f"{JOB} --queue a/b", "--queue must be at most 40 small letters"),
+    "no accelerator": ("--on skypilot --nodes 2 --gpus 8 --map .=/runs/d", "--on skypilot needs the name of the GPU"),
     "data that pods lack": (JOB, "which pods do not have; copy it"),
     "a map": (f"{JOB} --map .=/data", "--map must be HERE=THERE"),
     "a folder of this machine": (f"{JOB} --map .=/runs/d checkpoint.folder=x", "`checkpoint.folder` must lie in /runs"),
@@ -321,14 +356,13 @@ eval "$(printf %s "$FATE" | cut -d/ -f$((LOCAL_RANK + 1)))"
     ],
 )
 def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code, tmp_path):
-    """A stand-in replaces `trainer`. `test_two_nodes.py` tests a training with this script."""
-    (container,) = pods(manifests((LAUNCHERS / "kubernetes_job.yaml").read_text())["Job"])[0]["containers"]
+    """A stand-in replaces `trainer`. `test_launchers.py` tests a training with this script."""
     (tmp_path / "trainer").write_text(POD)
     (tmp_path / "trainer").chmod(0o755)
     said = tmp_path / "said"
-    variables = {"NODES": "3", "GPUS": "2", "MASTER_ADDR": "m", "JOB_COMPLETION_INDEX": "2", "FATE": fate}
+    variables = {"NODES": "3", "GPUS": "2", "MASTER_ADDR": "m", "NODE_RANK": "2", "FATE": fate}
     pod = start(
-        [*container["command"], "recipe", "a b"],
+        [LAUNCHERS / "ranks.sh", "recipe", "a b"],
         **variables,
         SAID=str(said),
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",

@@ -10,7 +10,9 @@ import typer
 
 from trainer.cli.options import OverridesArgument, RecipeArgument
 
-Target = Literal["slurm", "kubernetes", "pytorchjob", "torchrun", "deepspeed", "accelerate"]
+Target = Literal[
+    "slurm", "kubernetes", "jobset", "trainjob", "pytorchjob", "skypilot", "ray", "torchrun", "deepspeed", "accelerate"
+]
 """The targets of `launch-script`; a test compares them with its table."""
 
 
@@ -46,6 +48,8 @@ def launch_script(
     claim: Annotated[
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim for runs; default: trainer-runs.")
     ] = None,
+    queue: Annotated[str | None, typer.Option(help="Local queue of Kueue, which admits the job as a whole.")] = None,
+    accelerator: Annotated[str | None, typer.Option(metavar="H100", help="GPU to ask for (skypilot).")] = None,
     folder_map: Annotated[
         list[str] | None,
         typer.Option("--map", metavar="HERE=THERE", help="A folder of this machine, and where pods find it in /runs."),
@@ -62,7 +66,11 @@ def launch_script(
     from trainer.base.disk import write_new
     from trainer.tools.script import Options, write_launch_script
 
-    options = Options(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None, restarts)
+    options = Options(
+        *(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None, restarts),
+        queue=queue,
+        accelerator=accelerator,
+    )
     text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
     if output is None:
         typer.echo(text, nl=False)
@@ -70,4 +78,4 @@ def launch_script(
     write_new(output, text, "--output")
     if text.startswith("#!"):
         output.chmod(output.stat().st_mode | 0o111)
-    typer.echo(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output)))}", err=True)
+    typer.echo(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output.absolute())))}", err=True)

@@ -1,7 +1,8 @@
 """Launch scripts of jobs: files of `launchers/` with the numbers, recipe and overrides of one job.
 
-Only those files hold the text of the scripts, and they run unchanged. In a shell script the values are assignments
-(`NODES=...`) and `#SBATCH` lines; in a manifest they are on lines that end with a mark (`# set: nodes`).
+Only those files hold the text of the scripts. The shell scripts run unchanged; their values are assignments
+(`NODES=...`) and `#SBATCH` lines. The others are Jinja templates. They share the pod, and `ranks.sh`, which starts the
+ranks of a node.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import jinja2
 
 from trainer.base.errors import UsageError
 from trainer.recipe.elastic import check_nodes
@@ -23,12 +28,14 @@ from trainer.recipe.reading.parser import DEFAULT
 from trainer.recipe.reading.shipped import shipped_folder, shipped_recipes
 
 RUNS = "/runs"
-"""The folder of the pods where the manifests mount the shared claim."""
+"""The folder of pods, and of SkyPilot's nodes, where the shared claim is mounted."""
 
 _POD_JOIN_TIMEOUT = "parallel.join_timeout=15 minutes"  # a node may first have to pull the image
 _FOLDER_KEY = "checkpoint.folder"
 _MEMORY_PER_GPU_GIB = 32
-_POD_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_MOST_LETTERS = 40  # of a name: a JobSet adds 23 at most, and a pod may have 63
+_POD_NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{_MOST_LETTERS - 2}}}[a-z0-9])?")
+_ACCELERATOR = re.compile(r"[A-Za-z][\w.-]*")
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
 _TOGETHER = "bash {file}  # on each node"
 _ANY_TIME = "bash {file}  # on each node, now or later"
@@ -53,6 +60,8 @@ class Options:
     claim: str | None = None
     map: Sequence[str] | None = None
     restarts: int | None = None
+    queue: str | None = None
+    accelerator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class _Kind:
 
     file: str
     options: frozenset[str]
-    fill: Callable[[_File, _Job], None]
+    write: Callable[[str, _Job], str]
     start: str
 
 
@@ -142,13 +151,12 @@ def write_launch_script(
     plan_run(resolved.recipe, most * gpus, gpus)
     if least < most:
         check_nodes(resolved.recipe, (least, most), gpus)
-    file = _File((shipped_folder("launchers") / kind.file).read_text(encoding="utf-8"))
-    kind.fill(file, _Job(source, overrides, resolved, most, gpus, options, least))
+    text = kind.write(kind.file, _Job(source, overrides, resolved, most, gpus, options, least))
     start = kind.start
     if kind is KINDS["torchrun"] and (least < most or options.restarts):  # c10d numbers the nodes itself
         start = _ANY_TIME if least < most else _TOGETHER
     has_address = kind.start is not _BY_HAND or options.hosts is not None
-    return file.text, start if has_address else f"MASTER_ADDR=NODE0 {start}"
+    return text, start if has_address else f"MASTER_ADDR=NODE0 {start}"
 
 
 def _parse_nodes(text: str) -> tuple[int, int]:
@@ -160,7 +168,7 @@ def _parse_nodes(text: str) -> tuple[int, int]:
 
 
 class _File:
-    """The text of a launcher file, with named places to fill; a missing place is a bug."""
+    """The text of a shell script, with named places to fill; a missing place is a bug."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -179,37 +187,24 @@ class _File:
             else:
                 self._replace(r"^(?=#SBATCH --nodes=)", f"{line}\n")
 
-    def mark(self, values: Mapping[str, object]) -> None:
-        """Replace the value, after a key or a dash, on each line with the mark, and remove the mark."""
-        for name, value in values.items():
-            pattern = rf"^( *(?:- |[^\s#]+: )+).*? # set: {name}$"
-            self._replace(pattern, lambda match, value=value: f"{match[1]}{value}", several=True)
-
-    def mark_lines(self, name: str, values: Sequence[str]) -> None:
-        """Replace all lines of a list that have the mark."""
-        pattern = rf"(?:^( *- ).* # set: {name}\n)+"
-        self._replace(pattern, lambda match: "".join(f"{match[1]}{value}\n" for value in values))
-
-    def mark_block(self, name: str, text: str) -> None:
-        """Replace the text of a literal block (`|`)."""
-
-        def filled(match: re.Match[str]) -> str:
-            return f"{match[1]}\n" + "".join(f"{match[2]}{line}\n" for line in text.splitlines())
-
-        self._replace(rf"^(.*\|) # set: {name}\n( +).*\n(?:\2.*\n)*", filled)
-
     def usage(self, *lines: str) -> None:
         """Replace the comment at the top, which describes the use of the file for any job."""
         comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
         self._replace(r"\A(#!.*\n)?(?:#(?!SBATCH).*\n)+", lambda match: f"{match[1] or ''}{comment}")
 
-    def _replace(self, pattern: str, value: str | Callable[..., str], several: bool = False) -> None:
+    def _replace(self, pattern: str, value: str | Callable[..., str]) -> None:
         replacement = value if callable(value) else lambda match: value
         self.text, number = re.subn(pattern, replacement, self.text, flags=re.MULTILINE)
-        assert number == 1 or (several and number), f"{pattern} occurs {number} times"
+        assert number == 1, f"{pattern} occurs {number} times"
 
 
 # Shell scripts
+
+
+def _shell(fill: Callable[[_File, _Job], None], name: str, job: _Job) -> str:
+    file = _File((shipped_folder("launchers") / name).read_text(encoding="utf-8"))
+    fill(file, job)
+    return file.text
 
 
 def _fill_slurm(file: _File, job: _Job) -> None:
@@ -283,45 +278,78 @@ def _fill_first_host(file: _File, job: _Job) -> list[str]:
     return hosts
 
 
-# Manifests
+# Templates
 
 
-def _fill_kubernetes(file: _File, job: _Job) -> None:
-    name = _fill_pod(file, job)
-    file.mark({"nodes": job.nodes, "nodes text": f'"{job.nodes}"', "master": f"{name}-0.{name}"})
+def _rendered(file: str, job: _Job, **values: Any) -> str:
+    """Return a template of `launchers/` with the values that all of them have, and with those of one."""
+    folder = shipped_folder("launchers")
+    engine = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder / "templates"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    ranks = (folder / "ranks.sh").read_text(encoding="utf-8").strip()
+    numbers = {"nodes": job.nodes, "gpus": job.gpus, "cpus": job.cpus, "memory": _MEMORY_PER_GPU_GIB * job.gpus}
+    ranks = ranks[ranks.index("set -u") :]  # without its own usage
+    return engine.get_template(file).render(title=job.title, ranks=ranks, **numbers, **values)
 
 
-def _fill_pytorchjob(file: _File, job: _Job) -> None:
+def _manifest(file: str, job: _Job) -> str:
+    values = _pod_values(job)
+    queue = job.options.queue
+    return _rendered(
+        file,
+        job,
+        **values | {"arguments": [_yaml(word) for word in values["arguments"]]},
+        queue=f"\n    kueue.x-k8s.io/queue-name: {_yaml(queue)}" if queue else "",
+    )
+
+
+def _pytorchjob(file: str, job: _Job) -> str:
     if job.nodes < 2:
         raise UsageError(f"--nodes must be at least 2 with --on pytorchjob, but is {job.nodes}; use --on kubernetes")
-    _fill_pod(file, job)
-    file.mark({"workers": job.nodes - 1, "threads text": f'"{job.cpus}"'})
+    return _manifest(file, job)
 
 
-def _fill_pod(file: _File, job: _Job) -> str:
-    """Fill the common parts of both manifests; return the name of the job."""
+def _skypilot(file: str, job: _Job) -> str:
+    accelerator = job.options.accelerator
+    if accelerator is None or not _ACCELERATOR.fullmatch(accelerator):
+        raise UsageError(
+            f"--on skypilot needs the name of the GPU: --accelerator H100, but has {accelerator or 'none'};"
+            " `sky gpus list` shows the names"
+        )
+    values = _pod_values(job)
+    values |= {"image": _yaml(f"docker:{json.loads(values['image'])}"), "arguments": shlex.join(values["arguments"])}
+    return _rendered(file, job, **values, accelerator=accelerator, restarts=job.options.restarts or 0)
+
+
+def _ray(file: str, job: _Job) -> str:
+    venv = job.options.venv and os.path.abspath(os.path.expanduser(job.options.venv))
+    return _rendered(
+        file, job, arguments=repr([job.recipe, *job.overrides]), folder=repr(os.getcwd()), venv=repr(venv or "")
+    )
+
+
+def _pod_values(job: _Job) -> dict[str, Any]:
+    """Return the values of the nodes that share no folder with this machine, but a claim."""
     options, name = job.options, job.options.name or _shortened(job, r"[^a-z0-9]+")
-    for option, value in (("name", name), ("claim", options.claim)):
+    for option, value in (("name", name), ("claim", options.claim), ("queue", options.queue)):
         if value is not None and not _POD_NAME.fullmatch(value):
             raise UsageError(
-                f"--{option} must be at most 50 small letters, digits and hyphens, with a letter first, but is {value}"
+                f"--{option} must be at most {_MOST_LETTERS} small letters, digits and hyphens, with a letter first,"
+                f" but is {value}"
             )
     recipe, arguments = _recipe_for_pods(job, _maps(options.map or ()))
-    values = {
+    return {
         "name": name,
-        "gpus": job.gpus,
-        "gpus text": f'"{job.gpus}"',
-        "cpus text": f'"{job.cpus * job.gpus}"',
-        "memory": f"{_MEMORY_PER_GPU_GIB * job.gpus}Gi",
-        "image": _yaml(options.container) if options.container else None,
-        "claim": options.claim,
+        "image": _yaml(options.container or "trainer:cuda"),
+        "claim": options.claim or "trainer-runs",
+        "recipe": recipe,
+        "arguments": arguments,
     }
-    file.mark({mark: value for mark, value in values.items() if value})
-    file.mark_block("recipe", recipe)
-    file.mark_lines("argument", [_yaml(word) for word in arguments])
-    file.text = re.sub(r" # set: (image|claim)$", "", file.text, flags=re.MULTILINE)
-    file.usage(job.title)
-    return name
 
 
 def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -408,8 +436,8 @@ def _yaml(word: str) -> str:
 
 def _shortened(job: _Job, not_allowed: str) -> str:
     """Return a job name made from the recipe's name, without the characters of `not_allowed`."""
-    name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:50].strip("-.")
-    return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:50].strip("-.")
+    name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:_MOST_LETTERS].strip("-.")
+    return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:_MOST_LETTERS].strip("-.")
 
 
 def _plain(option: str, value: str | None) -> str | None:
@@ -429,15 +457,24 @@ def _outermost(folders: Sequence[str]) -> list[str]:
 
 
 _SLURM_OPTIONS = frozenset({"name", "cpus", "time", "partition", "account", "container", "venv", "restarts"})
-_POD_OPTIONS = frozenset({"name", "cpus", "container", "claim", "map"})
+_NODE_OPTIONS = frozenset({"name", "cpus", "container", "claim", "map"})
+_POD_OPTIONS = _NODE_OPTIONS | {"queue"}
 _SHELL_OPTIONS = frozenset({"venv", "hosts"})
 _APPLY = "kubectl apply -f {file}"
 
 KINDS: dict[str, _Kind] = {
-    "slurm": _Kind("slurm.sbatch", _SLURM_OPTIONS, _fill_slurm, "sbatch {file}"),
-    "kubernetes": _Kind("kubernetes_job.yaml", _POD_OPTIONS, _fill_kubernetes, _APPLY),
-    "pytorchjob": _Kind("pytorchjob.yaml", _POD_OPTIONS, _fill_pytorchjob, _APPLY),
-    "torchrun": _Kind("torchrun_multi_node.sh", _SHELL_OPTIONS | {"restarts"}, _fill_torchrun, _BY_HAND),
-    "deepspeed": _Kind("deepspeed.sh", _SHELL_OPTIONS, _fill_deepspeed, _BY_HAND),
-    "accelerate": _Kind("accelerate_multi_node.sh", _SHELL_OPTIONS, _fill_nodes, _BY_HAND),
+    "slurm": _Kind("slurm.sbatch", _SLURM_OPTIONS, partial(_shell, _fill_slurm), "sbatch {file}"),
+    "kubernetes": _Kind("kubernetes_job.yaml.j2", _POD_OPTIONS, _manifest, _APPLY),
+    "jobset": _Kind("jobset.yaml.j2", _POD_OPTIONS, _manifest, _APPLY),
+    "trainjob": _Kind("trainjob.yaml.j2", _POD_OPTIONS, _manifest, _APPLY),
+    "pytorchjob": _Kind("pytorchjob.yaml.j2", _POD_OPTIONS, _pytorchjob, _APPLY),
+    "skypilot": _Kind(
+        "skypilot.yaml.j2", _NODE_OPTIONS | {"accelerator", "restarts"}, _skypilot, "sky jobs launch {file}"
+    ),
+    "ray": _Kind("ray_job.py.j2", frozenset({"cpus", "venv"}), _ray, "ray job submit -- python {file}"),
+    "torchrun": _Kind(
+        "torchrun_multi_node.sh", _SHELL_OPTIONS | {"restarts"}, partial(_shell, _fill_torchrun), _BY_HAND
+    ),
+    "deepspeed": _Kind("deepspeed.sh", _SHELL_OPTIONS, partial(_shell, _fill_deepspeed), _BY_HAND),
+    "accelerate": _Kind("accelerate_multi_node.sh", _SHELL_OPTIONS, partial(_shell, _fill_nodes), _BY_HAND),
 }
