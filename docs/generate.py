@@ -19,7 +19,7 @@ from dataclasses import replace
 from inspect import getdoc
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -34,7 +34,7 @@ from trainer.recipe.foreign.counterpart import Counterpart, Kind
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.megatron import MEGATRON
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
-from trainer.recipe.reading.keys import default_tag, kinds, section_models
+from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
@@ -155,7 +155,12 @@ def _key_lines(prefix: str, model: type[Section], without: Collection[str | None
         inner = section_models(field.annotation)
         if key in without:
             continue
-        if inner and _is_list(properties[key]):
+        if inner and is_named(field):
+            yield f"- `{prefix}{key}` (object of names, **`null`**): {properties[key].get('description', '')}"
+            for value in inner:
+                item = "[]" if _is_listed(field.annotation, value) else ""
+                yield from _key_lines(f"{prefix}{key}.NAME{item}.", value)
+        elif inner and _is_list(properties[key]):
             yield f"- `{prefix}{key}` (list of objects, **`null`**): {properties[key].get('description', '')}"
             yield from _key_lines(f"{prefix}{key}[].", inner[0])
         elif inner:  # a nested section: its keys are listed among the others
@@ -163,6 +168,12 @@ def _key_lines(prefix: str, model: type[Section], without: Collection[str | None
         else:
             values = _with_default(_values(properties[key]), field)
             yield f"- `{prefix}{key}` ({values}): {properties[key].get('description', '')}"
+
+
+def _is_listed(annotation: Any, model: type[Section]) -> bool:
+    """Return whether a type has lists of a section."""
+    parts = get_args(annotation)
+    return (get_origin(annotation) is list and model in parts) or any(_is_listed(part, model) for part in parts)
 
 
 def _is_list(schema: Mapping[str, Any]) -> bool:

@@ -20,8 +20,9 @@ from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.data.formats.base import Files, TextOptions, reason
 from trainer.data.formats.csv_files import open_quotes_notes
 from trainer.data.formats.table import Format
+from trainer.data.mapped_rows import map_rows
 from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
-from trainer.recipe.schema import FileData, FolderData, HubData
+from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -120,6 +121,7 @@ def load_splits(
     label: str | None = None,
     most_rows: int | None = None,
     problems: Problems | None = None,
+    columns: Sequence[str] = (),
 ) -> Splits:
     """Load the splits that `data` names.
 
@@ -128,6 +130,7 @@ def load_splits(
         label: the column of classes, of which a held-out share has as many as the rest; None: there is none.
         most_rows: the number of rows to read of large files; None: all.
         problems: collects the errors of the validation split, which is then None; None: they are raised.
+        columns: the columns that the task reads, by which known shapes of rows are recognised.
 
     Raises:
         DataError: a split, file or folder is missing, is empty, or has the wrong format.
@@ -138,11 +141,13 @@ def load_splits(
     with _quiet_datasets():
         match data:
             case HubData():
-                splits = _named_splits(_load_hub(data), data, _hub_name(data), _hub_folders(data.name), own)
+                source = _Source(_load_hub(data), _hub_name(data), _hub_folders(data.name))
+                splits = _named_splits(source, data, columns, own)
             case FolderData():
-                splits = _named_splits(_load_folder(data), data, f"`{data.path}`", (Path(data.path),), own)
+                source = _Source(_load_folder(data), f"`{data.path}`", (Path(data.path),))
+                splits = _named_splits(source, data, columns, own)
             case FileData():
-                splits = _load_files(data, own, most_rows)
+                splits = _load_files(data, columns, own, most_rows)
         if problems is None:
             own.raise_all()
         if not isinstance(data.validation, float) or not splits.train.is_whole:
@@ -167,20 +172,50 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _named_splits(
-    splits: Mapping[str, Dataset],
-    data: HubData | FolderData,
-    source: str,
-    folders: tuple[Path, ...],
-    problems: Problems,
-) -> Splits:
+@dataclass(frozen=True)
+class _Source:
+    """Splits by name, the name of their source in messages, and the folders of its images."""
+
+    splits: Mapping[str, Dataset]
+    name: str
+    folders: tuple[Path, ...]
+
+    def split(self, name: str, key: str) -> Split:
+        """Return the split that a key names.
+
+        Raises:
+            DataError: there is none, or it is empty.
+        """
+        if name not in self.splits:
+            names = ", ".join(f"`{one}`" for one in self.splits)
+            raise DataError(f"`{key}` must name a split of {self.name}, but is `{name}`; there are {names}")
+        return replace(_not_empty(self.splits[name], f"split `{name}` of {self.name}", key), folders=self.folders)
+
+
+def _named_splits(source: _Source, data: HubData | FolderData, columns: Sequence[str], problems: Problems) -> Splits:
     train = validation = None
+    notes: list[str] = []
     with problems.collect():
-        train = replace(_named_split(splits, data.train, "data.train", source), folders=folders)
+        train = _mapped(source.split(data.train, "data.train"), data.map, columns, notes)
     if isinstance(data.validation, str):
         with problems.collect():
-            validation = replace(_named_split(splits, data.validation, "data.validation", source), folders=folders)
-    return _with_train(train, validation, (), problems)
+            validation = _mapped(source.split(data.validation, "data.validation"), data.map, columns, notes)
+    return _with_train(train, validation, tuple(notes), problems)
+
+
+def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[str]) -> Split:
+    """Return a split as `data.map` makes it, and append notes for the user.
+
+    Raises:
+        DataError: a column is missing, a value cannot be mapped, or no row is left.
+    """
+    with split.names_lines():
+        rows, chosen, own = map_rows(split.rows, section, columns, split.where)
+    notes.extend(own)
+    if chosen is None:
+        return replace(split, rows=rows)
+    places = replace(split.places, chosen=chosen) if split.places else None
+    return replace(split, rows=rows, where=f"the filtered rows of {split.where}", places=places)
 
 
 def _with_train(train: Split | None, validation: Split | None, notes: tuple[str, ...], problems: Problems) -> Splits:
@@ -193,14 +228,6 @@ def _with_train(train: Split | None, validation: Split | None, notes: tuple[str,
         problems.raise_all()
     assert train is not None
     return Splits(train, validation, notes)
-
-
-def _named_split(splits: Mapping[str, Dataset], name: str, key: str, source: str) -> Split:
-    if name not in splits:
-        raise DataError(
-            f"`{key}` must name a split of {source}, but is `{name}`; there are {', '.join(f'`{n}`' for n in splits)}"
-        )
-    return _not_empty(splits[name], f"split `{name}` of {source}", key)
 
 
 def _not_empty(rows: Any, where: str, key: str) -> Split:
@@ -271,7 +298,7 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     return splits
 
 
-def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Splits:
+def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
     names = data.validation if not isinstance(data.validation, float) else None
     files: dict[str, list[Path]] = {"data.train": [], "data.validation": []}
     for key, named in zip(files, (data.train, names), strict=True):
@@ -290,55 +317,84 @@ def _load_files(data: FileData, problems: Problems, most_rows: int | None) -> Sp
                 bound = most_rows if is_large(paths) else None
                 mixed = key == "data.train" and data.mixture is not None and bound is None
                 entries = [files_of(entry, key) for entry in data.train] if mixed else [paths]
-                rows, sources, own = _read_entries(entries, file_format, text, key, bound)
-                notes.extend(own)
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
-                split = _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key)
-                is_whole = bound is None or len(split.rows) < bound
-                places = RowPlaces(tuple(paths), file_format, text)
-                folders = tuple(dict.fromkeys(path.parent for path in paths))
-                split = replace(split, is_whole=is_whole, places=places, sources=sources, folders=folders)
-                if file_format == "csv":
-                    with split.names_lines():
-                        notes.extend(open_quotes_notes(split.rows, paths[0], text, split.where))
-                splits[key] = split
+                read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
+                mapped = [_mapped(split, data.map, columns, notes) for split in read]
+                splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key)
     return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
 
 
-def _read_entries(
-    entries: Sequence[Sequence[Path]], file_format: Format, text: TextOptions, key: str, most_rows: int | None
-) -> tuple[Dataset | None, tuple[int, ...], list[str]]:
-    """Return the rows of all entries, their number in each of several entries, and notes; see `read_files`."""
+def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
+    """Return the rows of files, and append notes for the user; see `read_files`."""
+    rows, own = read_files(file_format, files)
+    notes.extend(own)
+    paths, most_rows = files.paths, files.most_rows
+    split = replace(
+        _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), files.key),
+        places=RowPlaces(tuple(paths), file_format, files.text),
+        folders=tuple(dict.fromkeys(path.parent for path in paths)),
+    )
+    if file_format == "csv":
+        with split.names_lines():
+            notes.extend(open_quotes_notes(split.rows, paths[0], files.text, split.where))
+    return replace(split, is_whole=most_rows is None or len(split.rows) < most_rows)
+
+
+def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[str], key: str) -> Split:
+    """Return the rows of several entries as one split.
+
+    Args:
+        read: the entries, as they are in their files.
+        mapped: the same, with their mapped rows.
+        columns: the columns that the task reads; others are left out, if entries have other ones.
+        key: the key of the entries, for messages.
+
+    Raises:
+        DataError: entries have other columns, or values of other types.
+    """
     import datasets
     import pyarrow
 
-    if len(entries) == 1:
-        rows, notes = read_files(file_format, Files(entries[0], text, key, most_rows))
-        return rows, (), notes
-    parts, notes = [], []
-    for paths in entries:
-        rows, own = read_files(file_format, Files(paths, text, key, most_rows))
-        notes.extend(own)
-        parts.append(_not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), key).rows)
+    parts = [split.rows for split in mapped]
+    if len({tuple(sorted(rows.column_names)) for rows in parts}) > 1 and columns:
+        parts = [rows.select_columns([name for name in columns if name in rows.column_names]) for rows in parts]
     first = parts[0]
-    for paths, rows in zip(entries[1:], parts[1:], strict=True):
+    for split, rows in zip(mapped[1:], parts[1:], strict=True):
         if set(rows.column_names) != set(first.column_names):
             here, there = (", ".join(one.column_names) for one in (first, rows))
             raise DataError(
-                f"`{key}` must name files with the same columns, but `{entries[0][0]}` has {here} and `{paths[0]}` has"
-                f" {there}; rename or remove columns"
+                f"`{key}` must name files with the same columns, but {mapped[0].where} has {here} and {split.where} has"
+                f" {there}; rename columns by `data.map`, or in the files"
             )
     try:
         alike = [rows if rows.features == first.features else rows.cast(first.features) for rows in parts]
         joined: Dataset = datasets.concatenate_datasets(alike)
     except (TypeError, ValueError, pyarrow.ArrowException) as error:
-        names = " and ".join(f"`{paths[0]}`" for paths in entries)
+        names = " and ".join(split.where for split in mapped)
         raise DataError(
             f"`{key}` must name files with values of the same types in a column, but {names} differ: {reason(error)};"
             " write the values alike"
         ) from error
-    return joined, tuple(map(len, parts)), notes
+    starts = np.cumsum([0, *(len(split.rows) for split in read)])
+    chosen: list[NDArray[np.int64]] = []
+    for start, split in zip(starts, mapped, strict=False):
+        assert split.places is not None
+        own = split.places.chosen
+        chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
+    places = read[0].places
+    assert places is not None
+    return Split(
+        joined,
+        ", ".join(split.where for split in mapped),
+        places=replace(places, paths=_each(read, lambda split: split.places.paths), chosen=np.concatenate(chosen)),
+        sources=tuple(map(len, parts)),
+        folders=_each(read, lambda split: split.folders),
+    )
+
+
+def _each(splits: Sequence[Split], paths_of: Callable[[Any], tuple[Path, ...]]) -> tuple[Path, ...]:
+    return tuple(path for split in splits for path in paths_of(split))
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:

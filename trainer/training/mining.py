@@ -22,9 +22,11 @@ from trainer.base.disk import UNFINISHED
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
+from trainer.data.row_map import RowMap
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import DataMap
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.predict import Predictor, table_bytes
@@ -108,7 +110,7 @@ class Mining:
 
         def read() -> tuple[Tensor, Tensor]:
             nonlocal texts
-            texts = _Texts.of(self.request, query, document)
+            texts = _Texts.of(self.request, plan.recipe.data.map, query, document)
             return torch.tensor([len(texts.queries), len(texts.documents)]), texts.pairs
 
         sizes, pairs = mesh.on_rank_zero(read)
@@ -200,18 +202,21 @@ class _Texts:
     pairs: Tensor
 
     @classmethod
-    def of(cls, request: Request, query: str, document: str) -> _Texts:
+    def of(cls, request: Request, section: DataMap, query: str, document: str) -> _Texts:
         """Read the pairs of a file."""
         queries: dict[str, int] = {}
         documents: dict[str, int] = {}
         pairs: dict[tuple[int, int], None] = {}
         file_format = row_format(request.input, "--input", INPUT_FORMATS)
-        chunks = read_chunks(request.input, file_format, request.chunk_rows, 0, request.where)
-        for number, row in enumerate((row for chunk in chunks for row in chunk), 1):
-            assert not isinstance(row, DataError)
-            first, second = (_text(row, column, number, request.where) for column in (query, document))
-            pair = queries.setdefault(first, len(queries)), documents.setdefault(second, len(documents))
-            pairs[pair] = None
+        number, found = 0, None
+        for chunk in read_chunks(request.input, file_format, request.chunk_rows, 0, request.where):
+            rows = [row for row in chunk if not isinstance(row, DataError)]
+            found = found or RowMap.of_input(section, (query, document), rows, request.where)
+            for row in found.of_rows(rows, number, request.where) if found else rows:
+                number += 1
+                first, second = (_text(row, column, number, request.where) for column in (query, document))
+                pair = queries.setdefault(first, len(queries)), documents.setdefault(second, len(documents))
+                pairs[pair] = None
         if not pairs:
             raise DataError(f"{request.where} has no row; name a file with pairs of texts")
         return cls(list(queries), list(documents), torch.tensor(list(pairs)))

@@ -28,7 +28,8 @@ from trainer.data.chunked_rows import (
     write_rows,
 )
 from trainer.data.formats.base import Row, json_chats
-from trainer.recipe.schema import Recipe
+from trainer.data.row_map import RowMap
+from trainer.recipe.schema import DataMap, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -119,11 +120,16 @@ class InputRows:
     """The rows of the input, in chunks.
 
     Args:
+        section: the section `data.map` of the recipe.
         check: raises the error of rows that cannot be encoded, given their `columns` and the index of the first.
     """
 
-    def __init__(self, request: Request, columns: tuple[str, ...], check: Callable[[Dataset, int], None]) -> None:
+    def __init__(
+        self, request: Request, section: DataMap, columns: tuple[str, ...], check: Callable[[Dataset, int], None]
+    ) -> None:
         self._request = request
+        self._section = section
+        self._map: RowMap | None = None  # that of the first chunk
         self._columns = columns
         self._check = check
 
@@ -141,7 +147,10 @@ class InputRows:
         ):
             errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
             chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
-            if not (request.skip_bad_rows and (first or not chunk.sound)):
+            sound = [chunk.rows[place] for place in chunk.sound]
+            if sound and self._map is None:
+                self._map = RowMap.of_input(self._section, self._columns, sound, request.where)
+            if not (request.skip_bad_rows and (first or not sound)):
                 self._check_columns(chunk.rows)
             if request.skip_bad_rows:
                 errors.update(self._find_bad(chunk, 0, len(found)))
@@ -151,7 +160,8 @@ class InputRows:
             raise DataError(f"`--input` must hold at least one row, but {request.where} is empty")
 
     def _check_columns(self, rows: Sequence[Row]) -> None:
-        present = dict.fromkeys(name for row in rows for name in row)
+        mapped = () if self._map is None else self._map.columns
+        present = dict.fromkeys([*(name for row in rows for name in row), *mapped])
         for name in self._columns:
             if name not in present:
                 raise DataError(
@@ -175,6 +185,9 @@ class InputRows:
         half = (start + end) // 2
         return self._find_bad(chunk, start, half) | self._find_bad(chunk, half, end)
 
+    def _mapped(self, rows: Sequence[Row], first_row: int) -> Sequence[Row]:
+        return self._map.of_rows(rows, first_row, self._request.where) if self._map else rows
+
     def table(self, rows: Sequence[Row], first_row: int) -> Dataset:
         """Return the columns of rows that the task reads.
 
@@ -184,6 +197,7 @@ class InputRows:
         import datasets
         import pyarrow
 
+        rows = self._mapped(rows, first_row)
         try:
             columns = {name: [row.get(name) for row in rows] for name in self._columns}
             parts = [
@@ -280,6 +294,7 @@ class Output:
                 **self._request.options(),
                 "task": recipe["task"],
                 "max_length": recipe["data"].get("max_length"),
+                "map": recipe["data"]["map"],
                 "precision": recipe["precision"],
                 "seed": recipe["training"]["seed"],
             },

@@ -102,9 +102,10 @@ def prepare_data(
     with problems.collect():
         preparation = load(recipe)
     observer.preparing("loading the data")
-    with problems.collect():
-        splits = load_splits(recipe.data, getattr(recipe.task, "label", None), most_rows, problems)
     task: Task = build_task(recipe.task)
+    label = getattr(recipe.task, "label", None)
+    with problems.collect():
+        splits = load_splits(recipe.data, label, most_rows, problems, getattr(task, "columns", ()))
     if splits is None:
         problems.raise_all()
     assert splits is not None

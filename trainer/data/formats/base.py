@@ -165,7 +165,7 @@ def json_chats() -> Any:
 
 
 def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Features | None:
-    """Return the types of columns, with messages as JSON; None if no column holds messages that need it.
+    """Return the types of columns, with messages and tools as JSON; None if no column holds any that need it.
 
     Arrow gives each object of a column the keys of all others. `datasets` would read a text such as "42" as a number if
     other texts of its column are lists.
@@ -178,10 +178,13 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
     found = {}
     for name, feature in features.items():
         message = getattr(feature, "feature", None)
-        if isinstance(message, Mapping) and "role" in message:
-            texts = [getattr(message.get(key), "dtype", None) == "string" for key in message]
-            if of_any_keys or not message.keys() <= {"role", "content"} or not all(texts):
-                found[name] = json_chats()
+        if not isinstance(message, Mapping):
+            continue
+        texts = [getattr(message.get(key), "dtype", None) == "string" for key in message]
+        is_chat = any(keys <= message.keys() for keys in ({"role"}, {"from", "value"}))
+        is_plain = message.keys() in ({"role", "content"}, {"from", "value"}) and all(texts)
+        if message.keys() & {"function", "parameters"} or (is_chat and (of_any_keys or not is_plain)):
+            found[name] = json_chats()
     return datasets.Features({**features, **found}) if found else None
 
 

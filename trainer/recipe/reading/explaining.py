@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.base.extensions import consume
 from trainer.recipe.paths import KeyPath, dotted, shown_value
-from trainer.recipe.reading.keys import kinds, nearest_node, section_models
+from trainer.recipe.reading.keys import is_named, kinds, nearest_node, section_models
 from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.schema import Recipe, Section
@@ -36,6 +35,8 @@ class Finding:
     path: KeyPath  # of the key or list item, without pydantic's steps for unions
     section: type[Section]  # the section of the key
     field: FieldInfo | None  # None for an unknown key
+    key: int  # the place of the key of `field` in `path`
+    within: KeyPath | None = None  # the named value that holds the key
 
 
 def findings(error: ValidationError) -> list[Finding]:
@@ -44,30 +45,38 @@ def findings(error: ValidationError) -> list[Finding]:
     for details in error.errors(include_url=False, include_context=False, include_input=False):
         finding = _placed(details["type"], details["loc"])
         found.setdefault(finding.path, finding)
-    inner = {path[:-1] for path in found if path and isinstance(path[-1], int)}
-    return [
-        finding for path, finding in found.items() if path not in inner
-    ]  # an invalid item is more precise than an invalid list
+    # An invalid item is more precise than an invalid list, and a part of a named value than the value.
+    outer = {path[:end] for path, finding in found.items() for end in range(finding.key + 1, len(path))}
+    outer |= {finding.within for finding in found.values() if finding.within is not None}
+    return [finding for path, finding in found.items() if path not in outer]
 
 
 def _placed(error: str, location: KeyPath) -> Finding:
     """Follow pydantic's location, which includes kinds and branches of unions, through the schema."""
     section: type[Section] = Recipe
     path: KeyPath = ()
+    within: KeyPath | None = None
     parts = list(location)
     while True:
         name = str(parts.pop(0))
-        path += (name,)
+        path, key = (*path, name), len(path)
         field = section.model_fields.get(name)
         if field is None or not parts:
-            return Finding(error, path, section, field)
+            return Finding(error, path, section, field, key, within)
         inner = section_models(field.annotation)
-        if inner and isinstance(parts[0], int):  # an item of a list of sections
+        if inner and is_named(field):  # a name, and the branch of its value
+            path += (parts.pop(0),)
+            within, branch = path, str(parts.pop(0)) if parts else ""
+            inner = tuple(model for model in inner if model.__name__ in branch)
+            if not inner:
+                return Finding(error, path, section, field, key)
+        if inner and parts and isinstance(parts[0], int):  # an item of a list of sections
             path += (parts.pop(0),)
         if inner and not parts:
-            return Finding(error, path, section, field)
+            return Finding(error, path, section, field, key)
         if not inner:  # a plain value; of the rest, only list indices are part of the path
-            return Finding(error, path + tuple(part for part in parts if isinstance(part, int)), section, field)
+            path += tuple(part for part in parts if isinstance(part, int))
+            return Finding(error, path, section, field, key, within)
         section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
 
 
@@ -172,10 +181,11 @@ consume("metric", lambda _: _schema_of.cache_clear())
 
 
 def _schema_at(finding: Finding) -> Schema:
-    items = list(takewhile(lambda part: isinstance(part, int), reversed(finding.path)))
-    schema: Schema = _schema_of(finding.section)["properties"][finding.path[-1 - len(items)]]
-    for _ in items:
-        schema = next(branch["items"] for branch in _branches(schema) if "items" in branch)
+    key, *inner = finding.path[finding.key :]
+    schema: Schema = _schema_of(finding.section)["properties"][key]
+    for part in inner:
+        step = "items" if isinstance(part, int) else "additionalProperties"
+        schema = next(branch[step] for branch in _branches(schema) if step in branch)
     return schema
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -37,6 +37,11 @@ def section_models(annotation: object) -> tuple[type[Section], ...]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     return tuple(model for argument in get_args(annotation) for model in section_models(argument))
+
+
+def is_named(field: FieldInfo) -> bool:
+    """Return whether a value of the field is an object of names."""
+    return any(get_origin(part) is dict for part in (field.annotation, *_type_parts(field.annotation)))
 
 
 def kinds(field: FieldInfo) -> dict[str, type[Section]]:

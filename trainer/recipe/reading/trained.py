@@ -102,8 +102,8 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     """
     data = values["data"]
     if not evaluates:
-        lengths = {"max_length": data["max_length"]} if "max_length" in data else {}
-        values["data"] = {"source": "files", "train": str(folder / CONFIG), **lengths}  # any file: it is not read
+        kept = {key: data[key] for key in ("max_length", "map") if key in data}
+        values["data"] = {"source": "files", "train": str(folder / CONFIG), **kept}  # any file: it is not read
         return []
     key = "data.validation="
     chosen = [override.removeprefix(key) for override in overrides if override.startswith(key)]

@@ -12,11 +12,14 @@ from pydantic import Field
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.recipe.paths import KeyPath
+from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
 
 class _DataKeys(Section):
+    map: DataMap = DataMap()
+    """The columns that the task reads, made from those of the source: in all splits, and in files to predict."""
     max_length: int = Field(128, ge=1)
     """Maximum tokens of a text; longer texts are truncated, and their share is reported."""
     group_by_length: bool = False
@@ -38,6 +41,9 @@ class _DataKeys(Section):
         """The weights of the sources of a mixture; None: an epoch has every row once."""
         return None
 
+    def contradictions(self) -> Iterator[Contradiction]:
+        return self.map.contradictions()
+
 
 class HubData(_DataKeys):
     """A data set on the hub, or a local folder with the same structure."""
@@ -54,7 +60,8 @@ class HubData(_DataKeys):
     """Name of the validation split, or the share of the training split to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        return hub_or_folder("data.name", self.name, self.revision)
+        yield from super().contradictions()
+        yield from hub_or_folder("data.name", self.name, self.revision)
 
 
 class FileData(_DataKeys):
@@ -86,6 +93,7 @@ class FileData(_DataKeys):
         return self.mixture
 
     def contradictions(self) -> Iterator[Contradiction]:
+        yield from super().contradictions()
         yield from _missing_files("train", self.train)
         yield from _missing_files("validation", self.validation)
         number = len(self.train) if isinstance(self.train, list) else 1
@@ -109,7 +117,8 @@ class FolderData(_DataKeys):
     """Name of the validation split, or the share of the training split to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        return missing_folder("data.path", self.path)
+        yield from super().contradictions()
+        yield from missing_folder("data.path", self.path)
 
 
 Data = HubData | FileData | FolderData

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import datasets
+import pytest
+
+from trainer.base.errors import DataError, RecipeError
+from trainer.data import mapped_rows
+from trainer.data.row_map import RowMap
+from trainer.data.sources import load_splits
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import DataMap, FileData, FolderData
+
+ROWS = [
+    {"title": "one", "body": "more", "stars": 5, "language": "en"},
+    {"title": "zwei", "body": None, "stars": 1, "language": "de"},
+    {"title": "three", "body": " ", "stars": 1, "language": "en"},
+    {"title": "four", "body": "text", "stars": 3, "language": None},
+]
+LABELS = {"column": "stars", "values": {"1": "bad", "3": "fair", "5": "good"}}
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> str:
+    with open(name, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return name
+
+
+def mapped(columns: dict[str, Any] | None = None, where: list[str] = (), rows=ROWS, **options: Any):  # type: ignore[assignment]
+    section = DataMap.model_validate({"columns": columns, "where": list(where)})
+    return load_splits(FileData(source="files", train=write("rows.jsonl", rows), map=section, **options))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_columns_are_renamed_chosen_cast_made_and_looked_up(in_folder, monkeypatch, in_memory):
+    if not in_memory:
+        monkeypatch.setattr(mapped_rows, "_IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", in_folder)
+    columns = {
+        "text": "{title}[: {body}]",
+        "name": "title",
+        "label": LABELS,
+        "score": {"column": "stars", "type": "number"},
+        "id": {"column": "stars", "type": "text"},
+    }
+    for _ in range(2):  # the second time from the file
+        rows = mapped(columns).train.rows
+        assert set(rows.column_names) == set(columns), "all others are left out"
+        assert rows["text"][:] == ["one: more", "zwei", "three", "four: text"]
+        assert rows["name"][:] == ["one", "zwei", "three", "four"]
+        assert rows["label"][:] == ["good", "bad", "bad", "fair"]
+        assert rows["score"][:] == [5.0, 1.0, 1.0, 3.0]
+        assert rows["id"][:] == ["5", "1", "1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "kept"),
+    [
+        ("language == en", [0, 2]),
+        ('language != "en"', [1, 3]),
+        ("language == null", [3]),
+        ("stars >= 3", [0, 3]),
+        ("stars < 3.5", [1, 2, 3]),
+        ("stars in [1, 5]", [0, 1, 2]),
+        ('language not in ["en", null]', [1]),
+        ("language > a", [0, 1, 2]),
+    ],
+)
+def test_conditions_choose_rows(in_folder, condition, kept):
+    splits = mapped(where=[condition])
+    assert splits.train.rows["title"][:] == [ROWS[row]["title"] for row in kept]
+    assert splits.notes == (f"{4 - len(kept)} of 4 rows of `rows.jsonl` are left out by `data.map.where`",)
+    assert splits.train.where == "the filtered rows of `rows.jsonl`"
+
+
+def test_errors_behind_a_filter_name_the_line_of_the_file(in_folder):
+    split = mapped({"text": "{title}"}, ["stars == 1"]).train
+    message = r"row 2 \(line 3\) of the filtered rows of `rows.jsonl` is bad"
+    with pytest.raises(DataError, match=message), split.names_lines():
+        raise DataError(f"row 2 of {split.where} is bad")
+
+
+@pytest.mark.parametrize(
+    ("columns", "where", "message"),
+    [
+        ({"text": "titel"}, [], "`data.map.columns.text` names the column `titel`, but `rows.jsonl` has none"),
+        ({"text": "{titel}"}, [], "its columns are `title`, `body`, `stars`, `language`"),
+        (None, ["star > 1"], "`data.map.where` names the column `star`, but `rows.jsonl` has none"),
+        (
+            {"text": "{title} {body}"},
+            [],
+            "row 2 of `rows.jsonl`: column `body` must be a text or a number",
+        ),
+        ({"n": {"column": "title", "type": "integer"}}, [], "row 1 of `rows.jsonl`: column `title` must be an integer"),
+        ({"n": {"column": "title", "type": "boolean"}}, [], "must be true or false, but is 'one'"),
+        ({"n": {"column": "title", "type": "number"}}, ["stars == 1"], "row 2 of `rows.jsonl`: column `title`"),
+        (
+            {"label": {"column": "stars", "values": {"1": "bad"}}},
+            [],
+            "`stars` is 5, which `values` does not have",
+        ),
+        (None, ["language > 3"], "row 1 of `rows.jsonl` is 'en', a text, and is compared with 3, a number"),
+        (None, ["stars > 5"], "`data.map.where` must keep a row, but no row of `rows.jsonl` fulfils ['stars > 5']"),
+    ],
+)
+def test_a_map_that_does_not_fit_is_refused_with_its_row(in_folder, columns, where, message):
+    with pytest.raises(DataError, match=re.escape(message)):
+        mapped(columns, where)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ('data.map.columns={"text": "{a"}', "`data.map.columns.text` has a single `{`"),
+        ('data.map.columns={"text": "{}"}', "has `{}` without a column"),
+        ('data.map.columns={"text": "{a}[b"}', "has a `[` without `]`"),
+        ('data.map.columns={"text": "{a}[b]"}', "has an optional part without a column"),
+        ('data.map.columns={"text": "[{a}[{b}]]"}', "has an optional part within another one"),
+        ('data.map.columns={"text": "{a}]"}', "has a single `]`"),
+        ('data.map.columns={"m": [{"role": "user", "content": "{"}]}', "`data.map.columns.m[0].content` has a single"),
+        ('data.map.columns={"n": {"column": "a", "type": "text", "values": {"1": 2}}}', "has `type` and `values`"),
+        ('data.map.columns={"n": {"column": "a", "values": {"1": 2, "2": "b"}}}', "has `values` of several types"),
+        ('data.map.where=["a"]', "`data.map.where[0]` must compare a column with a value"),
+        ('data.map.where=["a < null"]', "must compare by < with a number or a text"),
+        ('data.map.where=["a in 3"]', "must compare by in with a list"),
+        ('data.map={"shape": "alpaca", "columns": {"a": "b"}}', '`data.map.shape` is "alpaca", which stands for'),
+        ('data.map.columns={"n": {"colum": "a"}}', "`data.map.columns.n.colum`"),
+    ],
+)
+def test_a_malformed_map_is_refused_by_the_recipe(override, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("bert_sample", [override])
+    assert message in str(caught.value)
+
+
+def test_braces_and_brackets_can_be_characters(in_folder):
+    rows = mapped({"text": "[[INST]] {{{title}}}[ [[{body}]]]"}).train.rows
+    assert rows["text"][0] == "[INST] {one} [more]"
+    assert rows["text"][1] == "[INST] {zwei}"
+
+
+def test_a_map_is_the_same_in_each_source_and_split(in_folder):
+    columns = {"text": "{title}", "label": LABELS}
+    splits = mapped(columns, ["stars < 5"], validation=write("other.jsonl", ROWS[1:]))
+    assert splits.validation.rows.to_list() == splits.train.rows.to_list()
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk("saved")
+    section = DataMap.model_validate({"columns": columns, "where": ["stars < 5"]})
+    saved = load_splits(FolderData(source="folder", path="saved", validation=None, map=section))
+    assert saved.train.rows.to_list() == splits.train.rows.to_list()
+    held = mapped(columns, ["stars < 5"], validation=0.4)
+    assert len(held.train.rows) + len(held.validation.rows) == 3
+
+
+def test_entries_of_a_mixture_keep_their_rows_and_lines(in_folder):
+    other = write("other.jsonl", [{"title": f"other {number}", "stars": number % 2} for number in range(4)])
+    section = DataMap.model_validate({"columns": {"text": "title"}, "where": ["stars == 1"]})
+    train = [write("rows.jsonl", ROWS), other]
+    split = load_splits(FileData(source="files", train=train, mixture=[1, 1], map=section)).train
+    assert split.rows["text"][:] == ["zwei", "three", "other 1", "other 3"]
+    assert split.sources == (2, 2)
+    assert split.places.of(3) == "line 4 of `other.jsonl`"
+
+
+SHAREGPT = {
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Echo hi"},
+        {"from": "function_call", "value": '{"name": "echo", "arguments": {"text": "hi"}}'},
+        {"from": "observation", "value": "hi"},
+        {"from": "gpt", "value": "It said hi."},
+    ],
+    "tools": '[{"name": "echo"}]',
+}
+CALL = {"type": "function", "function": {"name": "echo", "arguments": {"text": "hi"}}}
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Echo hi"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "hi"},
+    {"role": "assistant", "content": "It said hi."},
+]
+ALPACA = [
+    {"instruction": "Make it shorter.", "input": "a very long line", "output": "a line"},
+    {"instruction": "Name a colour.", "input": "", "output": "blue"},
+]
+
+
+def shaped(rows: list[dict[str, Any]], wanted: tuple[str, ...], **section: Any):
+    data = FileData(source="files", train=write("rows.jsonl", rows), map=DataMap.model_validate(section))
+    splits = load_splits(data, columns=wanted)
+    return splits.train.rows, splits.notes
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("section", [{}, {"shape": "sharegpt"}])
+def test_sharegpt_is_recognised_or_forced(in_folder, column, section):
+    rows, notes = shaped([SHAREGPT], (column,), **section)
+    assert rows[column][0] == MESSAGES
+    assert notes == (f"`{column}` of `rows.jsonl`: chats in the shape of ShareGPT are read as messages",)
+
+
+def test_preferences_in_the_shape_of_sharegpt(in_folder):
+    chat = [{"from": "human", "value": "Name a colour."}]
+    row = {"conversations": chat, **{name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}}
+    rows, _ = shaped([row, row], ("conversations", "chosen", "rejected"))
+    assert rows["conversations"][1] == [{"role": "user", "content": "Name a colour."}]
+    assert rows["rejected"][1] == [{"role": "assistant", "content": "rejected"}]
+
+
+def test_alpaca_becomes_chats_or_completions(in_folder):
+    rows, notes = shaped(ALPACA, ("messages",))
+    assert rows["messages"][:] == [
+        [{"role": "user", "content": "Make it shorter.\na very long line"}, {"role": "assistant", "content": "a line"}],
+        [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "blue"}],
+    ]
+    assert notes == ("`rows.jsonl` has the columns of Alpaca: `messages` are made from them",)
+    rows, _ = shaped(ALPACA, ("prompt", "completion"), shape="alpaca")
+    assert rows["prompt"][0] == "Make it shorter.\na very long line"
+    assert rows["completion"][:] == ["a line", "blue"]
+    rows, _ = shaped([{**ALPACA[0], "system": "Be brief."}, {**ALPACA[1], "system": ""}], ("messages",))
+    assert [chat[0]["role"] for chat in rows["messages"]] == ["system", "user"]
+
+
+def test_a_shape_that_the_rows_do_not_have_is_refused(in_folder):
+    with pytest.raises(DataError, match=r"`data.map.shape` is alpaca, but the rows of `rows.jsonl` have another shape"):
+        shaped(ROWS, ("messages",), shape="alpaca")
+    rows, notes = shaped(ALPACA, ("messages",), shape="none")
+    assert "messages" not in rows.features
+    assert not notes
+
+
+def test_messages_with_other_keys(in_folder):
+    chat = [{"speaker": "Kundin", "text": "Hallo", "time": 3}, {"speaker": "bot", "text": None}]
+    keys = {"role": "speaker", "content": "text", "roles": {"Kundin": "user", "bot": "assistant"}}
+    columns = {"messages": {"column": "talk", "chat": keys}}
+    rows, _ = shaped([{"talk": chat}], ("messages",), columns=columns)
+    question, answer = rows["messages"][0]
+    assert question == {"role": "user", "content": "Hallo", "time": 3}
+    assert (answer["role"], answer["content"]) == ("assistant", None)
+    with pytest.raises(DataError, match=r"row 1 of `rows.jsonl`: message 1 has no `who`; its keys are speaker, text"):
+        shaped([{"talk": chat}], (), columns={"m": {"column": "talk", "chat": {"role": "who"}}})
+    broken = [{"from": "function_call", "value": "echo(hi)"}]
+    with pytest.raises(DataError, match="message 1 must hold calls of tools as JSON"):
+        shaped([{"conversations": broken}], ("messages",))
+
+
+def test_rows_to_predict_need_no_answers_and_are_not_filtered():
+    section = DataMap.model_validate(
+        {
+            "columns": {
+                "messages": [{"role": "user", "content": "{q}"}, {"role": "assistant", "content": "{a}"}],
+                "label": "stars",
+            },
+            "where": ["stars > 3"],
+        }
+    )
+    found = RowMap.of_input(section, ("messages",), [{"q": "why"}], "`x`")
+    assert found.of_rows([{"q": "why"}, {"q": "how"}], 0, "`x`") == [
+        {"messages": [{"role": "user", "content": "why"}]},
+        {"messages": [{"role": "user", "content": "how"}]},
+    ]
+    found = RowMap.of_input(DataMap(), ("messages",), [{"instruction": "why"}], "`x`")
+    assert found.of_rows([{"instruction": "why"}], 0, "`x`")[0]["messages"] == [{"role": "user", "content": "why"}]

@@ -1,0 +1,125 @@
+"""The rows of files, folders and hub data sets as `data.map` makes them, in memory or mapped from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from trainer.base.digests import digest_of, file_digest
+from trainer.base.errors import DataError
+from trainer.base.nulls import item_of
+from trainer.data import row_map
+from trainer.data.hashing import hash_rows
+from trainer.data.row_map import RowMap
+from trainer.recipe import row_texts
+from trainer.recipe.schema import DataMap
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_AT_ONCE, _FIRST = 1000, 20
+_IN_MEMORY_BYTES = 1 << 26
+
+
+def map_rows(
+    rows: Dataset, section: DataMap, wanted: Sequence[str], where: str
+) -> tuple[Dataset, NDArray[np.int64] | None, list[str]]:
+    """Return the mapped rows, the index of each in `rows` if some are left out, and notes for the user.
+
+    Args:
+        rows: the rows of a source.
+        section: the section of the recipe.
+        wanted: the columns that the task reads; others may be left out.
+        where: the name of the source in messages.
+
+    Raises:
+        DataError: a column is missing, a value cannot be mapped, or no row is left.
+    """
+    found = RowMap.of(section, wanted, _first_values(rows), where)
+    if found is None:
+        return rows, None, []
+    notes, chosen = list(found.notes), None
+    if found.conditions:
+        chosen = _chosen(found, rows, where)
+        notes.append(f"{len(rows) - len(chosen):,} of {len(rows):,} rows of {where} are left out by `data.map.where`")
+        if not len(chosen):
+            raise DataError(
+                f"`data.map.where` must keep a row, but no row of {where} fulfils {section.where}; change it"
+            )
+        if len(chosen) == len(rows):
+            chosen = None
+        else:
+            rows = rows.select(chosen)
+    return _with_columns(found, rows, chosen, where), chosen, notes
+
+
+def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
+    """Return the columns, with the first values of those that may hold chats."""
+
+    def may_hold(feature: Any) -> bool:
+        return isinstance(feature, dict) or type(feature).__name__ == "Json"
+
+    chats = [name for name, feature in rows.features.items() if may_hold(feature) or may_hold(item_of(feature))]
+    first = rows.select_columns(chats)[:_FIRST] if chats else {}
+    return {name: first.get(name, ()) for name in rows.features}
+
+
+def _chosen(found: RowMap, rows: Dataset, where: str) -> NDArray[np.int64]:
+    columns = list(dict.fromkeys(condition.column for condition in found.conditions))
+    chosen: list[int] = []
+    for start, batch in zip(range(0, len(rows), _AT_ONCE), rows.select_columns(columns).iter(_AT_ONCE), strict=True):
+        numbers = range(start, min(start + _AT_ONCE, len(rows)))
+        chosen.extend(numbers[place] for place in found.keeps(batch, numbers, where))
+    return np.array(chosen, np.int64)
+
+
+def _with_columns(found: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None, where: str) -> Dataset:
+    """Return the rows with the mapped columns; columns that only change their names are not copied."""
+    import datasets
+
+    kept = [name for name in rows.column_names if found.keeps_others and name not in found.columns]
+    names, made, parts = {**dict.fromkeys(kept), **found.renamed}, found.made, []
+    while names:  # a column of the source may have several new names
+        sources = {source or name: name for name, source in names.items()}
+        parts.append(rows.select_columns(list(sources)).rename_columns(sources))
+        names = {name: source for name, source in names.items() if name not in sources.values()}
+    if made.columns:
+        parts.append(_made(made, rows.select_columns(list(made.sources)), chosen, where))
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts, axis=1)
+
+
+def _made(made: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None, where: str) -> Dataset:
+    import datasets
+
+    features = rows.features
+
+    def convert(batch: dict[str, list[Any]], places: list[int]) -> dict[str, Sequence[Any]]:
+        numbers = places if chosen is None else chosen[places].tolist()
+        return made(batch, numbers, where, features)
+
+    def write(**options: Any) -> Dataset:
+        return rows.map(
+            convert,
+            batched=True,
+            with_indices=True,
+            batch_size=_AT_ONCE,
+            remove_columns=rows.column_names,
+            features=datasets.Features(made.features(features)),
+            **options,
+        )
+
+    if rows.data.nbytes <= _IN_MEMORY_BYTES:
+        return write(keep_in_memory=True, new_fingerprint=digest_of(where))
+    code = [file_digest(Path(str(module.__file__))) for module in (row_map, row_texts)]
+    columns = {name: mapped if isinstance(mapped, str) else repr(mapped) for name, mapped in made.columns.items()}
+    key = digest_of([columns, hash_rows(rows), code])
+    folder = Path(datasets.config.HF_DATASETS_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"trainer-map-{key}.arrow"
+    with FileLock(f"{file}.lock"):  # ranks of a host share the file
+        return write(cache_file_name=str(file), new_fingerprint=key)

@@ -1,0 +1,164 @@
+"""The texts of `data.map`: templates over columns, and comparisons of a column with a value."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TOKEN = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{(?P<column>[^{}]*)\}|[\[\]{}]|[^\[\]{}]+")
+_COMPARISON = re.compile(
+    r"\s*(?P<column>\S.*?)\s*(?P<operator>==|!=|<=|>=|<|>|\bnot in\b|\bin\b)\s*(?P<value>\S.*?)\s*"
+)
+_ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
+}  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """Return a scalar as text, as JSON writes it; a text stays as it is.
+
+    Raises:
+        ValueError: the value is null, a list or an object.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    raise ValueError(f"must be a text or a number, but is {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text with columns in braces; a part in brackets is left out if one of its columns is null or blank.
+
+    Attributes:
+        parts: whether each part is optional, and its pieces: texts, or columns.
+    """
+
+    parts: tuple[tuple[bool, tuple[tuple[bool, str], ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Read a template, in which `{{`, `}}`, `[[` and `]]` are the characters themselves.
+
+        Raises:
+            ValueError: a brace or bracket has no partner, or an optional part has no column or is within another one.
+        """
+        parts: list[tuple[bool, tuple[tuple[bool, str], ...]]] = []
+        pieces: list[tuple[bool, str]] = []
+        is_optional = False
+        for match in _TOKEN.finditer(text):
+            token, column = match[0], match["column"]
+            if column is not None:
+                if not column:
+                    raise ValueError("has `{}` without a column; write `{column}`, or `{{}}` for the characters")
+                pieces.append((True, column))
+            elif token in "{}":
+                raise ValueError(f"has a single `{token}`; write `{token * 2}` for the character")
+            elif token == ("]" if is_optional else "["):
+                if is_optional and not any(is_column for is_column, _ in pieces):
+                    raise ValueError("has an optional part without a column; write `[[` and `]]` for brackets")
+                parts.append((is_optional, tuple(pieces)))
+                pieces, is_optional = [], not is_optional
+            elif token in "[]":
+                fault = "an optional part within another one" if is_optional else "a single `]`"
+                raise ValueError(f"has {fault}; write `[[` and `]]` for brackets")
+            else:
+                pieces.append((False, token[0] if token in ("{{", "}}", "[[", "]]") else token))
+        if is_optional:
+            raise ValueError("has a `[` without `]`; write `[[` for a bracket")
+        return cls((*parts, (False, tuple(pieces))))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns, each once."""
+        return tuple(dict.fromkeys(text for _, pieces in self.parts for is_column, text in pieces if is_column))
+
+    def fill(self, row: Mapping[str, Any]) -> str:
+        """Return the text for a row.
+
+        Raises:
+            ValueError: a column outside of optional parts is null, or one is a list or an object.
+        """
+        return "".join(self._filled(row))
+
+    def _filled(self, row: Mapping[str, Any]) -> Iterator[str]:
+        for is_optional, pieces in self.parts:
+            values = [row[text] for is_column, text in pieces if is_column]
+            if is_optional and any(value is None or not str(value).strip() for value in values):
+                continue
+            for is_column, text in pieces:
+                if not is_column:
+                    yield text
+                    continue
+                try:
+                    yield text_of(row[text])
+                except ValueError as error:
+                    optional = "; put it into an optional part `[...]`" if row[text] is None else ""
+                    raise ValueError(f"column `{text}` {error}{optional}") from None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A condition on a column, such as `score >= 0.5`; null fulfils no order."""
+
+    column: str
+    operator: str
+    value: Any
+
+    @classmethod
+    def parse(cls, text: str) -> Comparison:
+        """Read a condition; its value is JSON, or else a text.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        match = _COMPARISON.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                'must compare a column with a value by ==, !=, <, <=, >, >=, in or not in ("score >= 0.5")'
+            )
+        try:
+            value = json.loads(match["value"])
+        except ValueError:
+            value = match["value"]
+        name = match["operator"]
+        if name in _ORDERS and (isinstance(value, bool) or not isinstance(value, str | int | float)):
+            raise ValueError(f"must compare by {name} with a number or a text, but the value is {match['value']}")
+        if name.endswith("in") != isinstance(value, list) or isinstance(value, dict):
+            raise ValueError(f"must compare by {name} with {'a list' if name.endswith('in') else 'one value'}")
+        return cls(match["column"], name, value)
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a value of the column fulfils the condition.
+
+        Raises:
+            ValueError: the value has another type.
+        """
+        if self.operator.endswith("in"):
+            return any(self._is(value, one) for one in self.value) == (self.operator == "in")
+        if self.operator in _ORDERS:
+            return value is not None and self._alike(value, self.value) and _ORDERS[self.operator](value, self.value)
+        return self._is(value, self.value) == (self.operator == "==")
+
+    def _is(self, value: Any, other: Any) -> bool:
+        return value is other if value is None or other is None else self._alike(value, other) and bool(value == other)
+
+    def _alike(self, value: Any, other: Any) -> bool:
+        kinds = [
+            "a boolean" if isinstance(one, bool) else "a number" if isinstance(one, int | float) else
+            "a text" if isinstance(one, str) else "a list or an object"
+            for one in (value, other)
+        ]  # fmt: skip
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"is {_shown(value)}, {kinds[0]}, and is compared with {_shown(other)}, {kinds[1]}")
+        return True

@@ -1,0 +1,108 @@
+"""The section `data.map`: the columns of a task, made from those of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from trainer.recipe.row_texts import Comparison, Template
+from trainer.recipe.schema.section import Contradiction, Section
+
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class MadeMessage(Section):
+    """A message of a chat that is made from columns."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """The role of the message."""
+    content: str
+    """A template; a message without text is left out."""
+
+
+class ChatKeys(Section):
+    """The keys of messages in other spellings."""
+
+    role: _Name = "role"
+    """The key of the role in the source."""
+    content: _Name = "content"
+    """The key of the text in the source."""
+    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
+    """The role for each name in the source that differs, such as {"human": "user"}. `tool_calls`: a turn of the
+    assistant with tool calls, which the text holds as JSON."""
+
+
+class MappedColumn(Section):
+    """A column that is made from one column of the source."""
+
+    column: _Name
+    """The column of the source."""
+    type: Literal["text", "integer", "number", "boolean"] | None = None
+    """The type of the values; null: that of the source."""
+    values: Annotated[dict[str, str | int | float | bool], Field(min_length=1)] | None = None
+    """The new value for each value of the source, such as {"1": "bad", "5": "good"}; other values are refused."""
+    chat: ChatKeys | None = None
+    """Read chats with other keys of messages."""
+
+    def problem(self) -> str | None:
+        """Return the problem of keys that do not combine."""
+        given = [key for key in ("type", "values", "chat") if getattr(self, key) is not None]
+        if len(given) > 1:
+            return f"has {' and '.join(f'`{key}`' for key in given)}; set one of them"
+        kinds = {type(value) for value in (self.values or {}).values()}
+        return "has `values` of several types; write all alike" if len(kinds) > 1 else None
+
+
+Mapped = _Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)]
+
+
+class DataMap(Section):
+    """The columns that the task reads, made from those of the source, in all splits and in files to predict."""
+
+    shape: Literal["auto", "none", "sharegpt", "alpaca"] = "auto"
+    """`sharegpt`: chats with `from` and `value`, in `conversations` or a column of the task; `alpaca`: `instruction`,
+    `input` and `output`, for a task that reads `messages`, or `prompt` and `completion`. auto: recognised, with a note;
+    none: neither."""
+    columns: Annotated[dict[_Name, Mapped], Field(min_length=1)] | None = None
+    """The new columns; all others are left out. A value is the name of a column of the source, a template such as
+    "{instruction}[\\n{input}]", a list of messages with templates, or an object. A part of a template in brackets is
+    left out if one of its columns is null or blank; double brackets and braces are characters. null: the columns of
+    the source."""
+    where: list[str] = Field([])
+    """Conditions on columns of the source, such as ["language == en", "score >= 0.5"]; rows that fulfil all are read.
+    Operators are ==, !=, <, <=, >, >=, in and not in. `trainer predict` and `trainer mine` read all rows."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        base = ("data", "map")
+        if self.columns is not None and self.shape in ("sharegpt", "alpaca"):
+            text = f'is "{self.shape}", which stands for its own `data.map.columns`; remove one of them'
+            yield Contradiction(((*base, "shape"), (*base, "columns")), text)
+        for place, condition in enumerate(self.where):
+            if problem := _problem(Comparison.parse, condition):
+                yield Contradiction(((*base, "where", place),), problem)
+        for name, mapped in (self.columns or {}).items():
+            if isinstance(mapped, MappedColumn):
+                if problem := mapped.problem():
+                    yield Contradiction(((*base, "columns", name),), problem)
+            elif isinstance(mapped, str):
+                if is_template(mapped) and (problem := _problem(Template.parse, mapped)):
+                    yield Contradiction(((*base, "columns", name),), problem)
+            else:
+                for place, message in enumerate(mapped):
+                    if problem := _problem(Template.parse, message.content):
+                        yield Contradiction(((*base, "columns", name, place, "content"),), problem)
+
+
+def is_template(text: str) -> bool:
+    """Return whether the value of a column is a template, and not the name of a column."""
+    return "{" in text or "}" in text
+
+
+def _problem(parse: Callable[[str], Any], text: str) -> str | None:
+    try:
+        parse(text)
+    except ValueError as error:
+        return str(error)
+    return None
