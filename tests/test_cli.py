@@ -234,10 +234,21 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == f"error: no shipped recipe is called 'bert_base_mprc'; {hint}\n"
 
 
-@pytest.mark.parametrize(("words", "found"), [("trainer sear", ["search"]), ("trainer run ner_", ["ner_sample"])])
-def test_shells_complete_verbs_and_recipes(
-    words: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("trainer sear", ["search"]),
+        ("trainer run ner_", ["ner_sample"]),
+        ("trainer check nerv", ["nervous.yaml"]),
+        ("trainer plan x --gpus 8xA100", ["8xA100-40", "8xA100-80"]),
+        ("trainer run x training.ep", ["training.epochs="]),
+    ],
+)
+def test_shells_complete_verbs_recipes_devices_and_keys(
+    words: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nervous.yaml").touch()
     monkeypatch.setenv("_TRAINER_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))

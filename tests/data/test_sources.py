@@ -321,8 +321,13 @@ def test_a_share_is_held_out_of_each_class(in_folder):
     assert splits.validation.rows["label"][:].count("rare") == 2
     assert len(held) == 20
     assert splits.notes == ("validation: 20 of the 200 rows of `rows.jsonl` are held out",)
+    many = [{"text": f"text {row}", "label": f"class {row % 50}"} for row in range(200)]
+    data = FileData(source="files", train=write(in_folder, "many.jsonl", lines(many)), validation=0.2)
+    splits = load_splits(data, "label")
+    assert len(splits.validation.rows) == 40
+    assert len(set(splits.train.rows["label"])) == 50, "training has each class"
     with pytest.raises(DataError, match=r"`data.validation` is 0.001, but `rows.jsonl` has 200 rows"):
-        load_splits(data.model_copy(update={"validation": 0.001}))
+        load_splits(data.model_copy(update={"validation": 0.001, "train": "rows.jsonl"}))
 
 
 class TestMixture:

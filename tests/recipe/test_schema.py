@@ -5,9 +5,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.keys import known_keys
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.parser import read_file
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schema import Interval, file_schema
 from trainer.recipe.strategies import STRATEGIES

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +13,31 @@ import typer
 
 
 def _recipes(incomplete: str) -> list[str]:
-    """Return the shipped recipes that complete a name, for shells."""
+    """Return the shipped recipes and the files that complete a name, for shells."""
+    from trainer.recipe.reading.files import ENDINGS
     from trainer.recipe.reading.shipped import shipped_recipes
 
-    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+    beside = glob(f"{escape(incomplete)}*")
+    files = [f"{path}/" if os.path.isdir(path) else path for path in beside]
+    files = [path for path in files if path.endswith(("/", *ENDINGS))]
+    return [name for name in shipped_recipes() if name.startswith(incomplete)] + sorted(files)
+
+
+def _overrides(incomplete: str) -> list[str]:
+    """Return the keys that complete an override, for shells."""
+    from trainer.recipe.reading.keys import known_keys
+
+    return [f"{key}=" for key in known_keys() if key.startswith(incomplete)]
+
+
+def devices(incomplete: str) -> list[str]:
+    """Return the devices that complete those of `trainer plan`, for shells."""
+    from trainer.tools.plan.hardware import known_devices
+
+    match = re.match(r"(?:\d+x|autox)?", incomplete)
+    before = match[0] if match else ""
+    name = incomplete.removeprefix(before).lower()
+    return [before + known for known in known_devices() if known.lower().startswith(name)]
 
 
 RecipeArgument = Annotated[
@@ -27,7 +51,12 @@ RecipeArgument = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as training.epochs=1.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Overrides, such as training.epochs=1.",
+        show_default=False,
+        autocompletion=_overrides,
+    ),
 ]
 ModelArgument = Annotated[
     Path,

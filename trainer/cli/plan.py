@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, print_json
+from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, devices, print_json
 
 _AUTO = "autox"  # before a device: the fewest of them
 
@@ -34,6 +34,7 @@ def plan(
             help="GPUs of each machine, such as 8x80GiB or 8xA100-80 (an unknown name shows all names), or autoxA100-80"
             " for the fewest that are needed.",
             show_default=False,
+            autocompletion=devices,
         ),
     ],
     overrides: OverridesArgument = None,

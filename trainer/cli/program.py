@@ -20,6 +20,7 @@ from trainer.cli import (
     doctor,
     evaluate,
     export,
+    init,
     launch_script,
     mine,
     plan,
@@ -38,6 +39,7 @@ from trainer.cli import (
 from trainer.ranks.environment import forbid_telemetry
 
 _VERBS = (
+    init.init,
     run.run,
     check.check,
     preview.preview,
@@ -59,7 +61,7 @@ _VERBS = (
     schema.schema,
 )
 app = typer.Typer(
-    help="Fine-tunes Hugging Face models from one JSON recipe, on one process or many.",
+    help="Fine-tunes Hugging Face models from one recipe, on one process or many.",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
 )

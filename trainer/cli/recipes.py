@@ -29,10 +29,10 @@ def recipes(context: typer.Context) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it.", show_default=False)]) -> None:
     """Print a shipped recipe."""
-    from trainer.recipe.reading.shipped import meant, shipped_recipes
+    from trainer.recipe.reading.shipped import meant, shipped_recipes, without_ending
 
     shipped = shipped_recipes()
-    path = shipped.get(name.removesuffix(".json"))
+    path = shipped.get(without_ending(name))
     if path is None:
         raise UsageError(f"no shipped recipe is called {name!r}; {meant(name)}")
     typer.echo(path.read_text(encoding="utf-8"), nl=False)

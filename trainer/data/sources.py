@@ -398,7 +398,7 @@ def _each(splits: Sequence[Split], paths_of: Callable[[Any], tuple[Path, ...]]) 
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:
-    """Split rows off for validation: of each class its share, if `label` names a column of classes.
+    """Split rows off for validation: of each class its share, if `label` names a column of fewer classes.
 
     The choice depends on the rows' places only, and not on the recipe's seed, so that runs can be compared.
 
@@ -414,7 +414,12 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
         )
     order = np.random.default_rng(0).permutation(num_rows)
     values = train.rows[label][:] if label in train.rows.features else []
-    if values and isinstance(values[0], str | int) and len(set(values)) <= number:
+    is_class = bool(values) and isinstance(values[0], str | int)
+    if is_class and number < len(set(values)) < num_rows:
+        # The last row of a class stays, because the training split must have the class.
+        first = {values[row]: row for row in reversed(order)}
+        order = np.array(sorted(order, key=lambda row: first[values[row]] == row))
+    if is_class and len(set(values)) <= number:
         # Rows of one class stand together, so that every 1/share-th row is of each class in turn.
         place = {value: index for index, value in enumerate(sorted(set(values), key=str))}
         order = order[np.argsort([place[values[row]] for row in order], kind="stable")]

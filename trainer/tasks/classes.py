@@ -260,7 +260,7 @@ class RowClasses(NamedClasses):
 
     def resolve(self, train: Dataset, where: str) -> Self:
         self.check_columns(train.features, where)
-        found = set(train.unique(self.label_column))
+        found = set(train[self.label_column])
         if any(value != value for value in found):  # NaN
             row = next(index for index, value in enumerate(train[self.label_column]) if value != value)
             raise DataError(f"{cell(self.label_column, row, where)} is NaN; every row needs a label")

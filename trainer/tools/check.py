@@ -30,7 +30,7 @@ from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
-from trainer.training.run_data import UnknownClassesError, prepare_data
+from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 from trainer.training.teaching import check_teacher
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
@@ -41,11 +41,12 @@ MOST_IMAGES = 200
 
 @dataclass(frozen=True)
 class Checked:
-    """The problems of data and model, notes for the user, and the model if it is on this machine."""
+    """The problems of data and model, notes for the user, and the model and data that were prepared; None: not here."""
 
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     model: CheckedModel | None
+    data: PreparedData | None
 
 
 def check_parts(plan: RunPlan) -> Checked:
@@ -92,7 +93,7 @@ def check_parts(plan: RunPlan) -> Checked:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
-    return Checked(tuple(problems.messages), tuple(notes), model)
+    return Checked(tuple(problems.messages), tuple(notes), model, data)
 
 
 def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:

@@ -19,12 +19,7 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
     [
         ("args.json", json.dumps(ARGUMENTS), "TrainingArguments, not a recipe; convert it with: trainer convert"),
         ("ds.json", json.dumps(DEEPSPEED), "DeepSpeed, not a recipe; convert it with: trainer convert"),
-        ("acc.yaml", ACCELERATE, "YAML file of accelerate; convert it with: trainer convert"),
-        (
-            "r.yml",
-            "name: a\ntask: {type: masked_lm}\n",
-            "recipes are JSON, but this is a YAML file; convert",
-        ),
+        ("acc.yaml", ACCELERATE, "is a file of accelerate, not a recipe; convert it with: trainer convert"),
     ],
 )
 def test_a_file_of_another_tool_is_named(tmp_path, name, text, words):

@@ -10,7 +10,8 @@ import pytest
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.paths import shown_key, shown_value
-from trainer.recipe.reading.parser import MAX_BYTES, MAX_DEPTH, Origin, parse, read_file
+from trainer.recipe.reading.files import MAX_BYTES, read_file
+from trainer.recipe.reading.parser import MAX_DEPTH, Origin, parse
 
 HERE = Origin("r.json")
 

@@ -6,8 +6,8 @@ import pytest
 
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading import shipped
+from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.parser import read_file
 from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
 
 RECIPES = [name for name, path in shipped_recipes().items() if not is_base(path)]

@@ -199,6 +199,11 @@ _OTHER_NAMES = {
 }  # fmt: skip
 """Values of other tools, and ours for them."""
 
+_LITERALS = {
+    "true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false", "null": "null",
+    "none": "null", "never": "null",
+}  # fmt: skip
+
 
 def _remedy(value: object, schema: Schema) -> str:
     """Return the fix of a value that is close to a valid one; empty if there is none."""
@@ -223,7 +228,7 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     near = [other] if other in choices else get_close_matches(value.lower(), choices, n=1, cutoff=0.8)
     if near:
         return f"; did you mean {shown_value(near[0])}?"
-    literal = {"true": "true", "false": "false", "null": "null", "none": "null", "never": "null"}.get(value.lower())
+    literal = _LITERALS.get(value.lower())
     if literal and ("null" if literal == "null" else "boolean") in types:
         return f"; write {literal} without quotes"
     if (_is_number(value, int) and "integer" in types) or (_is_number(value, float) and "number" in types):

@@ -7,7 +7,6 @@ command line (see `merging.py`). A `RecipeError` has all problems of a recipe, s
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,18 @@ import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
+from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.explaining import Finding, explain, findings
+from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
-from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem, read_file, read_text, shown_path
+from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem
 from trainer.recipe.reading.rules import contradictions, message
-from trainer.recipe.reading.shipped import meant, shipped_recipes
+from trainer.recipe.reading.shipped import meant, shipped_recipes, without_ending
 from trainer.recipe.schema import Place, Recipe, Section
 
 MAX_EXTENDS = 16
@@ -69,7 +70,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     file = find_recipe(source, Path())
     root, problems = _read_layers(file)
     layer, override_problems = override_layer(overrides)
-    return _resolved(file, with_default_kinds(merged(root, layer)), problems + override_problems)
+    return resolve(file, with_default_kinds(merged(root, layer)), problems + override_problems)
 
 
 def find_recipe(source: str, folder: Path) -> Path:
@@ -82,8 +83,9 @@ def find_recipe(source: str, folder: Path) -> Path:
     if os.path.isfile(path):
         return path
     shipped = shipped_recipes()
-    if source.removesuffix(".json") in shipped:
-        return shipped[source.removesuffix(".json")]
+    name = without_ending(source)
+    if name in shipped:
+        return shipped[name]
     if os.path.exists(path):
         raise RecipeError(f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes")
     raise RecipeError(f"{shown_path(path)}: no such file, and no shipped recipe has this name; {meant(source)}")
@@ -95,9 +97,7 @@ def find_recipe(source: str, folder: Path) -> Path:
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     chain = (*chain, Path(os.path.realpath(file)))
-    if file.suffix.lower() in (".yaml", ".yml"):
-        raise RecipeError(_yaml(file))
-    if len(chain) > 1 and read_text(file).lstrip()[:1] not in ("{", "/"):
+    if len(chain) > 1 and not is_yaml(file) and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
@@ -120,7 +120,7 @@ def _other_tool(node: Node) -> str | None:
     if {"task", "model", "data", "extends"} & node.members.keys():
         return None
     own = set(node.members) - Recipe.model_fields.keys()
-    tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED}
+    tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
     known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
     best = max(known, key=known.__getitem__)
     return best if 2 * known[best] > len(own) else None
@@ -128,16 +128,6 @@ def _other_tool(node: Node) -> str | None:
 
 def _convert(file: Path) -> str:
     return f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
-
-
-def _yaml(file: Path) -> str:
-    """Return the error of a YAML file, with its remedy."""
-    text = f"{shown_path(file)}: recipes are JSON, but this is a YAML file"
-    if re.search(r"^(compute_environment|distributed_type)\s*:", read_text(file), re.MULTILINE):
-        return f"{text} of accelerate; convert it with: {_convert(file)}"
-    name = shlex.quote(shown_path(file))
-    command = "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1])), indent=2))"
-    return f"{text}; convert it with: python -c '{command}' {name} > recipe.json"
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
@@ -160,7 +150,16 @@ def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
 # Validation
 
 
-def _resolved(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
+def resolve(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
+    """Validate the merged tree of a recipe, and complete it.
+
+    Args:
+        file: the file of the recipe, for messages.
+        problems: those of the parser.
+
+    Raises:
+        RecipeError: all problems of the recipe.
+    """
     recipe, found = _validated(root)
     sections = dict(recipe) if recipe else _sound_sections(root, found)
     sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}

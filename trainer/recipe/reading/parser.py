@@ -1,4 +1,4 @@
-"""Parser of recipe text; the tree has the file, line and column of every key and value.
+"""Parser of recipes in JSON; the tree has the file, line and column of every key and value.
 
 The language is JSON (RFC 8259) with `//` and `/* */` comments and trailing commas. The standard library's parser gives
 no positions, and no maintained library supports positions, comments and duplicate keys together.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from typing import Any
 from trainer.base.errors import RecipeError
 from trainer.recipe.paths import KeyPath, dotted, shortened
 
-MAX_BYTES = 1_000_000
 MAX_DEPTH = 64  # far below Python's recursion limit
 MAX_NUMBER_LENGTH = 100
+TOO_DEEP = f"nested deeper than the limit of {MAX_DEPTH} levels"
 
 
 @dataclass(frozen=True)
@@ -74,15 +72,6 @@ class Node:
         return self.value
 
 
-def read_file(path: Path) -> tuple[Node, list[Problem]]:
-    """Return the tree of a JSON file, and the problems after which parsing could continue.
-
-    Raises:
-        RecipeError: the file cannot be read, or is not JSON.
-    """
-    return parse(read_text(path), file_origin(path))
-
-
 def parse(text: str, origin: Origin, path: KeyPath = (), places: bool = True) -> tuple[Node, list[Problem]]:
     """Return the tree of `text`, and its duplicate keys and invalid values.
 
@@ -95,48 +84,6 @@ def parse(text: str, origin: Origin, path: KeyPath = (), places: bool = True) ->
     """
     parser = _Parser(text, origin, path, places)
     return parser.document(), parser.problems
-
-
-def shown_path(path: Path) -> str:
-    """Return the path relative to the current folder if it is inside, else the absolute path."""
-    absolute = Path(os.path.abspath(path))
-    try:
-        return str(absolute.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # outside, or the current folder was removed
-        return str(absolute)
-
-
-def file_origin(path: Path) -> Origin:
-    return Origin(shown_path(path), folder=Path(os.path.abspath(path)).parent)
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        RecipeError: the file cannot be read, is too large, or is not UTF-8.
-    """
-    try:
-        return _text(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RecipeError(f"{shown_path(path)}: cannot be read: {reason}") from error
-
-
-def _text(path: Path) -> str:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise ValueError("it is a folder")
-    if not stat.S_ISREG(mode):  # a pipe can block, and only one rank could read it
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than the limit of {MAX_BYTES // 1_000_000} MB")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
 # The grammar backtracks over at most one token, so that any text takes linear time.
@@ -214,7 +161,7 @@ class _Parser:
     def _value(self, key_origin: Origin | None = None) -> Node:
         start = self._token.start
         if len(self._path) >= MAX_DEPTH:
-            raise self._error(start, f"nested deeper than the limit of {MAX_DEPTH} levels")
+            raise self._error(start, TOO_DEEP)
         value: Any
         if self._take("{"):
             value = self._object()
@@ -235,7 +182,7 @@ class _Parser:
                 raise self._expected('":" after the key')
             self._path.append(key)
             if key in members:
-                self._report(place, f"is a duplicate key in one object; first at {members[key].key_origin}")
+                self._report(place, duplicate(members[key]))
             members.setdefault(key, self._value(key_origin=place))
             self._path.pop()
             if not self._take(",") and self._token.text != "}":
@@ -279,18 +226,15 @@ class _Parser:
             text: str = json.loads(token.text)
         except json.JSONDecodeError as error:
             raise self._error(token.start + error.pos, f"{error.msg} in a string") from error
-        problem = unusable_text(text)
-        if problem:
-            self._report(self._place(token.start), f"holds {shortened(json.dumps(text))}, which {problem}")
+        if unusable_text(text):
+            self._report(self._place(token.start), holds_unusable(text))
         return printable(text)
 
     def _not_finite(self, token: _Token) -> None:
-        self._report(self._place(token.start), f"must be a finite number, but is {token.text}")
+        self._report(self._place(token.start), not_finite(token.text))
 
     def _report(self, place: Origin, text: str) -> None:
-        self.problems.append(
-            Problem(place, f"`{dotted(tuple(self._path))}` {text}" if self._path else f"the recipe {text}")
-        )
+        self.problems.append(problem_at(tuple(self._path), place, text))
 
     def _place(self, position: int) -> Origin:
         if not self._places:
@@ -306,6 +250,23 @@ class _Parser:
         if self._token.kind == "end":
             return self._error(self._token.start, f"expected {expected}, found the end of the text")
         return self._error(self._token.start, f"expected {expected}, found `{shortened(self._token.text)}`")
+
+
+def problem_at(path: KeyPath, place: Origin, text: str) -> Problem:
+    """Return the problem of the value at a path; `text` follows its name."""
+    return Problem(place, f"`{dotted(path)}` {text}" if path else f"the recipe {text}")
+
+
+def duplicate(first: Node) -> str:
+    return f"is a duplicate key in one object; first at {first.key_origin}"
+
+
+def not_finite(text: str) -> str:
+    return f"must be a finite number, but is {text}"
+
+
+def holds_unusable(text: str) -> str:
+    return f"holds {shortened(json.dumps(text))}, which {unusable_text(text)}"
 
 
 def unusable_text(text: str) -> str | None:

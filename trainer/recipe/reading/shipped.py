@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
 
 import trainer
 from trainer.base.extensions import registered
-from trainer.recipe.reading.parser import read_file
+from trainer.recipe.reading.files import ENDINGS, read_file
 
 _PACKAGE = Path(trainer.__file__).resolve().parent
 
@@ -25,7 +26,17 @@ def shipped_recipes() -> dict[str, Path]:
     A shipped recipe takes precedence over a registered one.
     """
     folders = [*(Path(row.value) for row in reversed(registered("recipes"))), shipped_folder()]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.json"))}
+    return {name: path for folder in folders for name, path in recipes_in(folder).items()}
+
+
+def recipes_in(folder: Path) -> dict[str, Path]:
+    """Return the recipe files of a folder by name."""
+    return {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in ENDINGS}
+
+
+def without_ending(name: str) -> str:
+    """Return the name of a recipe without the ending of its file."""
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in ENDINGS else name
 
 
 def is_base(path: Path) -> bool:
@@ -35,15 +46,18 @@ def is_base(path: Path) -> bool:
 
 def summary(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe; empty without a comment."""
-    comment = re.match(r"(?:\s*//[^\n]*\n)+", path.read_text(encoding="utf-8"))
+    comment = re.match(r"(?:\s*(?://|#)[^\n]*\n)+", path.read_text(encoding="utf-8"))
     if comment is None:
         return ""
-    text = " ".join(line.strip().lstrip("/").strip() for line in comment.group().splitlines() if line.strip())
+    text = " ".join(line.strip().lstrip("/#").strip() for line in comment.group().splitlines() if line.strip())
     return re.split(r"(?<=[.?!])\s(?=[A-Z])", text, maxsplit=1)[0]
 
 
 def meant(name: str) -> str:
     """Return a hint for the name of a recipe that is not shipped."""
     shipped = shipped_recipes()
-    near = get_close_matches(Path(name).name.removesuffix(".json"), shipped, n=1)
+    beside = [without_ending(name) + ending for ending in ENDINGS]
+    if found := [file for file in beside if os.path.isfile(os.path.expanduser(file))]:
+        return f"did you mean {found[0]}?"
+    near = get_close_matches(without_ending(Path(name).name), shipped, n=1)
     return f"did you mean {near[0]}? `trainer recipes` lists all" if near else f"they are {', '.join(shipped)}"

@@ -18,7 +18,8 @@ from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.formats import FORMATS
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
 from trainer.recipe.paths import shown_value
-from trainer.recipe.reading.parser import MAX_DEPTH, Node, Origin, file_origin, read_file, read_text, shown_path
+from trainer.recipe.reading.files import read_file, shown_path
+from trainer.recipe.reading.parser import Node, Origin
 
 
 class Tool(Enum):
@@ -226,49 +227,17 @@ def _read(file: Path) -> Node:
             f"{shown_path(file)}: is not JSON or YAML, and `trainer convert` runs no code; save the TrainingArguments"
             ' in the program: `open("args.json", "w").write(args.to_json_string())`, and convert args.json'
         )
-    if file.suffix.lower() in (".yaml", ".yml"):
-        node = _read_yaml(read_text(file), file_origin(file))
-    else:
-        node, problems = read_file(file)
-        if problems:
-            raise RecipeError(*map(str, problems))
+    node, problems = read_file(file, _as_accelerate)
+    if problems:
+        raise RecipeError(*map(str, problems))
     if not node.members:
         raise UsageError(f"{shown_path(file)}: must be an object with keys, but is {shown_value(node.plain())}")
     return node
 
 
-def _read_yaml(text: str, origin: Origin) -> Node:
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        return Node(None, origin) if root is None else _from_yaml(root, origin, set(), 0)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = _place(mark, origin) if mark else origin
-        raise UsageError(f"{place}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
-
-
-def _place(mark: yaml.Mark, origin: Origin) -> Origin:
-    return Origin(origin.source, mark.line + 1, mark.column + 1, origin.folder)
-
-
-def _from_yaml(node: yaml.Node, origin: Origin, seen: set[int], depth: int) -> Node:
-    """Return the tree of a YAML document without aliases, which may be circular or expand to gigabytes."""
-    place = _place(node.start_mark, origin)
-    if id(node) in seen:
-        raise UsageError(f"{place}: aliases are not supported; write the value of the anchor")
-    seen.add(id(node))
-    if depth >= MAX_DEPTH:
-        raise UsageError(f"{place}: nested deeper than the limit of {MAX_DEPTH} levels")
-    if isinstance(node, yaml.SequenceNode):
-        return Node([_from_yaml(item, origin, seen, depth + 1) for item in node.value], place)
-    if isinstance(node, yaml.MappingNode):
-        members: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            key, key_place = str(key_node.value), _place(key_node.start_mark, origin)
-            if key in members:
-                raise UsageError(f"{key_place}: `{key}` is a duplicate key; first at {members[key].key_origin}")
-            inner = _from_yaml(value_node, origin, seen, depth + 1)
-            members[key] = Node(inner.value, inner.origin, key_place)
-        return Node(members, place)
-    value = yaml.SafeLoader("").construct_object(node)
-    return Node(value if value is None or isinstance(value, (bool, int, float, str)) else str(node.value), place)
+def _as_accelerate(node: yaml.ScalarNode) -> bool | int | float | str | None:
+    """Return the value of a scalar by YAML 1.1, as accelerate reads its file; a date is text."""
+    loader = yaml.SafeLoader("")
+    tag = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, True))
+    value = loader.construct_object(yaml.ScalarNode(tag, node.value))
+    return value if value is None or isinstance(value, bool | int | float | str) else str(node.value)

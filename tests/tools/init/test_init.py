@@ -1,0 +1,126 @@
+"""`trainer init` as a user types it: from a file to a run, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.base.errors import ExitCode
+from trainer.cli import init as verb
+from trainer.cli import main
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.parser import Origin
+from trainer.recipe.reading.yaml_parser import parse_yaml
+from trainer.tools.init.writing import recipe_text
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_csv(name: str = "my.csv", number: int = 200, delimiter: str = ",", head: str = "") -> str:
+    lines = [f"a {('good', 'bad')[row % 2]} thing {row}{delimiter}{('good', 'no')[row % 2]}" for row in range(number)]
+    Path(name).write_text("\n".join([f"{head}text{delimiter}label", *lines, ""]), encoding="utf-8")
+    return name
+
+
+def test_a_csv_becomes_a_recipe_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", write_csv(), "--yes"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "data      200 rows of text (text, 200 distinct), label (text, 2 distinct)\n" in shown
+    assert shown.endswith("wrote     my.yaml\nnext      trainer run my.yaml\n")
+    text = Path("my.yaml").read_text()
+    assert "type: sequence_classification  # `label` has 2 classes\n" in text
+    recipe = load_recipe("my.yaml").recipe
+    assert (recipe.data.max_length, recipe.training.global_batch_size, recipe.training.micro_batch_size) == (16, 16, 16)
+    assert main(["run", "my.yaml", "training.epochs=2", "evaluation.verify_export=0"]) == ExitCode.DONE
+    assert Path("runs/my/model/config.json").is_file()
+    assert json.loads(Path("runs/my/model/config.json").read_text())["label2id"] == {"good": 0, "no": 1}
+    assert main(["init", "my.csv", "--yes"]) == ExitCode.USER
+    assert "my.yaml exists" in capsys.readouterr().err
+
+
+def test_keys_and_options_of_the_user_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "google-bert/bert-base-uncased", "--gpus", "2xH100", "-o", "b.yml", "training.epochs=1"]
+    assert main(["init", write_csv(delimiter=";", head="\ufeff"), "--yes", *options]) == ExitCode.DONE
+    recipe = load_recipe("b.yml").recipe
+    assert recipe.model.name_or_path == "google-bert/bert-base-uncased"
+    assert (recipe.precision, recipe.training.epochs, recipe.optimizer.learning_rate) == ("bf16", 1, 2e-5)
+    assert recipe.data.max_length == 16  # by bytes, because the tokenizer is on the hub
+    shown = capsys.readouterr().out
+    assert "batch     rows of a step: 16; at most 8 in a forward pass, a guess: " in shown
+    assert "is read with semicolons" in shown
+
+
+def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"{row},title {row},text {row},{'ab'[row % 2]}" for row in range(40)]
+    Path("my.csv").write_text("\n".join(["id,title,body,kind", *rows]), encoding="utf-8")
+    asked: list[str] = []
+
+    def prompt(question: str, default: str) -> str:
+        asked.append(question)
+        return {0: "nonsense", 1: "masked_lm"}.get(len(asked) - 1, default)
+
+    monkeypatch.setattr(verb.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(verb.typer, "prompt", prompt)
+    assert main(["init", "my.csv"]) == ExitCode.DONE
+    assert [question.split()[0] for question in asked] == ["task", "task", "model", "device,"]
+    assert load_recipe("my.yaml").recipe.task.type == "masked_lm"
+    asked.clear()
+    monkeypatch.setattr(verb.typer, "prompt", lambda question, default: (asked.append(question), default)[1])
+    assert main(["init", "my.csv", "-o", "2.yaml"]) == ExitCode.DONE
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"\xff\xfe\x00\x81", "must hold text in the encoding utf-8"),
+        ("a.csv", b"", "must hold at least one row"),
+        ("a.csv", b"text,label\n", "must hold at least one row"),
+        ("a.txt", b"x\n", "`a.txt` must end with one of .json"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 2}\n', "no task fits the columns of `a.jsonl`: a (integer, 2 distinct)"),
+        ("a.json", b'{"data": [{"paragraphs": []}], "version": "1"}', "one object with the rows in it"),
+        ("folder/a.md", b"", "`folder` holds no file of a known format"),
+        ("other.csv", b"", "`a.csv` is no file and no folder; for a data set of the hub, fetch it first"),
+    ],
+)
+def test_data_without_a_task_is_refused(
+    name: str, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    Path(name).write_bytes(content)
+    source = "folder" if "/" in name else "a.csv" if name == "other.csv" else name
+    assert main(["init", source, "--yes"]) == ExitCode.USER
+    assert words in capsys.readouterr().err
+    assert not list(Path().glob("*.yaml"))
+
+
+def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"text {row},{'' if row == 3 else row % 2}" for row in range(30)]
+    Path("my.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes"]) == ExitCode.USER
+    shown = capsys.readouterr()
+    assert shown.out.endswith("wrote     my.yaml\n")
+    assert "(line 5) of `" in shown.err
+    assert main(["init", "my.csv", "--yes", "-o", "x.yaml", "data.delimiter=';;'"]) == ExitCode.USER
+    assert "`data.delimiter` must be" in capsys.readouterr().err
+    assert main(["init", "my.csv", "-o", "x.json", "--yes"]) == ExitCode.USER
+    assert "`--output` must end with .yaml or .yml" in capsys.readouterr().err
+    assert main(["init", "my.csv"]) == ExitCode.USER
+    assert "add --yes" in capsys.readouterr().err
+
+
+def test_recipes_are_written_for_both_versions_of_yaml() -> None:
+    values = {
+        "name": "no", "task": {"text": ["a: b", "#1"], "no": "yes", "e": "1e-5", "x": None, "d": "2026-11-27"},
+        "model": {"config": {"a": {"b": []}, "c": {}}, "x": 2e-05, "é": "\u2028\n\t'\""}, "b": True, "n": "007",
+    }  # fmt: skip
+    text = recipe_text(values, {"model.config.a": "note"}, "title")
+    assert parse_yaml(text, Origin("x"))[0].plain() == values
+    assert yaml.safe_load(text) == values | {"model": values["model"] | {"x": "2e-05"}}  # the trap of YAML 1.1
+    assert "  config:\n    a:  # note\n" in text

@@ -1,0 +1,74 @@
+"""`trainer init`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.base.errors import RecipeError, UsageError
+from trainer.base.text import for_terminal
+from trainer.cli.options import OverridesArgument, devices
+
+
+def init(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATA",
+            help="A file (CSV, TSV, JSON, JSON Lines, Parquet, Excel, CoNLL), a folder of images or of a data set.",
+            show_default=False,
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.yaml", help="The recipe; default: the name of the data."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A folder, a name on the hub, or `sample`: small, with random weights."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="NxMEMORY", help="The devices, as `trainer plan` takes them.", autocompletion=devices
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take all proposals, and ask nothing.")] = False,
+) -> None:
+    """Write a first recipe for a file or a folder of data.
+
+    Task, columns, length and batch come from the rows, the model and a plan for the device. At most five questions have
+    a default; without a terminal, `--yes` is needed. Keys that are given are not asked for.
+    """
+    if not yes and not sys.stdin.isatty():
+        raise UsageError("`trainer init` asks questions, but there is no terminal; add --yes to take its proposals")
+    from trainer.base.collector import importing
+    from trainer.tools.init.draft import Request, recipe_place
+
+    place = recipe_place(source, output)
+    with importing():
+        from trainer.tools.init.proposal import propose, take_default
+    from trainer.base.disk import write_new
+
+    proposal = propose(Request(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
+    write_new(place, proposal.text, "--output")
+    for line in proposal.lines:
+        typer.echo(for_terminal(line))
+    typer.echo(f"wrote     {for_terminal(str(place))}")
+    if proposal.problems:
+        raise RecipeError(*proposal.problems)
+    typer.echo(f"next      trainer run {for_terminal(shlex.quote(str(place)))}")
+
+
+def _ask(question: str, default: str, choices: Sequence[str] = ()) -> str:
+    while True:
+        answer = str(typer.prompt(f"{question} ({', '.join(choices)})" if choices else question, default))
+        if not choices or answer in choices:
+            return answer
+        typer.echo(f"choose one of {', '.join(choices)}")

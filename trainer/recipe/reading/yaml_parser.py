@@ -1,0 +1,179 @@
+"""Parser of recipes in YAML, to the tree of JSON.
+
+Plain scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `no` and dates are
+text, and 1e-5 is a number. The loaders of PyYAML follow YAML 1.1; only its parser is used here, which makes no objects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from trainer.base.errors import RecipeError
+from trainer.recipe.paths import KeyPath, shortened, shown_key
+from trainer.recipe.reading.parser import (
+    MAX_DEPTH,
+    MAX_NUMBER_LENGTH,
+    TOO_DEEP,
+    Node,
+    Origin,
+    Problem,
+    duplicate,
+    holds_unusable,
+    not_finite,
+    printable,
+    problem_at,
+    unusable_text,
+)
+
+MAX_NODES = 100_000
+"""Values of a document. Aliases repeat the value of their anchor, so that a small file could fill the memory."""
+
+Scalar = Callable[[yaml.ScalarNode], bool | int | float | str | None]
+
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+_OCTAL_OR_HEX = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+
+
+def core_scalar(node: yaml.ScalarNode) -> bool | int | float | str | None:
+    """Return the value of a scalar by the core schema of YAML 1.2.
+
+    Raises:
+        ValueError: the scalar has a leading zero, is too long for a number, or is not finite.
+    """
+    text: str = node.value
+    if node.style is not None:  # quoted, or a block of text
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    if _LEADING_ZERO.fullmatch(text):
+        number = text.lstrip("+-0") or "0"
+        raise ValueError(f'must not begin with 0, as octal numbers do, but is {text}; write {number} or "{text}"')
+    is_number = _INTEGER.fullmatch(text) or _OCTAL_OR_HEX.fullmatch(text) or _FLOAT.fullmatch(text)
+    if is_number and len(text) > MAX_NUMBER_LENGTH:
+        raise ValueError(f"must be a number of at most {MAX_NUMBER_LENGTH} characters, but is {shortened(text)}")
+    if _OCTAL_OR_HEX.fullmatch(text):
+        return int(text, 0)
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if is_number and math.isfinite(float(text)):
+        return float(text)
+    if is_number or _NOT_FINITE.fullmatch(text):
+        raise ValueError(not_finite(text))
+    return text
+
+
+def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple[Node, list[Problem]]:
+    """Return the tree of one document, and its duplicate keys and invalid values; see `parse` for JSON.
+
+    Args:
+        scalar: returns the value of a scalar, or raises `ValueError` with its problem.
+
+    Raises:
+        RecipeError: the text is not one YAML document, is nested too deeply, has tags, or has too many values.
+    """
+    tree = _Tree(origin, scalar)
+    try:
+        root = yaml.compose(text, Loader=_Composer)
+        if root is None:
+            raise RecipeError(f"{Origin(origin.source, 1, 1)}: empty")
+        return tree.node(root, ()), tree.problems
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = Origin(origin.source, before.count("\n") + 1, len(before) - before.rfind("\n"), origin.folder)
+        raise RecipeError(f"{place}: the character U+{error.character:04X} is not allowed in YAML") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = tree.place(mark) if mark else origin
+        raise RecipeError(f"{place}: {': '.join(filter(None, (error.context, error.problem)))}") from error
+
+
+class _Composer(yaml.BaseLoader):  # type: ignore[misc]
+    """The composer of PyYAML without tags, and with a limit of the depth, because it recurses."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            problem = f"the tag {shown_key(event.tag)} is not allowed; write the value without it, and text in quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+class _Tree:
+    """The nodes of PyYAML as a tree of JSON values."""
+
+    def __init__(self, origin: Origin, scalar: Scalar) -> None:
+        self.problems: list[Problem] = []
+        self._origin = origin
+        self._scalar = scalar
+        self._left = MAX_NODES
+
+    def place(self, mark: yaml.Mark) -> Origin:
+        return Origin(self._origin.source, mark.line + 1, mark.column + 1, self._origin.folder)
+
+    def node(self, node: yaml.Node, path: KeyPath, key_origin: Origin | None = None) -> Node:
+        """Return the tree of a node at a path, whose aliases are copies."""
+        self._left -= 1
+        if len(path) >= MAX_DEPTH:  # an alias inside of its own anchor
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=node.start_mark)
+        if self._left < 0:
+            problem = f"aliases repeat more than the limit of {MAX_NODES:,} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        value: Any
+        if isinstance(node, yaml.MappingNode):
+            value = self._members(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            value = [self.node(item, (*path, index)) for index, item in enumerate(node.value)]
+        else:
+            value = self._value(node, path)
+        return Node(value, self.place(node.start_mark), key_origin)
+
+    def _members(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
+        members: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
+            key, place = self._text(key_node.value, key_node, path), self.place(key_node.start_mark)
+            if key == "<<" and key_node.style is None:
+                text = "merges the keys of an anchor, which recipes do not support; write the keys, or use `extends`"
+                self._report((*path, key), place, text)
+                continue
+            if key in members:
+                self._report((*path, key), place, duplicate(members[key]))
+            members.setdefault(key, self.node(value_node, (*path, key), place))
+        return members
+
+    def _value(self, node: yaml.ScalarNode, path: KeyPath) -> bool | int | float | str | None:
+        try:
+            value = self._scalar(node)
+        except ValueError as error:
+            self._report(path, self.place(node.start_mark), str(error))
+            return math.nan  # no rule reports it a second time
+        return self._text(value, node, path) if isinstance(value, str) else value
+
+    def _text(self, text: str, node: yaml.Node, path: KeyPath) -> str:
+        if unusable_text(text):
+            self._report(path, self.place(node.start_mark), holds_unusable(text))
+        return printable(text)
+
+    def _report(self, path: KeyPath, place: Origin, text: str) -> None:
+        self.problems.append(problem_at(path, place, text))

@@ -1,0 +1,261 @@
+"""A first recipe: task, model, length and batch for some data, each with its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.base.errors import Problems, TrainerError, UsageError
+from trainer.base.text import size
+from trainer.data.sources import load_splits
+from trainer.models.configuration import load_config, max_positions
+from trainer.models.tokenizer import load_tokenizer
+from trainer.recipe.local_parts import LocalParts
+from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import FileData, Recipe
+from trainer.tools.check import MOST_ROWS, check_parts
+from trainer.tools.init.columns import Column, columns_of
+from trainer.tools.init.draft import Draft, Request, recipe_name
+from trainer.tools.init.shapes import Shape, shapes
+from trainer.tools.init.sources import data_keys, devices_here
+from trainer.tools.plan.hardware import Devices, parse_devices
+from trainer.tools.plan.recipe_plan import plan_recipe
+from trainer.training.run_data import PreparedData
+
+SAMPLE = "sample"
+"""The word for the model of a shipped sample: a small one with random weights, which needs no network."""
+
+_SAMPLES = {
+    "causal_lm": "gpt2_sample", "preference": "gpt2_sample", "seq2seq_lm": "t5_sample",
+    "image_classification": "vit_sample",
+}  # fmt: skip
+"""The shipped recipe with a small model, by task; other tasks take that of `bert_sample`."""
+_HUB_MODELS = {
+    "causal_lm": "Qwen/Qwen3-0.6B", "preference": "Qwen/Qwen3-0.6B", "reward_model": "Qwen/Qwen3-0.6B",
+    "seq2seq_lm": "google-t5/t5-small", "image_classification": "google/vit-base-patch16-224-in21k",
+    "embedding": "sentence-transformers/all-MiniLM-L6-v2",
+}  # fmt: skip
+_USUAL_HUB_MODEL = "google-bert/bert-base-uncased"
+_RATES = {"causal_lm": 1e-5, "preference": 1e-6, "seq2seq_lm": 1e-4, "image_classification": 5e-5}
+_USUAL_RATE = 2e-5
+"""Learning rates of pretrained models."""
+_LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
+_COVERED = 0.95
+"""The share of the rows that the maximum length leaves whole."""
+_BYTES_OF_A_TOKEN = 4  # for a tokenizer on the hub
+_LARGEST_STEP, _FEWEST_STEPS = 32, 8  # rows of a step, and steps of an epoch: few rows get smaller steps
+_HELD_OUT, _FEWEST_TO_HOLD_OUT = 0.1, 10
+_UNKNOWN_BATCH = 8
+
+
+class Ask(Protocol):
+    """Answers a question with one of the choices, if there are any; `default` is the proposal."""
+
+    def __call__(self, question: str, default: str, choices: Sequence[str] = ()) -> str: ...
+
+
+def take_default(question: str, default: str, choices: Sequence[str] = ()) -> str:
+    """Answer a question by its default."""
+    return default
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The text of a recipe, lines that explain it, and problems of data and model."""
+
+    text: str
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def propose(request: Request, ask: Ask = take_default) -> Proposal:
+    """Look at data, and propose a recipe.
+
+    Raises:
+        TrainerError: the data cannot be read, no task fits it, or an override is wrong.
+    """
+    draft = Draft(request)
+    draft.put("name", recipe_name(request.source))
+    rows, is_whole = _read(draft)
+    columns = columns_of(rows, MOST_ROWS)
+    number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
+    lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
+    shape = _shape(columns, request, ask)
+    for key, value in shape.task.items():
+        draft.put(f"task.{key}", value, shape.why if key == "type" else "")
+    lines.append(f"task      {shape.type}: {shape.why}")
+    lines.append(f"model     {_put_model(draft, shape.type, ask)}")
+    _put_rows(draft, len(rows))
+    devices = parse_devices(request.gpus or ask("device, as `trainer plan --gpus` takes it", devices_here()))
+    if devices.machine is not None and devices.machine.runs_kernels:
+        draft.put("precision", "bf16", f"{devices.name} computes in it")
+    most = _most_tokens(draft)
+    longest = [] if most is None else [f"data.max_length={most}"]
+    checked = check_parts(plan_run(draft.resolved(["training.micro_batch_size=1", *longest]).recipe, 1))
+    if most is not None:
+        lines.append(f"length    {_put_length(draft, most, checked.data)}")
+    lines.append(f"batch     {_put_batch(draft, devices)}")
+    draft.resolved()
+    lines += [f"note      {note}" for note in checked.notes]
+    return Proposal(draft.text(), tuple(lines), checked.problems)
+
+
+def _read(draft: Draft) -> tuple[Any, bool]:
+    """Return rows of the training split, and whether they are all; set the section `data`.
+
+    Raises:
+        TrainerError: the data cannot be read.
+    """
+    request = draft.request
+    for key, value in data_keys(request.source, Path(os.path.abspath(request.output)).parent).items():
+        draft.put(f"data.{key}", value)
+    stub = Draft(replace(request, overrides=tuple(word for word in request.overrides if word.startswith("data."))))
+    stub.values.update(
+        draft.values, name="stub", task={"type": "masked_lm", "text": "text"}, model={"name_or_path": "a/b"}
+    )
+    data = stub.resolved().recipe.data  # of a stub, because the task is not known yet
+    problems = Problems()
+    splits = load_splits(data, most_rows=MOST_ROWS, problems=problems)
+    if not isinstance(data, FileData) and splits.validation is not None:
+        draft.put("data.validation", data.validation)
+    elif isinstance(data, FileData) or "data.validation" in request.given:
+        problems.raise_all()
+    return splits.train.rows, splits.train.is_whole
+
+
+def _shape(columns: Sequence[Column], request: Request, ask: Ask) -> Shape:
+    """Return the task of the columns, and ask if several fit.
+
+    Raises:
+        UsageError: none fits.
+    """
+    found, kind = shapes(columns), request.given.get("task.type")
+    if kind is not None:
+        return next((shape for shape in found if shape.type == kind), Shape({"type": kind}, "as given"))
+    if len(columns[0].values) == 1 and columns[0].kind == "objects":
+        raise UsageError(
+            f"`{request.source}` holds one object with the rows in it, as files of SQuAD do; write a line for each row:"
+            f" its `{columns[0].name}` is a list"
+        )
+    if not found:
+        raise UsageError(
+            f"no task fits the columns of `{request.source}`: {', '.join(column.shown for column in columns)}; name the"
+            " task and its columns, as in task.type=sequence_classification task.text=COLUMN task.label=COLUMN"
+        )
+    kinds = list(dict.fromkeys(shape.type for shape in found))
+    kind = ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]
+    shape = next(shape for shape in found if shape.type == kind)
+    if kind in ("sequence_classification", "sequence_regression") and len(columns) > 2:
+        names = [column.name for column in columns]
+        for key in ("text", "label"):
+            if isinstance(shape.task[key], str) and f"task.{key}" not in request.given:
+                shape.task[key] = ask(f"column of the {key}", shape.task[key], names)
+    return shape
+
+
+def _sample(kind: str) -> Recipe:
+    return load_recipe(_SAMPLES.get(kind, "bert_sample")).recipe
+
+
+def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
+    """Set model, epochs and learning rate, and return the line on them."""
+    hub, rate = _HUB_MODELS.get(kind, _USUAL_HUB_MODEL), _RATES.get(kind, _USUAL_RATE)
+    name = draft.request.model
+    if name is None and not any(key.startswith("model.") for key in draft.request.given):
+        name = ask(f"model ({SAMPLE}, a folder, or a name on the hub such as {hub})", SAMPLE)
+    draft.put("schedule.warmup", 0.1, "the share of the steps in which the learning rate rises")
+    if name != SAMPLE:
+        if name is not None:
+            folder = os.path.expanduser(name)
+            draft.put("model.name_or_path", os.path.abspath(folder) if os.path.isdir(folder) else name)
+        draft.put("training.epochs", 3)
+        draft.put("optimizer.learning_rate", rate)
+        return name or "as given"
+    sample = _sample(kind)
+    draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {hub}"
+    draft.put("model.config", sample.model.config)
+    if sample.model.tokenizer:
+        draft.put("model.tokenizer", sample.model.tokenizer)
+    draft.put("training.epochs", sample.training.epochs, "pretrained: 3")
+    draft.put("optimizer.learning_rate", sample.optimizer.learning_rate, f"pretrained: {rate:g}")
+    return f"that of {sample.name}, small, random weights, to see that all works; --model {hub} is pretrained"
+
+
+def _put_rows(draft: Draft, number: int) -> None:
+    """Set the validation split, if the data has none, and the rows of a step."""
+    if "validation" not in draft.values["data"]:
+        if number < _FEWEST_TO_HOLD_OUT:
+            draft.put("data.validation", None, f"{number} rows are too few to hold some out")
+        else:
+            draft.put("data.validation", _HELD_OUT, "the share of the rows to hold out, or a file")
+    fitting = min(_LARGEST_STEP, max(1, number // _FEWEST_STEPS))
+    draft.put("training.global_batch_size", 2 ** (fitting.bit_length() - 1), "rows of a step, over all devices")
+
+
+def _most_tokens(draft: Draft) -> int | None:
+    """Return the most tokens of a text that the model takes; None: the user gives it, or there are no texts."""
+    if "data.max_length" in draft.request.given or draft.get("task.type") == "image_classification":
+        return None
+    model, most = draft.resolved().recipe.model, _LENGTHS[-1]
+    has_model, has_tokenizer = _is_here(draft)
+    if has_model:
+        most = min(most, max_positions(load_config(model, {})) or most)
+    return min(most, int(load_tokenizer(model).model_max_length)) if has_tokenizer else most
+
+
+def _is_here(draft: Draft) -> tuple[bool, bool]:
+    """Return whether the model and its tokenizer are on this machine."""
+    local = LocalParts.of(draft.resolved().recipe)
+    return local.has_model, local.has_model and local.has_tokenizer
+
+
+def _put_length(draft: Draft, most: int, data: PreparedData | None) -> str:
+    """Set the maximum length by the lengths of the rows, and return the line on it."""
+    if data is None:
+        draft.put("data.max_length", min(most, 128), "a guess: the rows could not be read")
+        return f"{min(most, 128)} tokens, a guess: the rows could not be read"
+    lengths = data.train.lengths
+    unit = "tokens"
+    if not _is_here(draft)[1]:
+        lengths, unit = -(-lengths // _BYTES_OF_A_TOKEN), f"tokens, by {_BYTES_OF_A_TOKEN} bytes of text for each"
+    covered = int(np.quantile(lengths, _COVERED, method="higher"))
+    length = next((size for size in _LENGTHS if covered <= size <= most), most)
+    why = f"{np.mean(lengths <= length):.0%} of the rows have at most so many {unit}"
+    draft.put("data.max_length", length, why)
+    return f"{length} tokens: {why}"
+
+
+def _put_batch(draft: Draft, devices: Devices) -> str:
+    """Set the largest microbatch that fits a device, and return the line on it."""
+    key, total = "training.micro_batch_size", draft.get("training.global_batch_size")
+    if key in draft.request.given:
+        return "as given"
+    made, problem = None, ""
+    for micro in _halves(total):
+        try:
+            made = plan_recipe(draft.resolved([f"{key}={micro}"]), replace(devices, number=1))
+        except TrainerError as error:
+            problem = str(error).splitlines()[0]
+            break
+        if made.fits:
+            break
+    if made is None:
+        draft.put(key, min(_UNKNOWN_BATCH, total), "a guess: no plan could be made")
+        return f"rows of a step: {total}; at most {min(_UNKNOWN_BATCH, total)} in a forward pass, a guess: {problem}"
+    planned = f"{size(made.needed)} of {size(made.devices.memory_bytes)} of {devices.name}"
+    draft.put(key, micro, f"most rows of a forward pass; planned: {planned}")
+    verdict = "planned: " if made.fits else "which does not fit, see `trainer plan`: "
+    return f"rows of a step: {total}; at most {micro} in a forward pass, {verdict}{planned}"
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        yield number
+        number = -(-number // 2)
+    yield 1

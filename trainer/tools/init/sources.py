@@ -1,0 +1,80 @@
+"""The surroundings of a first recipe: the section `data` for a file or a folder, and the devices of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import UsageError
+from trainer.data.formats.table import FORMAT_OF_ENDING, format_of
+
+_TRAINING, _VALIDATION = "train", ("validation", "valid", "val", "dev", "eval")
+_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+_MOST_FILES = 10_000
+
+
+def data_keys(source: Path, folder: Path) -> dict[str, Any]:
+    """Return the section `data` for a file or a folder, without the held-out share.
+
+    Args:
+        folder: the folder of the recipe, the base of its paths.
+
+    Raises:
+        UsageError: there is no such file or folder, or its format is unknown.
+    """
+    if source.is_dir():
+        return _of_folder(source, folder)
+    if not source.exists():
+        raise UsageError(
+            f"`{source}` is no file and no folder; for a data set of the hub, fetch it first: hf download --repo-type"
+            " dataset NAME --local-dir FOLDER"
+        )
+    if format_of(source) is None:
+        raise UsageError(f"`{source}` must end with one of {', '.join(FORMAT_OF_ENDING)}, perhaps with .gz; rename it")
+    keys: dict[str, Any] = {"source": "files", "train": _place(source, folder)}
+    head, found, tail = source.name.rpartition(_TRAINING)
+    beside = [source.with_name(f"{head}{word}{tail}") for word in _VALIDATION if found]
+    if validation := next((file for file in beside if file.is_file()), None):
+        keys["validation"] = _place(validation, folder)
+    return keys
+
+
+def _of_folder(source: Path, folder: Path) -> dict[str, Any]:
+    place = _place(source, folder)
+    if (source / "dataset_dict.json").is_file() or (source / "state.json").is_file():
+        return {"source": "folder", "path": place}
+    for number, (_, _, files) in enumerate(os.walk(source)):
+        if any(format_of(Path(file)) or Path(file).suffix.lower() in _IMAGES for file in files):
+            return {"source": "hub", "name": place if place.startswith((".", "/")) else f"./{place}"}
+        if number > _MOST_FILES:
+            break
+    raise UsageError(
+        f"`{source}` holds no file of a known format: {', '.join(FORMAT_OF_ENDING)}, images, or"
+        " a folder of `DatasetDict.save_to_disk`; name another folder or a file"
+    )
+
+
+def _place(path: Path, folder: Path) -> str:
+    """Return a path as a recipe in `folder` names it: relative if it is inside of it."""
+    absolute = os.path.abspath(path)
+    inside = os.path.relpath(absolute, os.path.abspath(folder))
+    return absolute if inside.startswith("..") else inside
+
+
+def devices_here() -> str:
+    """Return the devices of this machine, as `trainer plan --gpus` takes them."""
+    import torch
+
+    from trainer.tools.plan.hardware import known_devices
+
+    number = torch.cuda.device_count()
+    if not number:
+        return "CPU"
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    gigabytes = round(memory / 1e9)
+    for known in known_devices():
+        model, _, size = known.partition("-")
+        if model in name.split() and (not size.isdigit() or abs(int(size) - gigabytes) <= int(size) / 8):
+            return f"{number}x{known}"
+    return f"{number}x{memory // 2**30}GiB"

@@ -1,0 +1,43 @@
+"""A recipe as YAML with comments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_PLAIN = re.compile(r"[A-Za-z_/.][\w./-]*")
+_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", ".nan", ".inf"}  # also those of YAML 1.1
+
+
+def recipe_text(values: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
+    """Return the text of a recipe.
+
+    Args:
+        values: JSON values by their keys.
+        comments: the comment of a key, by its dotted path.
+        title: the comment at the top.
+    """
+    return "\n".join([f"# {title}", *_lines(values, comments, ""), ""])
+
+
+def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str) -> Iterator[str]:
+    indent = "  " * path.count(".")
+    for key, value in values.items():
+        comment = f"  # {comments[path + key]}" if path + key in comments else ""
+        is_section = isinstance(value, dict) and value
+        yield f"{indent}{_scalar(key)}:{'' if is_section else ' ' + _flow(value)}{comment}"
+        if is_section:
+            yield from _lines(value, comments, f"{path}{key}.")
+
+
+def _flow(value: Any) -> str:
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if shown.isprintable() else json.dumps(value)
