@@ -75,7 +75,7 @@ ELSEWHERE = {
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 
-QUICK = re.compile(r"cat > |trainer (check|plan|preview|convert|recipes|schema|launch-script)\b")
+QUICK = re.compile(r"cat > |trainer (init|check|plan|preview|convert|recipes|schema|launch-script)\b")
 TRAINS = re.compile(r"make train$|trainer run ")
 OTHERS = re.compile(
     r"source \.venv/bin/activate$|trainer runs$|python - <<|\(cd runs/|trainer (export|evaluate|predict|mine) "
