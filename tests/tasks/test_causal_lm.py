@@ -152,6 +152,41 @@ def test_only_the_turns_of_the_assistant_are_trained(chatty, template):
     assert all(label in (IGNORED_LABEL, token) for label, token in zip(labels, ids[1:], strict=False))
 
 
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+def test_turns_with_a_weight_of_0_are_read_only(chatty, template, train_on):
+    chatty.chat_template = template
+    for light, trained in ((2, "a name"), (4, "the file is open")):
+        chat = [{**message, "weight": int(place != light)} for place, message in enumerate(CHAT)]
+        encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=[chat]), chatty)
+        (labels,) = encoded["labels"]
+        assert chatty.decode([label for label in labels if label != IGNORED_LABEL]) == trained
+
+
+def test_prompts_and_completions_of_messages_are_chats(chatty):
+    rows = rows_of(prompt=[CHAT[:2], CHAT[:2]], completion=[CHAT[2:3], CHAT[2:]])
+    task = task_of(prompt="prompt", completion="completion")
+    encoded = encode(task, rows, chatty)
+    for place, (whole, trained) in enumerate([(CHAT[:3], "the file is open"), (CHAT, "the file is open a name")]):
+        text = chatty.apply_chat_template(whole, tokenize=False)
+        assert encoded["input_ids"][place] == chatty(text, add_special_tokens=False)["input_ids"][:-1]
+        labels = [label for label in encoded["labels"][place] if label != IGNORED_LABEL]
+        assert chatty.decode(labels) == trained
+    prompts = encode(task.without_labels(), rows_of(prompt=[CHAT[:2]]), chatty)
+    text = chatty.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert prompts["input_ids"] == [chatty(text, add_special_tokens=False)["input_ids"]]
+
+
+def test_messages_of_the_developer_need_a_template_that_writes_them(chatty):
+    chat = [{"role": "developer", "content": "be brief"}, *CHAT[1:3]]
+    task = task_of(messages="messages")
+    (ids,) = encode(task, rows_of(messages=[chat]), chatty)["input_ids"]
+    assert "developer" in chatty.decode(ids)
+    chatty.chat_template = PLAIN_TEMPLATE.replace("messages %}", "messages if m.role != 'developer' %}")
+    with pytest.raises(UsageError, match=r"message 1, is of the developer, which the chat template .* does not write"):
+        encode(task, rows_of(messages=[chat]), chatty)
+
+
 THINKING = [*CHAT[:2], {"role": "assistant", "content": "<think>why</think>the file is open"}, *CHAT[3:]]
 FORGETFUL_TEMPLATE = (  # as Qwen3's, which writes the reasoning of the last turn only
     "{% for m in messages %}[{{ m.role }}] {{ m.content if loop.last else m.content.split('</think>')[-1] }}\n"
@@ -307,13 +342,15 @@ def test_a_prompt_keeps_its_end_and_room_for_the_generated_text(tokenizer, max_l
         ({"messages": [CHAT[:2]]}, r"row 1 .* is a chat without a turn of the assistant"),
         ({"messages": [[{"role": "bot", "content": "a"}]]}, r"message 1, must have a role of .*, but has 'bot'"),
         ({"messages": [[CHAT[1], {"role": "user", "content": None}]]}, r"row 1 .*, message 2, has no content"),
-        ({"text": [1, 2]}, r"`task.text` must name a column of strings, but .* holds int64"),
+        ({"text": [1, 2]}, r"`task.text` must name a column of strings or of token ids, but .* holds int64"),
         ({"messages": [[{"role": "assistant", "content": 4}]]}, r"message 1, .* a text .* but has 4; write"),
         ({"messages": [[{"role": "user", "content": [{"type": "image"}]}]]}, r"has one of 'image'; leave the part"),
-        ({"messages": [[{**CHAT[2], "weight": 0}]]}, r"message 1, has the weight 0, but all turns are trained alike"),
+        ({"messages": [[{**CHAT[2], "weight": 0}]]}, r"without a turn of the assistant with a weight of 1, so nothing"),
+        ({"messages": [[{**CHAT[2], "weight": 0.5}]]}, r"message 1, must have a weight of 0 or 1, but has 0.5"),
+        ({"prompt": [CHAT[:2]], "completion": ["a"]}, r"must all be texts or all be messages"),
         (
-            {"prompt": [CHAT[:2]], "completion": [CHAT[2:3]]},
-            r"`prompt` .* holds messages; join .* `task.messages`",
+            {"prompt": [CHAT[:1]], "completion": [CHAT[1:2]]},
+            r"an answer that ends with a turn of the assistant",
         ),
         ({"messages": ["a"]}, r"`task.messages` must name a column of lists of .* holds string"),
         ({"prompt": ["a"]}, r"`task.completion` names the column `completion`, but"),
@@ -384,6 +421,27 @@ def test_a_template_without_tool_calls_is_refused(chatty):
     with pytest.raises(DataError, match=r"row 1 .*, message 2, has tool calls, which the chat template .* not write"):
         encode(task, rows, chatty)
     assert "column `tools` is not read" in task.conversion_notes(rows.features)[0]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tools_are_given_to_the_template(chatty, as_text):
+    chatty.chat_template = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + PLAIN_TEMPLATE
+    tools = [{"type": "function", "function": {"name": "open"}}]
+    columns = {
+        "messages": [[ASKED, ANSWERED]] * 3,
+        "tools": [json.dumps(tools), "[]", None] if as_text else [tools, [], None],
+    }
+    task = task_of(messages="messages", tools="tools")
+    encoded = encode(task, rows_of(**columns), chatty, max_length=200)
+    for ids, own in zip(encoded["input_ids"], [tools, None, None], strict=True):
+        text = chatty.apply_chat_template([ASKED, ANSWERED], tools=own, tokenize=False)
+        assert ids == chatty(text, add_special_tokens=False)["input_ids"][:-1]
+    prompts = encode(task.without_labels(), rows_of(**columns), chatty, max_length=200)["input_ids"]
+    assert "function" in chatty.decode(prompts[0])
+    assert "function" not in chatty.decode(prompts[1])
+    chatty.chat_template = PLAIN_TEMPLATE
+    with pytest.raises(DataError, match=r"row 1 .* has tools, which the chat template .* does not write"):
+        encode(task, rows_of(**columns), chatty, max_length=200)
 
 
 def test_later_messages_with_other_keys_than_the_first_are_read(tmp_path, monkeypatch):

@@ -285,17 +285,11 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
         loaded = datasets.load_from_disk(data.path)
     except Exception as error:  # of any type: a saved split without rows raises IndexError
         raise DataError(
-            "`data.path` must be a folder that `DatasetDict.save_to_disk` wrote, each split with a row, but"
+            "`data.path` must be a folder that `save_to_disk` of `datasets` wrote, each split with a row, but"
             f" `{data.path}` cannot be read as one: {reason(error)};"
             ' for a folder of JSON, CSV or Parquet files use `data.source` "files" or "hub"'
         ) from error
-    if not isinstance(loaded, datasets.DatasetDict):
-        raise DataError(
-            f"`data.path` must be a folder that `DatasetDict.save_to_disk` wrote, but `{data.path}` holds a single"
-            ' split; save it as `DatasetDict({"train": split})`'
-        )
-    splits: Mapping[str, Dataset] = loaded
-    return splits
+    return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
 def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:

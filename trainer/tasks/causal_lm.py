@@ -9,25 +9,30 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.nulls import given
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.text.chats import (
     Tokens,
     Turns,
     chat_prompt,
+    check_texts_or_chats,
     end_token,
     features_of,
-    given,
+    features_of_labels,
     holds_messages,
+    tokens_of_answer,
     tokens_of_chat,
     tokens_of_pair,
+    tools_of,
     turn_end,
     turn_notes,
     without_end,
 )
-from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, cell, require_columns, type_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, cell, is_text, require_columns, require_kind, type_name
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
+from trainer.tasks.text.token_ids import LABELS, MASK, IdRows, beside_ids, holds_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
@@ -43,23 +48,31 @@ _ENCODERS = (
 
 @dataclass(frozen=True)
 class TextColumn:
-    """Training on all tokens of the texts of a column, which the recipe's `key` names."""
+    """Training on all tokens of the texts of a column, which the recipe's `key` names.
+
+    The column may hold token ids; `beside` are then the columns of their mask and labels, known after `resolve`.
+    """
 
     column: str
     key: str = "text"
+    beside: tuple[str, ...] = ()
+    tools: str | None = None  # for prompts of messages
 
     @property
     def columns(self) -> dict[str, str]:
-        """The names of the columns, by the recipe's keys."""
+        """The names of the columns of texts and chats, by the recipe's keys."""
         return {self.key: self.column}
 
 
 @dataclass(frozen=True)
 class CompletionColumns:
-    """Training on the completions of prompts."""
+    """Training on the completions of prompts, texts or messages."""
 
     prompt: str
     completion: str
+    tools: str | None = None
+
+    beside = ()
 
     @property
     def columns(self) -> dict[str, str]:
@@ -71,6 +84,9 @@ class ChatColumn:
     """Training on the assistant's turns of chats."""
 
     messages: str
+    tools: str | None = None
+
+    beside = ()
 
     @property
     def columns(self) -> dict[str, str]:
@@ -86,7 +102,8 @@ class CausalLMTask(TokenLabels):
 
     The label of a token is the next token of its document. `vocabulary` describes how the logits are sharded over
     tensor ranks; None if they are not sharded. With `continues`, texts are prompts of generated texts.
-    `num_positions` is the maximum number of tokens that the model reads; None: unknown.
+    `num_positions` is the maximum number of tokens that the model reads, and `num_tokens` the size of its vocabulary;
+    None: unknown.
     """
 
     examples: Examples
@@ -99,12 +116,14 @@ class CausalLMTask(TokenLabels):
     settings: Generation = field(default_factory=Generation)
     continues: bool = False
     num_positions: int | None = None
+    num_tokens: int | None = None
 
     auto_class_name = "AutoModelForCausalLM"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(self.examples.columns.values())
+        tools = () if self.examples.tools is None else (self.examples.tools,)
+        return (*self.examples.columns.values(), *self.examples.beside, *tools)
 
     @property
     def beside_rows(self) -> tuple[str, ...]:
@@ -113,6 +132,7 @@ class CausalLMTask(TokenLabels):
             "vocabulary",
             "vocabulary_chunk",
             "takes_token_scores",
+            "num_tokens",
             *(() if self.continues else ("settings", "num_positions")),
         )
 
@@ -130,7 +150,8 @@ class CausalLMTask(TokenLabels):
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ends = [end_token(tokenizer)]
-        if isinstance(self.examples, ChatColumn):
+        may_be_chat = isinstance(self.examples, ChatColumn) or "prompt" in self.examples.columns
+        if may_be_chat and tokenizer.chat_template:
             ends += turn_end(tokenizer)
         return tuple(dict.fromkeys(ends))
 
@@ -139,9 +160,24 @@ class CausalLMTask(TokenLabels):
         return turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        if not isinstance(self.examples, ChatColumn) or "tools" not in features:
+        examples = self.examples
+        is_chat = any(_holds_chats(features[column]) for column in examples.columns.values())
+        if is_chat and examples.tools is None and "tools" in features:
+            return ["column `tools` is not read; name it in `task.tools` to describe the tools in chats"]
+        if not isinstance(examples, TextColumn) or not holds_ids(features[examples.column]):
             return []
-        return ["column `tools` is not read: the chat template gets no descriptions of tools"]
+        beside = " and ".join(f"`{name}`" for name in examples.beside)
+        notes = [f"column `{examples.column}` holds token ids, which are read{f' with {beside}' * bool(beside)}"]
+        if "position_ids" in features:
+            notes.append("column `position_ids` is not read: documents in a row of token ids see each other")
+        return notes
+
+    def resolve(self, train: Dataset, where: str) -> CausalLMTask:
+        self.check_columns(train.features, where)
+        examples = self.examples
+        if isinstance(examples, TextColumn) and holds_ids(train.features[examples.column]):
+            return replace(self, examples=replace(examples, beside=beside_ids(train.features, MASK, LABELS)))
+        return self
 
     def for_configuration(self, config: Any) -> CausalLMTask:
         """Return the task; refuse a model that sees later tokens."""
@@ -162,35 +198,34 @@ class CausalLMTask(TokenLabels):
                 f"`task.generation.max_new_tokens` must be below the {positions} positions of the model, but is"
                 f" {self.settings.max_new_tokens}"
             )
-        return replace(self, num_positions=positions)
+        return replace(self, num_positions=positions, num_tokens=getattr(config, "vocab_size", None))
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        for key, column in self.examples.columns.items():
-            require_columns(features, [column], f"task.{key}", where)
-            feature = features[column]
-            if isinstance(self.examples, ChatColumn):
-                if not holds_messages(feature) and type_name(feature) != SEVERAL_TYPES:
-                    raise DataError(
-                        f'`task.messages` must name a column of lists of {{"role": ..., "content": ...}}, but column'
-                        f" `{column}` of {where} holds {type_name(feature)}"
-                    )
-            elif holds_messages(feature):
-                raise DataError(
-                    f"`task.{key}` must name a column of strings, but column `{column}` of {where} holds messages; join"
-                    " those of the prompt and of its completion in one column, and name it in `task.messages`"
-                )
-            elif getattr(feature, "dtype", None) not in STRING_TYPES:
-                raise DataError(
-                    f"`task.{key}` must name a column of strings, but column `{column}` of {where} holds"
-                    f" {type_name(feature)}"
-                )
+        examples = self.examples
+        if examples.tools is not None:
+            require_columns(features, [examples.tools], "task.tools", where)
+        if isinstance(examples, CompletionColumns):
+            if not check_texts_or_chats(features, examples.columns, where) and examples.tools is not None:
+                raise DataError(f"`task.tools` applies to chats, but the prompts of {where} are texts; remove it")
+        elif isinstance(examples, ChatColumn):
+            needed = 'a column of lists of {"role": ..., "content": ...}'
+            require_kind(features, examples.messages, "task.messages", where, _holds_chats, needed)
+        elif examples.key == "prompt":
+            check_texts_or_chats(features, examples.columns, where)
+        else:
+            needed = "a column of strings or of token ids"
+            key = f"task.{examples.key}"
+            require_kind(features, examples.column, key, where, lambda one: is_text(one) or holds_ids(one), needed)
+            for name in examples.beside:
+                require_kind(features, name, f"{key} with `{name}`", where, holds_ids, "a column of lists of integers")
 
     def packer(self, max_length: int) -> Packer | None:
         if self.packing == "none":
             return None
         if self.packing == "joined":
             return StreamPacker(max_length)
-        return DocumentPacker(max_length, splits=isinstance(self.examples, TextColumn))
+        splits = isinstance(self.examples, TextColumn) and LABELS not in self.examples.beside
+        return DocumentPacker(max_length, splits=splits)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -204,25 +239,32 @@ class CausalLMTask(TokenLabels):
             DataError: a cell is null, a chat or a completion has no token to train, or it is cut by `max_length`.
             UsageError: the tokenizer has no end token or no chat template.
         """
+        examples, columns = self.examples, {}
         for column in self.columns:
-            values = rows[column]
-            if None in values:
-                row = first_row + list(values).index(None)
+            columns[column] = given(rows[column], [rows.features[column]])
+            if None in columns[column] and column != examples.tools:
+                row = first_row + columns[column].index(None)
                 raise DataError(f"{cell(column, row, where)} is null; fill it, or leave the row out")
         if self.continues:
             return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
-        if isinstance(self.examples, TextColumn):
-            return self._encode_texts(list(rows[self.examples.column]), tokenizer, max_length)
-        examples: list[tuple[str, Tokens]] = []
-        columns = (given(rows[column], [rows.features[column]]) for column in self.columns)
-        for row, (first, *others) in enumerate(zip(*columns, strict=True)):
-            place = cell(self.columns[-1], first_row + row, where)
-            if others:
-                found = [tokens_of_pair(first, others[0], tokenizer, place)]
+        if isinstance(examples, TextColumn):
+            if holds_ids(rows.features[examples.column]):
+                return self._encode_ids(rows, max_length, where, first_row)
+            return self._encode_texts(columns[examples.column], tokenizer, max_length)
+        found: list[tuple[str, Tokens]] = []
+        texts = [columns[column] for column in examples.columns.values()]
+        for row, (first, *others) in enumerate(zip(*texts, strict=True)):
+            place = cell(list(examples.columns.values())[-1], first_row + row, where)
+            tools = None if examples.tools is None else tools_of(columns[examples.tools][row], tokenizer, place)
+            if not others:
+                own = tokens_of_chat(first, tokenizer, self.train_on, place, tools)
+            elif isinstance(first, str):
+                own = [tokens_of_pair(first, others[0], tokenizer, place)]
             else:
-                found = tokens_of_chat(first, tokenizer, self.train_on, place)
-            examples += [(place, tokens) for tokens in found]
-        return features_of(examples, max_length)
+                before, answer = (one if isinstance(one, list) else [one] for one in (first, others[0]))
+                own = [tokens_of_answer(before, answer, tokenizer, tools, place)]
+            found += [(place, tokens) for tokens in own]
+        return features_of(found, max_length)
 
     def _encode_prompts(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -231,16 +273,22 @@ class CausalLMTask(TokenLabels):
 
         A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
         """
-        (column,), end = self.columns, end_token(tokenizer)
-        if isinstance(self.examples, ChatColumn):
-            texts = [
-                chat_prompt(chat, tokenizer, cell(column, first_row + row, where))
-                for row, chat in enumerate(given(rows[column], [rows.features[column]]))
-            ]
+        (column,), tools = self.examples.columns.values(), self.examples.tools
+        end, feature = end_token(tokenizer), rows.features[column]
+        special = not _holds_chats(feature)  # a chat template writes its own
+        if holds_ids(feature):
+            found = [ids for ids, _ in IdRows(column, (), self.num_tokens).read(rows, where, first_row)]
         else:
-            texts = list(rows[column])
-        special = not isinstance(self.examples, ChatColumn)  # a chat template writes its own
-        found = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+            texts = given(rows[column], [feature])
+            if not special:
+                of_tools = [None] * len(rows) if tools is None else given(rows[tools], [rows.features[tools]])
+                places = [cell(column, first_row + row, where) for row in range(len(rows))]
+                texts = [
+                    chat_prompt(chat, tokenizer, place, tools_of(own, tokenizer, place))
+                    for chat, own, place in zip(texts, of_tools, places, strict=True)
+                ]
+            made = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+            found = made["input_ids"]
         if special:
             found = [without_end(ids, end) for ids in found]
         if self.num_positions is not None:
@@ -255,17 +303,33 @@ class CausalLMTask(TokenLabels):
         """Return the tokens of texts; an empty text has none and is left out."""
         end = end_token(tokenizer)
         texts = [text for text in texts if text]
-        features: dict[str, list[Any]] = {"input_ids": [], "labels": []}
         if not texts:
-            return features
-        for ids in tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]:
-            if ids[-1:] != [end]:
-                ids = [*ids, end]
+            return {"input_ids": [], "labels": []}
+        found = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        return self._windows([ids if ids[-1:] == [end] else [*ids, end] for ids in found], max_length)
+
+    def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> dict[str, list[Any]]:
+        """Return rows of token ids: with labels as those of completions, without them as those of texts."""
+        assert isinstance(self.examples, TextColumn)
+        column, beside = self.examples.column, self.examples.beside
+        found = IdRows(column, beside, self.num_tokens).read(rows, where, first_row)
+        if LABELS not in beside:
+            return self._windows([ids for ids, _ in found], max_length)
+        places = (cell(LABELS, first_row + row, where) for row in range(len(rows)))
+        labelled = [
+            (place, (ids, labels)) for place, (ids, labels) in zip(places, found, strict=True) if labels is not None
+        ]
+        return features_of_labels(labelled, max_length)
+
+    def _windows(self, documents: list[list[int]], max_length: int) -> dict[str, list[Any]]:
+        """Return the rows of documents, in which each token but the first is predicted once."""
+        features: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        for ids in documents:
             if self.packing == "joined":
                 features["input_ids"].append(ids)
                 features["labels"].append(ids)
                 continue
-            # The end token is only predicted.
+            # The last token is only predicted.
             step = max_length if self.packing == "none" else len(ids)
             for start in range(0, len(ids) - 1, step):
                 part = ids[start : start + step + 1]
@@ -285,7 +349,7 @@ class CausalLMTask(TokenLabels):
     def without_labels(self) -> CausalLMTask:
         examples = self.examples
         if isinstance(examples, CompletionColumns):
-            examples = TextColumn(examples.prompt, "prompt")
+            examples = TextColumn(examples.prompt, "prompt", tools=examples.tools)
         return replace(
             self,
             examples=examples,
@@ -298,3 +362,7 @@ class CausalLMTask(TokenLabels):
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{GENERATED: text} for text in generated_texts(answers[GENERATED], split.tokenizer)]
+
+
+def _holds_chats(feature: Any) -> bool:
+    return holds_messages(feature) or type_name(feature) == SEVERAL_TYPES

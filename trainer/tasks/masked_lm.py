@@ -9,10 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
-from trainer.tasks.text.columns import require_text, tokenise
+from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
+from trainer.tasks.text.token_ids import MASK, IdRows, beside_ids, holds_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
 
@@ -22,7 +24,9 @@ class MaskedLMTask(TokenLabels):
     """Masked language modelling with cross entropy over the vocabulary.
 
     `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded. `is_answering`:
-    mask tokens have a label of 0, which no code compares, and the scores of tokens are their answers.
+    mask tokens have a label of 0, which no code compares, and the scores of tokens are their answers. `beside`: the
+    columns of masks beside a column of token ids, known after `resolve`. `num_tokens`: the size of the vocabulary;
+    None: unknown.
     """
 
     text_columns: tuple[str, ...]
@@ -32,21 +36,53 @@ class MaskedLMTask(TokenLabels):
     vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
     takes_token_scores: bool = False
     is_answering: bool = False
+    beside: tuple[str, ...] = ()
+    num_tokens: int | None = None
 
     auto_class_name = "AutoModelForMaskedLM"
-    beside_rows = ("mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores")
+    beside_rows = (
+        "mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores", "num_tokens"
+    )  # fmt: skip
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return self.text_columns
+        return (*self.text_columns, *self.beside)
+
+    def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
+        self.check_columns(train.features, where)
+        return replace(self, beside=beside_ids(train.features, MASK) if self._has_ids(train.features) else ())
+
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        if not self._has_ids(features):
+            return []
+        unread = "; column `labels` is not read, since each epoch masks anew" if "labels" in features else ""
+        return [f"column `{self.text_columns[0]}` holds token ids, which are read{unread}"]
+
+    def for_configuration(self, config: Any) -> MaskedLMTask:
+        return replace(self, num_tokens=getattr(config, "vocab_size", None))
+
+    def _has_ids(self, features: Mapping[str, Any]) -> bool:
+        return len(self.text_columns) == 1 and holds_ids(features[self.text_columns[0]])
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        require_text(features, self.text_columns, where)
+        require_columns(features, self.text_columns, "task.text", where)
+        if not self._has_ids(features):
+            require_text(features, self.text_columns, where)
+        require_columns(features, self.beside, "task.text", where)
 
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:
-        features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
+        if self._has_ids(rows.features):
+            found = IdRows(self.text_columns[0], self.beside, self.num_tokens).read(rows, where, first_row)
+            if empty := [row for row, (ids, _) in enumerate(found) if not ids]:
+                raise DataError(f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave it out")
+            features: dict[str, list[Any]] = {
+                "input_ids": [ids[:max_length] for ids, _ in found],
+                "cut": [len(ids) > max_length for ids, _ in found],
+            }
+        else:
+            features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         if self.is_answering:
             mask = tokenizer.mask_token_id
             features["labels"] = [[0 if one == mask else IGNORED_LABEL for one in ids] for ids in features["input_ids"]]

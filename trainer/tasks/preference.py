@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.nulls import given
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation, PreferenceLoss
@@ -22,10 +22,10 @@ from trainer.tasks.text.chats import (
     Tokens,
     check_texts_or_chats,
     features_of,
-    given,
     require_apart,
     tokens_of_answer,
     tokens_of_pair,
+    tools_of,
 )
 from trainer.tasks.text.columns import cell, require_columns
 from trainer.tasks.token_labels import TokenLabels
@@ -178,7 +178,7 @@ class PreferenceTask(TokenLabels):
                 prompt, *answers = _divided(of_row[0], of_row[1], places[0])
             else:
                 prompt, *answers = of_row
-            described = _tools(of_tools, cell(self.tools, first_row + row, where)) if self.tools else None
+            described = tools_of(of_tools, tokenizer, cell(self.tools, first_row + row, where)) if self.tools else None
             for place, answer in zip(places, answers, strict=True):
                 if self.is_chat:
                     tokens = tokens_of_answer(_list(prompt), _list(answer), tokenizer, described, place)
@@ -321,19 +321,6 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
             f"{place} and the rejected chat must {problem}, since `task.prompt` is null; mend the row, or leave it out"
         )
     return one[:number], one[number:], other[number:]
-
-
-def _tools(value: Any, place: str) -> Sequence[dict[str, Any]] | None:
-    """Return the tools of a chat."""
-    if value is None:
-        return None
-    try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{place} must be a list of JSON schemas, or its text, but is {value!r}; correct it")
-    return tools or None
 
 
 def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:

@@ -201,9 +201,9 @@ def _answer_columns(recipe: Preference) -> PairColumns | LabelledColumns:
 
 def _examples(recipe: CausalLM) -> Examples:
     if recipe.messages is not None:
-        return ChatColumn(recipe.messages)
+        return ChatColumn(recipe.messages, recipe.tools)
     if recipe.prompt is not None and recipe.completion is not None:
-        return CompletionColumns(recipe.prompt, recipe.completion)
+        return CompletionColumns(recipe.prompt, recipe.completion, recipe.tools)
     assert recipe.text is not None, "a rule requires one of them"
     return TextColumn(recipe.text)
 

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError
+from trainer.base.nulls import given
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
-    given,
     require_apart,
     tokens_of_answer,
     tokens_of_pair,

@@ -13,6 +13,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.formats.base import Files, Loaded, Reader, Row, ending, load_with_datasets, open_text, reason
 from trainer.data.formats.csv_files import CsvReader
 from trainer.data.formats.json_lines import JsonReader
+from trainer.data.formats.megatron import MegatronReader
 
 _ROWS_AT_ONCE = 1000
 
@@ -196,13 +197,14 @@ def _row(sentence: list[list[str]]) -> dict[str, list[str]]:
     return words | ({"tags": [columns[-1] for columns in sentence]} if len(sentence[0]) > 1 else {})
 
 
-Format = Literal["json", "csv", "parquet", "excel", "conll"]
+Format = Literal["json", "csv", "parquet", "excel", "conll", "megatron"]
 READERS: Mapping[Format, Reader] = {
     "json": JsonReader(),
     "csv": CsvReader(),
     "parquet": ParquetReader(),
     "excel": ExcelReader(),
     "conll": ConllReader(),
+    "megatron": MegatronReader(),
 }
 FORMAT_OF_ENDING: Mapping[str, Format] = {end: name for name, reader in READERS.items() for end in reader.endings}
 

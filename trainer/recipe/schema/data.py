@@ -65,15 +65,16 @@ class HubData(_DataKeys):
 
 
 class FileData(_DataKeys):
-    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip.
+    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip, or indexed data sets of Megatron.
 
     Empty lines of JSON Lines and CSV files are skipped.
     """
 
     source: Literal["files"]
-    format: Literal["json", "csv", "parquet", "excel", "conll"] | None = None
+    format: Literal["json", "csv", "parquet", "excel", "conll", "megatron"] | None = None
     """null: from the extension of the first file. `conll` has one word on each line, with its tag in the last column,
-    and an empty line after each sentence; its columns are `words` and `tags`."""
+    and an empty line after each sentence; its columns are `words` and `tags`. `megatron`: NAME.idx beside NAME.bin;
+    its column is `input_ids`, with a row for each document."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """The character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
@@ -106,7 +107,7 @@ class FileData(_DataKeys):
 
 
 class FolderData(_DataKeys):
-    """A folder that `datasets.DatasetDict.save_to_disk` wrote."""
+    """A folder that `save_to_disk` of `datasets` wrote; one without named splits is the split `train`."""
 
     source: Literal["folder"]
     path: PathField

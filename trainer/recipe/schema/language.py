@@ -15,6 +15,7 @@ from trainer.recipe.schema.task_keys import TextKeys, VocabularyKeys
 class MaskedLM(TextKeys, VocabularyKeys):
     """Predict masked tokens of each text, or pair of texts, as in the pretraining of BERT.
 
+    `text` may name a column of lists of token ids, with padding by a column `attention_mask`.
     Of the selected tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. Each epoch selects other
     tokens; the validation split has the same selection at every evaluation.
     """
@@ -71,14 +72,17 @@ class CausalLM(VocabularyKeys):
 
     type: Literal["causal_lm"]
     text: str | None = None
-    """The column that holds texts; all their tokens are trained."""
+    """The column that holds texts, or lists of token ids; all tokens are trained. Beside token ids, the columns
+    `attention_mask` and `labels` are read, if there are any: 0 marks padding, and -100 a token that is not trained."""
     prompt: str | None = None
-    """The column that holds prompts, which are not trained."""
+    """The column that holds prompts, texts or messages, which are not trained."""
     completion: str | None = None
     """The column that holds completions of the prompts."""
     messages: str | None = None
     """The column that holds chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, in the
-    tokenizer's chat template."""
+    tokenizer's chat template. A message with the `weight` 0 is not trained."""
+    tools: str | None = None
+    """The column that holds the tools of a chat, as lists of JSON schemas or their text, for the chat template."""
     train_on: Literal["all", "last", "each"] = "all"
     """The assistant's turns of a chat that are trained: all in one row; the last one; or each in a row of its own,
     after the earlier messages. `last` and `each` suit templates that change earlier messages."""
@@ -106,6 +110,10 @@ class CausalLM(VocabularyKeys):
         elif given == ["prompt", "completion"] and self.prompt == self.completion:
             text = f"is {shown_value(self.completion)}, which is also `task.prompt`; set the column of the completion"
             yield clash(text, "task.completion", "task.prompt")
+        if self.tools is not None and given == ["text"]:
+            yield clash("applies to chats only; remove it", "task.tools", *keys)
+        if self.tools is not None and self.tools in (self.messages, self.prompt, self.completion):
+            yield clash(f"is {shown_value(self.tools)}, which is also another column of the task", "task.tools", *keys)
         if self.train_on != "all" and given != ["messages"]:
             yield clash("applies to chats only; remove it", "task.train_on", *keys)
         if self.packing == "joined" and given != ["text"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
@@ -20,7 +22,7 @@ Turns = Literal["all", "last", "each"]
 Tools = Sequence[dict[str, Any]] | None
 """The tools of a chat, as JSON schemas; None: it has none."""
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TEMPLATE_SECONDS = 10
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -47,16 +49,28 @@ Tokens = tuple[list[int], list[bool]]
 
 def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict[str, list[Any]]:
     """Return the features of examples, each with its place for messages, cut to `max_length` tokens of input."""
+    labelled = [
+        (place, (ids, [token if wanted else IGNORED_LABEL for token, wanted in zip(ids, trained, strict=True)]))
+        for place, (ids, trained) in examples
+    ]
+    return features_of_labels(labelled, max_length)
+
+
+def features_of_labels(
+    examples: Sequence[tuple[str, tuple[Sequence[int], Sequence[int]]]], max_length: int
+) -> dict[str, list[Any]]:
+    """Return the features of tokens with a label each, which is that of the token itself; see `features_of`."""
     features: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
-    for _, (ids, trained) in examples:
-        labels = [token if wanted else IGNORED_LABEL for token, wanted in zip(ids[1:], trained[1:], strict=True)]
-        features["input_ids"].append(ids[:-1][:max_length])
-        features["labels"].append(labels[:max_length])
-        features["cut"].append(len(labels) > max_length)
+    for _, (ids, labels) in examples:
+        features["input_ids"].append(list(ids[:-1][:max_length]))
+        features["labels"].append(list(labels[1:][:max_length]))
+        features["cut"].append(len(ids) - 1 > max_length)
     lost = [row for row, labels in enumerate(features["labels"]) if all(label == IGNORED_LABEL for label in labels)]
     if lost:
-        place, (_, trained) = examples[lost[0]]
-        before = trained.index(True)
+        place, (_, labels) = examples[lost[0]]
+        before = next((at for at, label in enumerate(labels) if at and label != IGNORED_LABEL), None)
+        if before is None:
+            raise DataError(f"{place} has no token to train; leave the row out")
         raise DataError(
             f"{place} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
             f" before the first one, and the same holds for {len(lost)} of {len(examples)} rows from here on that were"
@@ -102,21 +116,27 @@ def without_end(ids: list[int], end: int) -> list[int]:
     return ids[:-1] if ids[-1:] == [end] else ids
 
 
-def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str) -> list[Tokens]:
+def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str, tools: Tools = None) -> list[Tokens]:
     """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns.
 
     Only `each` gives more than one example: one for each turn of the assistant, as the template writes it when it is
-    the last one. Reasoning models read their earlier turns in another form, without the reasoning.
+    the last one. Reasoning models read their earlier turns in another form, without the reasoning. Turns with a weight
+    of 0 are not trained.
     """
-    messages = _messages(chat, tokenizer, place)
-    places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    messages, weights = _messages(chat, tokenizer, place)
+    trained_turns = [weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"]
+    places = [index for index, message in enumerate(messages) if message["role"] == "assistant" and weights[index]]
     if not places:
-        raise DataError(f"{place} is a chat without a turn of the assistant, so nothing is trained; leave it out")
+        weight = " with a weight of 1" if trained_turns else ""
+        raise DataError(
+            f"{place} is a chat without a turn of the assistant{weight}, so nothing is trained; leave it out"
+        )
     require_fast(tokenizer, "`task.messages`")
     if train_on == "all":
-        texts = [_turns(messages, tokenizer, place)]
+        text, turns = _turns(messages, tokenizer, place, tools)
+        texts = [(text, _weighted(turns, trained_turns, tokenizer, place))]
     else:
-        texts = [_last_turn(messages[: index + 1], tokenizer, place) for index in places]
+        texts = [_last_turn(messages[: index + 1], tokenizer, place, tools) for index in places]
         texts = texts if train_on == "each" else texts[-1:]
     found = []
     for text, turns in texts:
@@ -126,6 +146,24 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str)
             raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
         found.append((ids, trained))
     return found
+
+
+def _weighted(
+    turns: Sequence[tuple[int, int]], weights: Sequence[bool], tokenizer: Tokenizer, place: str
+) -> list[tuple[int, int]]:
+    """Return the turns with a weight of 1.
+
+    Raises:
+        UsageError: the template marks other turns than those of the assistant.
+    """
+    if all(weights):
+        return list(turns)
+    if len(turns) != len(weights):
+        raise UsageError(
+            f"the chat template of `{tokenizer.name_or_path}` marks {len(turns)} turns for the {len(weights)} of"
+            f" {place}, so the one with a weight of 0 is unknown; mend its {{% generation %}} marks in a copy"
+        )
+    return [turn for turn, weight in zip(turns, weights, strict=True) if weight]
 
 
 def tokens_of_answer(
@@ -144,15 +182,15 @@ def tokens_of_answer(
         raise DataError(
             f"{place} begins with the messages of its prompt; set `task.prompt` to null if the answers are whole chats"
         )
-    messages = _messages([*prompt, *answer], tokenizer, place)
-    own = sum(message["role"] == "assistant" for message in messages[len(prompt) :])
-    if not own or messages[-1]["role"] != "assistant":
+    messages, weights = _messages([*prompt, *answer], tokenizer, place)
+    own = [weights[at] for at in range(len(prompt), len(messages)) if messages[at]["role"] == "assistant"]
+    if not any(own) or messages[-1]["role"] != "assistant":
         raise DataError(f"{place} must be an answer that ends with a turn of the assistant; leave the row out")
     require_fast(tokenizer, "a chat")
     find = _last_turn if len(answer) == 1 else _turns
     text, turns = find(messages, tokenizer, place, tools)
     ids, spans = _spans(text, tokenizer)
-    trained = _trained(spans, turns[-own:])
+    trained = _trained(spans, _weighted(turns[-len(own) :], own, tokenizer, place))
     if not any(trained[1:]):
         raise DataError(f"{place} is an answer without tokens; fill it, or leave the row out")
     return ids, trained
@@ -203,14 +241,36 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
     return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
 
 
-def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str) -> str:
+def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
+    """Return the tools of a chat.
+
+    Raises:
+        DataError: they are no list of objects, or the chat template does not write them.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except ValueError:
+        tools = value
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place} must be a list of JSON schemas, or its text, but is {value!r}; correct it")
+    if tokenizer.chat_template and "tools" not in tokenizer.get_chat_template():
+        raise DataError(
+            f"{place} has tools, which the chat template of `{tokenizer.name_or_path}` does not write; add them to a"
+            " copy of the template, or remove `task.tools`"
+        )
+    return tools
+
+
+def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None) -> str:
     """Return the text of a chat up to the start of its next turn of the assistant."""
-    messages = _messages(chat, tokenizer, place)
+    messages, _ = _messages(chat, tokenizer, place)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
-    return _text_of(messages, tokenizer, place, add_generation_prompt=True)
+    return _text_of(messages, tokenizer, place, tools, add_generation_prompt=True)
 
 
 def turn_end(tokenizer: Tokenizer) -> list[int]:
@@ -232,11 +292,6 @@ def _require_template(tokenizer: Tokenizer) -> None:
             f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
             ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
         )
-
-
-def item_of(feature: Any) -> Any:
-    """Return the type of the items of a column of lists; None for other columns."""
-    return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
 
 
 def holds_messages(feature: Any) -> bool:
@@ -276,24 +331,17 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
     return any(kinds.values())
 
 
-def given(value: Any, feature: Any) -> Any:
-    """Return a value without the nulls of structs, which Arrow writes for absent keys; JSON keeps its own nulls."""
-    if isinstance(value, dict) and isinstance(feature, Mapping):
-        return {key: given(inner, feature[key]) for key, inner in value.items() if inner is not None}
-    if (item := item_of(feature)) is not None and value is not None:
-        return [given(inner, item) for inner in value]
-    return value
+def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Return the messages as the template reads them, and whether each has a weight of 1 and not of 0.
 
-
-def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> list[dict[str, Any]]:
-    """Return the messages as the template reads them: without null keys, as transformers does, and with their parts.
+    They are without null keys, as in transformers, and with their parts.
 
     Raises:
         DataError: a message has no known role, no content, another one than text, or calls that the template lacks.
         UsageError: the tokenizer has no template.
     """
     _require_template(tokenizer)
-    messages = []
+    messages, weights = [], []
     for number, message in enumerate(chat if isinstance(chat, list) else [chat], start=1):
         if not isinstance(message, dict | None):
             raise DataError(f"{place}, message {number}, must be an object with a role, but is {message!r}; correct it")
@@ -305,10 +353,13 @@ def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> list[dict[str, Any
             )
         if "content" not in given and role != "assistant":
             raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
-        if given.get("weight", 1) != 1:
-            raise DataError(
-                f"{place}, message {number}, has the weight {given['weight']}, but all turns are trained alike; leave"
-                " the row out, or remove the weight"
+        if (weight := given.pop("weight", 1)) not in (0, 1):
+            raise DataError(f"{place}, message {number}, must have a weight of 0 or 1, but has {weight!r}; correct it")
+        weights.append(bool(weight))
+        if role == "developer" and not _writes_role(role, tokenizer):
+            raise UsageError(
+                f"{place}, message {number}, is of the developer, which the chat template of"
+                f" `{tokenizer.name_or_path}` does not write; map it to system by `roles` in `data.map.columns`"
             )
         if given.get("tool_calls") and "tool_calls" not in tokenizer.get_chat_template():
             raise DataError(
@@ -318,7 +369,7 @@ def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> list[dict[str, Any
         if not isinstance(content := given.get("content", ""), str):
             given["content"] = _content(content, tokenizer, f"{place}, message {number},")
         messages.append(given)
-    return messages
+    return messages, weights
 
 
 def _content(content: Any, tokenizer: Tokenizer, place: str) -> Any:
@@ -332,6 +383,16 @@ def _content(content: Any, tokenizer: Tokenizer, place: str) -> Any:
                 f'{place} must have parts of the type "text", but has one of {kind!r}; leave the part or the row out'
             )
     return content if _reads_parts(tokenizer) else "".join(part["text"] for part in content)
+
+
+def _writes_role(role: str, tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes messages of a role, and does not skip or refuse them."""
+    text = "part of a message"
+    chat = [{"role": role, "content": text}, {"role": "user", "content": "question"}]
+    try:
+        return text in _text_of(chat, tokenizer, "a chat of two messages")
+    except TrainerError:
+        return False
 
 
 def _reads_parts(tokenizer: Tokenizer) -> bool:

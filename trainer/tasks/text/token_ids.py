@@ -1,0 +1,83 @@
+"""Rows of token ids that another program wrote, perhaps with an attention mask and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.base.errors import DataError
+from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.tasks.text.columns import cell, dtype_in_list
+from trainer.tasks.types import Dataset
+
+MASK, LABELS = "attention_mask", "labels"
+"""The columns beside token ids that are read, under the names of transformers."""
+
+
+def holds_ids(feature: Any) -> bool:
+    """Return whether a column holds lists of integers."""
+    return (dtype_in_list(feature) or "").lstrip("u").startswith("int")
+
+
+def beside_ids(features: Any, *names: str) -> tuple[str, ...]:
+    """Return those of the columns that a split has, with lists of integers."""
+    return tuple(name for name in names if holds_ids(features.get(name)))
+
+
+@dataclass(frozen=True)
+class IdRows:
+    """A reader of rows of token ids.
+
+    Attributes:
+        column: the column of the ids.
+        beside: the columns beside it, of `MASK` and `LABELS`.
+        num_tokens: the number of tokens that the model knows; None: unknown.
+    """
+
+    column: str
+    beside: Sequence[str] = ()
+    num_tokens: int | None = None
+
+    def read(self, rows: Dataset, where: str, first_row: int) -> list[tuple[list[int], list[int] | None]]:
+        """Return the ids of each row without padding, and a label for each, if there is a column of them.
+
+        Raises:
+            DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
+        """
+        columns = {name: rows[name] for name in (self.column, *self.beside)}
+        return [
+            self._row({name: values[row] for name, values in columns.items()}, first_row + row, where)
+            for row in range(len(rows))
+        ]
+
+    def _row(self, values: dict[str, Any], row: int, where: str) -> tuple[list[int], list[int] | None]:
+        read = {}
+        for name, value in values.items():
+            place = cell(name, row, where)
+            if value is None or None in value:
+                raise DataError(f"{place} {'is' if value is None else 'holds'} null; fill it, or leave the row out")
+            if len(value) != len(values[self.column]):
+                raise DataError(
+                    f"{place} must have a number for each of {len(values[self.column])} tokens, but has {len(value)}"
+                )
+            read[name] = np.asarray(value, np.int64)
+        if MASK in read:
+            kept = np.flatnonzero(mask := read.pop(MASK))
+            if not np.isin(mask, (0, 1)).all() or (len(kept) and np.ptp(kept) >= len(kept)):
+                place = cell(MASK, row, where)
+                raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
+            read = {name: array[kept] for name, array in read.items()}
+        for name, array in read.items():
+            wrong = (array < 0) if name == self.column else (array < 0) & (array != IGNORED_LABEL)
+            if self.num_tokens is not None:
+                wrong |= array >= self.num_tokens
+            if wrong.any():
+                known = "" if self.num_tokens is None else f", and the model has {self.num_tokens:,} tokens"
+                raise DataError(
+                    f"{cell(name, row, where)} has the token {array[wrong.argmax()]}{known}; tokenise the rows for this"
+                    " model, or name theirs"
+                )
+        return read[self.column].tolist(), read[LABELS].tolist() if LABELS in read else None
