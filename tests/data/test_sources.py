@@ -213,7 +213,7 @@ def test_folders_that_hold_something_else(in_folder):
     with pytest.raises(DataError, match=r"cannot be read as one"):
         load_folder(".")
     datasets.Dataset.from_list(ROWS).save_to_disk("single")
-    with pytest.raises(DataError, match=r"`single` holds a single split"):
+    with pytest.raises(DataError, match=r"`data.validation` must name a split of `single`, but is `validation`"):
         load_folder("single")
 
 
