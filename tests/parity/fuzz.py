@@ -7,10 +7,10 @@ layout, stops and goes on from its checkpoint under the next one. Loss and gradi
 evaluations, and the exported model are compared with a run of one process, whose global batch is one microbatch.
 transformers loads both exported models and computes their outputs.
 
-A case of 16 bits beyond the limits runs again in fp32, and one of fp32 in fp64, with ddp in place of ZeRO, which needs
-fp32. A difference that rounding made then disappears, and one that a fault made stays, unless ZeRO or the 16 bits made
-it. It counts as rounding only if it is small, or if one process differs as much from itself in the finer precision. The
-report counts such cases. With `--fp64`, all cases are computed in fp64.
+A case beyond the limits counts as rounding if two things hold. One process whose weights are each moved by one rounding
+differs from itself by a quarter as much, at the same step or before. And the case equals one process in a finer
+precision: 16 bits in fp32, and fp32 in fp64 with ddp in place of ZeRO, which needs fp32. The report counts such cases.
+With `--fp64`, all cases are computed in fp64.
 
 `--case K` runs one case, and `--wide --cases 1` a case of BERT-base's width. A failed case prints its recipes and the
 command that repeats it. With `--report FILE`, the results go into a file of JSON lines. Cases in the file that did not
@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ NOISE = 1e-5  # norms below this, also as a share of the largest of a run, are o
 FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
 EXPORTED = 1e-5  # of the loss of an exported model in fp32, computed by transformers
 METRICS = 1e-4  # of metrics in fp32 and fp64; a perplexity has the absolute difference of its loss
-# For a case whose differences a finer precision does not have: times the limits, or times those of one process from
-# itself in the finer precision.
-MOST_ROUNDING, MOST_OWN = 10, 2
+ROUNDING = {"fp32": 2**-24, "bf16": 2**-8, "fp16": 2**-11}  # largest relative errors of rounding once
+NUDGES = 8  # trainings of one process whose weights are moved by one rounding
+MOST_OWN = 4  # times the largest difference that these make; layouts round in each step
 _BEYOND = "differences beyond the limits"
 _WITHOUT_ZERO = ("tensor", "sequence", "pipeline", "context")  # keys that ddp has too
 
@@ -80,7 +81,7 @@ class Trained:
 
 @dataclass
 class Result:
-    """The result of a case; `worst` are its largest differences by quantity."""
+    """The result of a case; `differences` are those of each quantity, by step."""
 
     number: int
     task: str
@@ -90,29 +91,52 @@ class Result:
     layouts: list[str]
     groups: list[str]  # of the report
     seconds: float = 0.0
-    worst: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, list[float]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     compared_steps: int = 0
     all_steps: int = 0
     failure: str = ""
-    rounding: str = ""  # the differences beyond the limits that a finer precision does not have
+    is_own: bool = False  # one process differs as much from itself if its weights are moved by one rounding
+    rounding: str = ""  # the differences beyond the limits that are its own, and that a finer precision does not have
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The largest difference of each quantity."""
+        return {name: max(values) for name, values in self.differences.items()}
 
 
 # On the ranks
 
 
-def train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
+@dataclass(frozen=True)
+class Nudge:
+    """Multiplies each weight by 1 + `unit` or 1 - `unit`, by random signs."""
+
+    unit: float
+    seed: int
+
+    def __call__(self, model: Any) -> None:
+        import torch
+
+        signs = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=signs) * 2 - 1
+                parameter.mul_(1 + self.unit * sign.to(parameter.dtype))
+
+
+def train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None = None) -> Trained:
     """Train the recipe in a file on this rank, from its last checkpoint; export the model if a folder is given."""
     gc.disable()  # passes over all objects take a quarter of the time
     try:
-        return _train_part(file, model, in_fp64)
+        return _train_part(file, model, in_fp64, nudge)
     finally:
         gc.collect()
         gc.freeze()  # the next pass looks only at objects of its part
         gc.enable()
 
 
-def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
+def _train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None) -> Trained:
     import torch.distributed as dist
 
     from tests.helpers.training import TinyTraining, _compute_in, _mesh
@@ -144,7 +168,7 @@ def _train_part(file: str, model: str | None, in_fp64: bool) -> Trained:
         plan = plan_run(recipe, dist.get_world_size())
         mesh = _mesh(plan.layout, torch.device("cpu"))
         data = prepare_data(recipe)
-        parts = assemble(plan, mesh, data, partial(_compute_in, dtype=torch.float64) if in_fp64 else None)
+        parts = assemble(plan, mesh, data, partial(_compute_in, dtype=torch.float64) if in_fp64 else nudge)
     except TrainerError as error:
         return Trained(refused=f"{type(error).__name__}: {error}")
     training = TinyTraining(parts, parts.train_loader)
@@ -263,7 +287,6 @@ class Fuzz:
     ) -> None:
         self.seed, self.folder, self._pools, self._timeout = seed, folder, pools, timeout_seconds
         self.in_fp64, self._in_fp32 = finer == "fp64", bool(finer)
-        self._expected = Trained()  # of the last case
 
     def run(self, number: int, first_attempt: int = 0) -> Result:
         """Draw a case until no draw is refused, and run it; in a finer precision too if it may be rounding."""
@@ -279,32 +302,14 @@ class Fuzz:
     def _attempt(self, number: int, attempt: int) -> tuple[Result, str]:
         drawn = self.drawn(number, attempt)
         result, refusal = self.try_case(drawn, number)
-        if not refusal and result.failure.startswith(_BEYOND) and not self.in_fp64:
+        if not refusal and result.is_own:
             finer = Fuzz(
                 self.seed, self.folder, self._pools, self._timeout, "fp64" if result.precision == "fp32" else "fp32"
             )
             again, refused = finer._attempt(number, attempt)
-            own = Result(number, result.task, result.family, result.precision, result.data, [], [])
-            self._compare(finer._expected, self._expected, drawn, own)  # both relative to the same numbers
-            if not again.failure and not refused and self._may_be_rounding(result, own):
+            if not again.failure and not refused:
                 result.failure, result.rounding = "", result.failure.partition("\n")[0]
         return result, refusal
-
-    def _may_be_rounding(self, result: Result, own: Result) -> bool:
-        """Return whether differences are as small as those of rounding; `own` are those of one process.
-
-        Where the gradients of rows cancel, rounding moves the norm of one process as far as that of a layout.
-        """
-        loss, norm, outputs = LIMITS[result.precision]
-        limits = {"loss": loss, "norm": norm, "evaluation": loss}
-        if result.precision == "fp32":
-            limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
-        limits = {
-            name: max(MOST_ROUNDING * limit, MOST_OWN * own.worst.get(name, 0.0)) for name, limit in limits.items()
-        }
-        if result.precision == "fp32":  # in fp64, models are not compared
-            limits |= {"outputs": outputs, "transformers": EXPORTED}
-        return all(result.worst.get(name, 0.0) <= limit for name, limit in limits.items())
 
     def drawn(self, number: int, attempt: int) -> Drawn:
         """Return a draw of a case, in the finer precision; in fp64, with ddp in place of ZeRO."""
@@ -381,7 +386,7 @@ class Fuzz:
                 return f"check: {problem}"
 
         in_fp64 = self.in_fp64  # then the models, which are fp32, are not compared
-        self._expected = expected = self._train(1, reference_file, folder / "one-model", in_fp64)
+        expected = self._train(1, reference_file, folder / "one-model", in_fp64)
         if expected.refused:
             return f"start: {expected.refused}"
         found = Trained()
@@ -395,12 +400,13 @@ class Fuzz:
             found.diverged = trained.diverged
             if trained.diverged:
                 break
-        self._compare(found, expected, drawn, result)
+        self._compare(found, expected, result)
         # A gradient of rounding errors, as of equal embeddings of all texts, becomes steps of full size under AdamW.
         noise = _noise(expected)
         is_noise = all(noise) or (any(noise) and drawn.recipe["optimizer"]["name"] == "adamw")
-        if not found.diverged and result.compared_steps == result.all_steps and not is_noise and not in_fp64:
-            self._compare_models(reference_file, folder, expected, drawn, result)
+        models = not found.diverged and result.compared_steps == result.all_steps and not is_noise and not in_fp64
+        if models:
+            self._compare_models(reference_file, folder / "model", expected, result)
         loss, norm, outputs = LIMITS["fp64" if in_fp64 else result.precision]
         limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs}
         if result.precision == "fp32" and not in_fp64:
@@ -412,20 +418,51 @@ class Fuzz:
         ]
         if beyond and not result.failure:
             result.failure = f"{_BEYOND}: {', '.join(beyond)}"
+            if not in_fp64 and math.inf not in result.worst.values():
+                own = self._own_differences(reference_file, expected, models, result)
+                result.is_own = all(
+                    difference <= max(limits.get(name, math.inf), MOST_OWN * max(own.get(name, [0.0])[: step + 1]))
+                    for name, differences in result.differences.items()
+                    for step, difference in enumerate(differences)
+                )
         if result.failure:
             result.failure += f"\none process: {expected}\nlayouts: {found}"
         return ""
 
-    def _train(self, num_ranks: int, file: Path, model: Path | None, in_fp64: bool) -> Trained:
+    def _train(
+        self, num_ranks: int, file: Path, model: Path | None, in_fp64: bool, nudge: Nudge | None = None
+    ) -> Trained:
         pool = self._pools(num_ranks)
         folder = None if model is None or in_fp64 else str(model)
-        results = pool.run(train_part, str(file), folder, in_fp64, timeout_seconds=self._timeout)
+        results = pool.run(train_part, str(file), folder, in_fp64, nudge, timeout_seconds=self._timeout)
         refusals = {result.refused for result in results}
         assert len(refusals) == 1 or "" not in refusals, f"only some ranks refuse the recipe: {refusals}"
         trained: Trained = results[0]
         return trained
 
-    def _compare(self, found: Trained, expected: Trained, drawn: Drawn, result: Result) -> None:
+    def _own_differences(
+        self, reference_file: Path, expected: Trained, models: bool, result: Result
+    ) -> dict[str, list[float]]:
+        """Return the largest differences of one process from itself, after each weight was moved by one rounding."""
+        folder = reference_file.parent
+        recipe = json.loads(reference_file.read_text())
+        largest: dict[str, list[float]] = {}
+        for seed in range(NUDGES):
+            name = f"nudged-{seed}"
+            file = folder / f"{name}.json"
+            file.write_text(json.dumps({**recipe, "checkpoint": {"folder": str(folder / name)}}))
+            nudge = Nudge(ROUNDING[result.precision], seed)
+            nudged = self._train(1, file, folder / f"{name}-model", False, nudge)
+            own = replace(result, differences={})
+            self._compare(nudged, expected, own)
+            if models and not nudged.diverged:
+                self._compare_models(reference_file, folder / f"{name}-model", expected, own)
+            for quantity, differences in own.differences.items():
+                paired = zip_longest(largest.get(quantity, []), differences, fillvalue=0.0)
+                largest[quantity] = [max(pair) for pair in paired]
+        return largest
+
+    def _compare(self, found: Trained, expected: Trained, result: Result) -> None:
         """Compare the steps and evaluations up to the first step that fp16 skips in one run only."""
         skips = [[step[2] for step in trained.steps] for trained in (found, expected)]
         same = next(
@@ -451,15 +488,15 @@ class Fuzz:
                     quantity = "evaluation" if name == "loss" else "metrics"
                     _note(result, quantity, value, expected.evaluations[step][name])
 
-    def _compare_models(self, file: Path, folder: Path, expected: Trained, drawn: Drawn, result: Result) -> None:
+    def _compare_models(self, file: Path, model: Path, expected: Trained, result: Result) -> None:
         import numpy as np
 
-        models = [str(folder / "model"), str(folder / "one-model")]
+        models = [str(model), str(file.parent / "one-model")]
         own = self._pools(1).run(outputs_of, str(file), models, timeout_seconds=self._timeout)[0]
         (loss, outputs), (_, expected_outputs) = own
         scale = max(float(np.abs(expected_outputs).max(initial=0.0)), SMALLEST)
         difference = float(np.abs(outputs - expected_outputs).max(initial=0.0)) / scale
-        result.worst["outputs"] = difference if math.isfinite(difference) else math.inf
+        result.differences["outputs"] = [difference if math.isfinite(difference) else math.inf]
         last = max(expected.evaluations)
         if result.precision == "fp32" and loss:
             _note(result, "transformers", loss, expected.evaluations[last]["loss"])
@@ -473,13 +510,13 @@ def _noise(trained: Trained) -> list[bool]:
 
 
 def _note(result: Result, name: str, value: float, expected: float) -> None:
-    """Note the relative difference of two numbers, if it is the largest of this quantity so far."""
+    """Note the relative difference of two numbers."""
     if value == expected or not (math.isfinite(value) or math.isfinite(expected)):
         difference = 0.0
     else:
         difference = abs(value - expected) / max(abs(expected), SMALLEST)
     difference = math.inf if math.isnan(difference) else difference
-    result.worst[name] = max(difference, result.worst.get(name, 0.0))
+    result.differences.setdefault(name, []).append(difference)
 
 
 def _layout(num_ranks: int, sections: dict[str, Any]) -> str:
