@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,35 @@ def test_an_error_names_the_callback_its_moment_and_line():
         TrainerError, match=r"`Answer` failed in `step`: IndexError: .*test_callbacks.py, line [0-9]+\)"
     ):
         CallbackObserver(Answer(), print).step(step_record(1))
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@dataclass
+class Raising(Callback):
+    error: BaseException
+
+    def evaluation(self, record):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SystemExit(0), "SystemExit: 0"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (GeneratorExit(), "GeneratorExit"),
+        (NoTextError(), "NoTextError: <exception str"),
+    ],
+)
+def test_an_end_of_any_kind_is_an_error_of_the_callback(error, reason):
+    with pytest.raises(TrainerError, match=f"`Raising` failed in `evaluation`: .*{reason}"):
+        CallbackObserver(Raising(error), print).evaluation(EvaluationRecord(1, {"loss": 1.0}))
+    with pytest.raises(KeyboardInterrupt):
+        CallbackObserver(Raising(KeyboardInterrupt()), print).evaluation(EvaluationRecord(1, {"loss": 1.0}))
 
 
 class Changing(Callback):

@@ -71,6 +71,14 @@ def test_kto_pairs_each_prompt_with_the_answer_before(tokenizer, batch):
     assert features["desirable"] == [1, 1, 0, 1, 1]
 
 
+def test_kto_names_an_empty_answer_of_the_row_before(tokenizer):
+    rows = [{"prompt": "the", "completion": text, "label": True} for text in (" read", None, " open")]
+    split = datasets.Dataset.from_list(rows)
+    task = task_of(loss={"type": "kto"}).resolve(split, WHERE).for_split(split, 0)
+    with pytest.raises(DataError, match=r"`completion`, row 2 .*is null"):
+        task.encode(split.select([2]), tokenizer, 100, WHERE, 2)
+
+
 def test_chats_with_a_prompt_and_chats_that_start_alike_are_the_same(chatty):
     chosen, rejected = turn("assistant", "is read"), turn("assistant", "is open")
     apart = [{"prompt": CHAT, "chosen": [chosen], "rejected": [rejected], "tools": '[{"name": "directory"}]'}]

@@ -100,12 +100,14 @@ class CallbackObserver(Observer):
         """Convert an error in the block to one that names the callback and its line."""
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:  # the second Ctrl+C
+            raise
+        except BaseException as error:
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
             place = f" ({own[0].filename}, line {own[0].lineno})" if own else ""
+            reason = traceback.format_exception_only(error)[-1].strip()  # also of an error without a text
             raise TrainerError(
-                f"{self._name} failed in `{moment}`: {type(error).__name__}: {error}{place}; mend it, then start the"
-                " run again"
+                f"{self._name} failed in `{moment}`: {reason}{place}; mend it, then start the run again"
             ) from error
 
     def _checked(self, request: Any) -> Request | None:

@@ -161,14 +161,12 @@ class PreferenceTask(TokenLabels):
             UsageError: the tokenizer has no end token or no chat template.
         """
         for column in self.columns:
-            values = rows[column]
-            if None in values and column != self.tools:
-                place = cell(column, first_row + list(values).index(None), where)
-                raise DataError(f"{place} is null; fill it, or leave the row out")
+            if column != self.tools:
+                _require_values(rows, column, where, first_row)
         found: list[tuple[str, Tokens]] = []
         texts = [self._cells(rows, column) for column in self._text_columns().values()]
         tools = [None] * len(rows) if self.tools is None else self._cells(rows, self.tools)
-        before = self._answer_before(rows, first_row) if isinstance(self.examples, LabelledColumns) else None
+        before = self._answer_before(rows, where, first_row) if isinstance(self.examples, LabelledColumns) else None
         for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
             places = [cell(column, first_row + row, where) for column in self.examples.answers.values()]
             if before is not None:
@@ -204,12 +202,14 @@ class PreferenceTask(TokenLabels):
     def _cells(self, rows: Dataset, column: str) -> list[Any]:
         return list(given(rows[column], [rows.features[column]]))
 
-    def _answer_before(self, rows: Dataset, first_row: int) -> Any:
+    def _answer_before(self, rows: Dataset, where: str, first_row: int) -> Any:
         """Return the answer of the row before `rows`; the last row of the split comes before its first one."""
         assert isinstance(self.examples, LabelledColumns)
         every, first = self.others or (rows, first_row)
         index = (first_row - first - 1) % len(every)
-        (answer,) = self._cells(every.select([index]), self.examples.completion)
+        found = every.select([index])
+        _require_values(found, self.examples.completion, where, first + index)
+        (answer,) = self._cells(found, self.examples.completion)
         return answer
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -321,6 +321,13 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
             f"{place} and the rejected chat must {problem}, since `task.prompt` is null; mend the row, or leave it out"
         )
     return one[:number], one[number:], other[number:]
+
+
+def _require_values(rows: Dataset, column: str, where: str, first_row: int) -> None:
+    values = rows[column]
+    if None in values:
+        place = cell(column, first_row + list(values).index(None), where)
+        raise DataError(f"{place} is null; fill it, or leave the row out")
 
 
 def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:

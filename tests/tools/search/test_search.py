@@ -278,6 +278,45 @@ class TestStudy:
         with pytest.raises(UsageError, match=r"study\.log, cannot be opened"):
             Study(tmp_path, None, self.RULES)
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("overrides", ["<script>"]),
+            ("overrides", 3),
+            ("step", "one"),
+            ("rules", 7),
+            ("score", {"trial": "best"}),
+            ("values", [None]),
+            ("values", []),
+            ("intermediate_value", "high"),
+        ],
+    )
+    def test_a_wrong_value_in_a_storage_is_named(self, tmp_path, key, value):
+        study = Study(tmp_path, None, self.RULES)
+        trial = study.claim(1)
+        assert trial is not None
+        trial.report(0.5, 1)
+        study.tell(trial, 0.5, TrialState.COMPLETE, step=1, seconds=2.0)
+        study.score = {"trial": 0, "split": "test", "metrics": {"accuracy": 0.5}}
+        assert Study(tmp_path, None, self.RULES).score["trial"] == 0
+        file = tmp_path / "study.log"
+        records = [json.loads(text) for text in file.read_text().splitlines()]
+        places = [place for one in records for place in (one, one.get("user_attr", {})) if key in place]
+        places[-1][key] = value
+        file.write_text("".join(json.dumps(one) + "\n" for one in records))
+        with pytest.raises(UsageError, match=r"study\.log, has wrong values in|has a search with other values of"):
+            assert [Study(tmp_path, None, self.RULES).trials, Study(tmp_path, None, self.RULES).score]
+
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    def test_a_storage_that_is_no_file(self, tmp_path, kind):
+        if kind == "pipe":
+            os.mkfifo(tmp_path / "study.log")  # a read would wait
+        else:
+            (tmp_path / "study.log").symlink_to(tmp_path / "precious")
+        with pytest.raises(UsageError, match=r"study\.log, cannot be opened .*no regular file"):
+            Study(tmp_path, None, self.RULES)
+        assert not (tmp_path / "precious").exists()
+
     def test_a_password_in_the_address_is_not_shown(self, tmp_path):
         with pytest.raises(UsageError) as error:
             Study(tmp_path, "nothing://user:hunter2@host/db", self.RULES)

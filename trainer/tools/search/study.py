@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import optuna
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
@@ -21,8 +23,11 @@ from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPE
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
+from pydantic import ConfigDict, Strict, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
 from trainer.base.digests import digest_of
+from trainer.base.disk import open_plain
 from trainer.base.errors import UsageError
 from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import without_secrets
@@ -35,6 +40,29 @@ WORDS, REASON, STEP, SECONDS = "overrides", "reason", "step", "seconds"
 """Attributes of a trial in the storage: its overrides; why it failed; its best step; its time."""
 
 _RULES, _SURPLUS, _SCORE = "rules", "surplus", "score"
+
+
+@with_config(ConfigDict(strict=True))
+class _Attributes(TypedDict, total=False):
+    """The attributes of a trial."""
+
+    overrides: list[str]
+    reason: str | None
+    step: int | None
+    seconds: float | None
+
+
+@with_config(ConfigDict(strict=True))
+class _Score(TypedDict, total=False):
+    """The attribute of the study that `score` sets."""
+
+    trial: int
+    split: str
+    metrics: dict[str, float | str]
+
+
+_ATTRIBUTES, _SCORES = TypeAdapter(_Attributes), TypeAdapter(_Score)
+_NUMBERS = TypeAdapter(list[Annotated[float, Strict()]])
 
 
 @dataclass(frozen=True)
@@ -92,8 +120,12 @@ class Study:
         self._lock = threading.Lock()  # of the workers, which are threads
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         file = folder / "study.log"
+        place = file if storage is None else without_secrets(storage)
+        self._damaged = f"the storage of the search, {place}, has wrong values in {{}}; name another"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if storage is None and os.path.lexists(file):
+                os.close(open_plain(file, os.O_RDONLY))
             self._study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(file))) if storage is None else storage,
                 study_name=folder.name,
@@ -106,13 +138,12 @@ class Study:
         except (UsageError, KeyboardInterrupt):
             raise
         except Exception as error:  # of SQLAlchemy, its driver, the file system, or a damaged file
-            place = file if storage is None else without_secrets(storage)
             raise UsageError(f"the storage of the search, {place}, cannot be opened ({error}); name another") from error
         own = json.loads(json.dumps(asdict(rules)))
         if saved is None:
             self._study.set_user_attr(_RULES, own)
         elif saved != own:
-            differing = ", ".join(name for name in own if saved.get(name) != own[name])
+            differing = ", ".join(name for name in own if not isinstance(saved, dict) or saved.get(name) != own[name])
             raise UsageError(
                 f"{folder} has a search with other values of: {differing}; restore them, or name another folder with"
                 " --output"
@@ -120,8 +151,29 @@ class Study:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All trials, in the order of their numbers."""
-        return [one for one in self._study.get_trials(deepcopy=False) if _SURPLUS not in one.user_attrs]
+        """All trials, in the order of their numbers.
+
+        Raises:
+            UsageError: one has values that no search gives.
+        """
+        found = [one for one in self._study.get_trials(deepcopy=False) if _SURPLUS not in one.user_attrs]
+        for one in found:
+            is_complete = one.state == TrialState.COMPLETE
+            with self._right(f"trial {one.number}"):
+                _NUMBERS.validate_python([*one.intermediate_values.values(), *([one.value] if is_complete else [])])
+                words = _ATTRIBUTES.validate_python(one.user_attrs).get("overrides")
+                keys = None if words is None else [word.partition("=")[0] for word in words]
+                if keys != [axis.key for axis in self._rules.axes] and (is_complete or words is not None):
+                    raise ValueError
+        return found
+
+    @contextmanager
+    def _right(self, name: str) -> Iterator[None]:
+        """Refuse wrong values of a storage, which other programs can write."""
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            raise UsageError(self._damaged.format(name)) from error
 
     def place(self, number: int) -> Path:
         """Return the run folder of a trial."""
@@ -187,8 +239,13 @@ class Study:
 
     @property
     def score(self) -> dict[str, Any]:
-        """The metrics of the best trial on a third split; empty without."""
-        return dict(self._study.user_attrs.get(_SCORE, {}))
+        """The metrics of the best trial on a third split; empty without.
+
+        Raises:
+            UsageError: they are none.
+        """
+        with self._right("the score of the best trial"):
+            return dict(_SCORES.validate_python(self._study.user_attrs.get(_SCORE, {})))
 
     @score.setter
     def score(self, values: dict[str, Any]) -> None:
