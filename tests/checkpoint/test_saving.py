@@ -23,6 +23,8 @@ from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.identity import identity
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.engine.optimizers.averaging import averaged
+from trainer.engine.optimizers.sgd import SGD
 from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
@@ -187,6 +189,26 @@ class TestIdentity:
         with pytest.raises(UsageError, match=f"another model than `model` describes: {words}"):
             saver(tmp_path, engine).resume("auto")
         assert engine.loaded_step is None
+
+
+class TestChanged:
+    """Checkpoints that another program wrote, with right checksums."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64])
+    def test_a_tensor_of_another_type_is_refused(self, tmp_path, dtype):
+        engine = FakeEngine()
+        engine.tensors["optimizer.weight.step"] = engine.tensors["optimizer.weight.step"].to(dtype)
+        run = saver(tmp_path, engine)
+        run.save()
+        run.finish()
+        with pytest.raises(UsageError, match=r"step-00000000 was changed .*weight\.step@ in .* has the type torch\."):
+            saver(tmp_path).resume("auto")
+
+    def test_an_average_that_is_gone_is_refused(self):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = averaged(SGD, 0.9)([parameter], lr=0.1, momentum=0.9)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="lacks the average of weight"):
+            optimizer.allocate(parameter, ParameterPlacement("weight", (2,)), {"momentum_buffer": (2,)})
 
 
 class TestAsynchronous:

@@ -266,7 +266,7 @@ class SavedBoxes:
 
         Raises:
             OSError, SafetensorError: a file cannot be read.
-            ValueError: a tensor is missing.
+            ValueError: a tensor is missing, or has another type.
         """
         wanted: dict[Path, list[tuple[SavedBox, Box]]] = {}
         for part in parts:
@@ -404,7 +404,10 @@ def _copy(read: BlockReader, saved: SavedBox, box: Box) -> None:
     for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
         target = target.narrow(dim, start - first, stop - start)
     places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
-    target.copy_(read(saved.key, places))
+    block = read(saved.key, places)
+    if block.dtype != target.dtype:
+        raise ValueError(f"{saved.key} in {saved.file.name} has the type {block.dtype}, and must have {target.dtype}")
+    target.copy_(block)
 
 
 def _regular(path: Path) -> os.stat_result:

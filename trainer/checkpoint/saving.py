@@ -90,7 +90,12 @@ class Saver:
                 )
             self._refuse_another_training(state)
             self._refuse_another_model(state)
-            tier.load(state, self._engine)
+            try:
+                tier.load(state, self._engine)
+            except ValueError as error:
+                raise UsageError(
+                    f"{found.name} was changed by another program: {error}; remove it, or restore its files"
+                ) from error
             self.progress.become(state.facts.progress)
             step = found.step
             break
