@@ -13,6 +13,7 @@ from trainer.observe.mlflow import MLflowService
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.tensorboard import TensorBoard
 from trainer.observe.tracking import Tracker
+from trainer.observe.trackio import TrackioService
 from trainer.observe.wandb import WandbService
 from trainer.recipe.schema import Logging
 
@@ -35,6 +36,7 @@ def build_observers(logging: Logging, stream: TextIO) -> Observers:
         "tensorboard": TensorBoard,
         "wandb": lambda: Tracker(WandbService(logging.project), console.note),
         "mlflow": lambda: Tracker(MLflowService(logging.project), console.note),
+        "trackio": lambda: Tracker(TrackioService(logging.project), console.note),
     }
     built = [build() for word, build in builders.items() if word in logging.to]
     built += [resolved(row.value)() for row in registered("logging") if row.name in logging.to]

@@ -31,19 +31,20 @@ class Logging(Section):
 
     every: IntervalField = Interval(10, "steps")
     """How often training metrics are shown and written."""
-    to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow"]] = Field(
+    to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         default=["console", "jsonl"]
     )
     """`metrics.jsonl` is always written. `html` keeps `report.html` up to date."""
     profile: Profile | None = None
     """Steps to profile into the folder `profile` of the run; null: none."""
     project: Project | None = Field(default=None)
-    """The project of W&B and the experiment of MLflow; null: the setting of each service."""
+    """The project of W&B and Trackio, and the experiment of MLflow; null: the setting of each service."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.project is not None and not {"wandb", "mlflow"} & set(self.to):
+        if self.project is not None and not {"wandb", "mlflow", "trackio"} & set(self.to):
             text = (
-                'applies only to "wandb" and "mlflow", but `logging.to` has neither; add one, or set this key to null'
+                'applies only to "wandb", "mlflow" and "trackio", but `logging.to` has none of them; add one, or set'
+                " this key to null"
             )
             yield clash(text, "logging.project", "logging.to")
         if self.profile is not None:
