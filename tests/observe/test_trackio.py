@@ -80,7 +80,12 @@ def test_a_run_goes_on_as_the_same_run(rows, tmp_path, capsys):
     assert name.startswith("small-")
     assert notes[0].startswith(f"Trackio: run {name} in ")
     assert "`trackio show --project reviews`" in notes[0]
-    assert {row["step"]: row["train/loss"] for row in first if "train/loss" in row} == {1: 1, 2: 1 / 2, 3: 1 / 3, 4: 1 / 4}
+    assert {row["step"]: row["train/loss"] for row in first if "train/loss" in row} == {
+        1: 1,
+        2: 1 / 2,
+        3: 1 / 3,
+        4: 1 / 4,
+    }
     assert [row["eval/accuracy"] for row in first if "eval/accuracy" in row] == [0.25, 0.5]
     assert [row["best/accuracy"] for row in first if "best/accuracy" in row] == [0.8125]
     write(tmp_path, range(4, 7), resumed_from=3)

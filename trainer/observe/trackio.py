@@ -1,4 +1,4 @@
-"""Tracking of a run with Trackio, in its local store or on a Space; the only module that imports the package trackio."""
+"""Tracking of a run with Trackio, local or on a Space; the only module that imports the package trackio."""
 
 from __future__ import annotations
 
