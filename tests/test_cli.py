@@ -89,8 +89,20 @@ def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("note ", "checked "))]
 
 
+def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "bert_base_mrpc", "training.epochs=1", "parallel.strategy=zero2", "--processes", "2"]) == 0
+    lines = layout_of(capsys)
+    assert len(lines) <= 15
+    assert "training  epochs=1" in lines
+    assert lines[-5].startswith("others    15 keys of recipes/bert_base.json, and defaults: --all shows them")
+    assert lines[-3:-1] == [
+        "layout    dp_shard 2",
+        "batch     32 rows a step = 2 data-parallel ranks x 2 microbatches of at most 8 rows",
+    ]
+
+
 def test_check_shows_every_value_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "bert_base_mrpc", "training.epochs=1", "--processes", "4"]) == 0
+    assert main(["check", "bert_base_mrpc", "training.epochs=1", "--processes", "4", "--all"]) == 0
     lines = layout_of(capsys)
     rows = {line.split()[0]: line for line in lines if line}
     assert rows["training.epochs"].split() == ["training.epochs", "1", "command", "line"]

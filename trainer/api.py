@@ -145,7 +145,11 @@ def plan(
 
     if _is_rank():
         raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
-    resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    if isinstance(recipe, ResolvedRecipe):
+        resolved = recipe
+    else:
+        with problems_name_the_machine():
+            resolved = loading.load_recipe(str(recipe), needs_data=False)
     return plan_recipe(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
 
 

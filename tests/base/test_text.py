@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.base.text import for_terminal, has_secret, masked, without_secrets
+from trainer.base.text import for_terminal, has_secret, masked, without_repetitions, without_secrets
 
 
 def test_controls_are_escaped_and_lines_stay():
@@ -60,3 +60,9 @@ def test_secrets_are_masked(text: str, shown: str):
 def test_addresses_with_secrets_are_found(text: str, expected: bool):
     assert has_secret(text) is expected
     assert masked({"a": [text, 1]}) == {"a": [without_secrets(text) if expected else text, 1]}
+
+
+def test_many_messages_of_a_kind_become_one():
+    alike = [f"`a`, row {row} is 'class {row}'" for row in range(5)]
+    assert without_repetitions([*alike, "`b`, row 1"]) == [f"{alike[0]} (and 4 more like it)", "`b`, row 1"]
+    assert without_repetitions(alike[:2]) == alike[:2]

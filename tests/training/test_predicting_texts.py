@@ -130,7 +130,7 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(trained, tmp_path, c
     bad = [*rows[:3], {column: None}, *rows[3:], {column: 7}]
     capfd.readouterr()
     output = tmp_path / "bad.jsonl"
-    (tmp_path / "bad.in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad) + "{broken\n")
+    (tmp_path / "bad.in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad) + "\n \n{broken\n")
     arguments = ["predict", str(model), "--input", str(tmp_path / "bad.in.jsonl"), "--output", str(output)]
     arguments += ["--chunk-rows", "2"]
     assert main(arguments) == 2
@@ -141,8 +141,9 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(trained, tmp_path, c
     notes = capfd.readouterr().err
     assert "goes on after 2 rows" in notes
     assert "bad: 3 rows of `" in notes
+    assert "skipped: 2 empty lines of `" in notes
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert ["error" in row for row in found] == [False] * 3 + [True] + [False] * 4 + [True, True]
     assert [row for row in found if "error" not in row] == expected
     assert "row 4 of `" in found[3]["error"]
-    assert "line 10 of `" in found[-1]["error"]
+    assert "line 12 of `" in found[-1]["error"]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.base.errors import RecipeError
-from trainer.base.text import aligned, for_terminal
-from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json
+from trainer.base.errors import ExitCode, RecipeError
+from trainer.base.text import aligned, for_terminal, without_repetitions
+from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json, show_error
 
 if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
     from trainer.recipe.plan import RunPlan
     from trainer.recipe.reading.loading import ResolvedRecipe
+
+
+_WIDTH = 120
 
 
 def check(
@@ -24,12 +28,15 @@ def check(
     processes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Ranks of the layout to check; none is started.")
     ] = 1,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show the value of every key with its origin, and DeepSpeed's configuration.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Check the recipe alone, without its data and model.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the resolved recipe and where each value came from, and check its data and model.
+    """Check a recipe, its data and its model; show the keys of its file and the numbers that follow from them.
 
-    Also show its layout and batch arithmetic on N ranks. Data and model are checked if they are on this machine: the
+    The numbers are layout and batch arithmetic on N ranks. Data and model are checked if they are on this machine: the
     first rows of each split, the tokenizer, the names and sizes of the weights, and the layout of the model with the
     contents of each pipeline stage. This needs no GPU and no network, and trains nothing.
     """
@@ -48,21 +55,28 @@ def check(
     problems = checked.problems if checked else ()
     stages, groups = (checked.model.stages, checked.model.groups.table) if checked and checked.model else (None, ())
     notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else local.notes
+    if problems:
+        show_error(RecipeError(*problems))
     if as_json:
         objects = [dict(zip(groups[0], row, strict=True)) for row in groups[1:]]
         found = {"groups": objects, "problems": problems, "notes": notes}
         print_json({**_as_object(resolved, plan, stages), **found})
     else:
-        _print_recipe(resolved)
-        _print_plan(plan, stages)
+        _print_everything(resolved) if everything else _print_written(resolved)
+        _print_plan(plan, stages, everything)
+        rows = len(checked.data.train) if checked and checked.data else 0
+        if checked and rows and rows < checked.most_rows:
+            typer.echo(
+                f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows"
+            )
         if groups:
             typer.echo("\n" + "\n".join(aligned(groups)) + "\n")
-        for note in notes:
+        for note in without_repetitions(notes):
             typer.echo(f"note      {for_terminal(note)}")
         if checked is not None and not problems:
             typer.echo("checked   no problem was found")
     if problems:
-        raise RecipeError(*problems)
+        raise typer.Exit(ExitCode.USER)
 
 
 def _as_object(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, Any]:
@@ -90,7 +104,28 @@ def _as_object(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageConten
     }
 
 
-def _print_recipe(resolved: ResolvedRecipe) -> None:
+def _print_written(resolved: ResolvedRecipe) -> None:
+    """Print the keys of the recipe's own file and of the command line, a section on each line."""
+    from trainer.recipe.reading.files import shown_path
+
+    own = (shown_path(resolved.file), "command line")
+    sections: dict[str, list[str]] = {"recipe": []}
+    for key, value in resolved.values.items():
+        if resolved.origins[key].source in own:
+            section, _, name = key.partition(".") if "." in key else ("recipe", "", key)
+            shown = json.dumps(value, ensure_ascii=False)
+            sections.setdefault(section, []).append(f"{name}={shown}")
+    for section, pairs in sections.items():
+        text = for_terminal(f"{section:<9} {', '.join(pairs)}")
+        lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
+        typer.echo("\n".join(lines))
+    bases = {origin.source for origin in resolved.origins.values()} - {*own, "default"}
+    number = sum(origin.source in bases for origin in resolved.origins.values())
+    more = f"{number} keys of {', '.join(sorted(bases))}, and " if bases else ""
+    typer.echo(f"others    {more}defaults: --all shows them")
+
+
+def _print_everything(resolved: ResolvedRecipe) -> None:
     rows = [(key, json.dumps(value, ensure_ascii=False)) for key, value in resolved.values.items()]
     key_width = max(len(key) for key, _ in rows)
     value_width = min(36, max(len(value) for _, value in rows))  # a longer one pushes its origin aside
@@ -99,12 +134,13 @@ def _print_recipe(resolved: ResolvedRecipe) -> None:
         typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
 
 
-def _print_plan(plan: RunPlan, stages: list[StageContents] | None) -> None:
+def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
     from trainer.recipe.deepspeed_config import deepspeed_config
     from trainer.recipe.drawing import layout_lines, stage_lines
     from trainer.recipe.elastic import fitting_sizes
 
-    if table := layout_lines(plan):
+    axes = sum(size > 1 for size in plan.layout.sizes.values())
+    if (everything or axes > 1) and (table := layout_lines(plan)):
         typer.echo("\n" + "\n".join(table))
     typer.echo(
         f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}"
@@ -115,5 +151,5 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None) -> None:
         typer.echo(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
     if plan.pipeline is not None:
         typer.echo("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
-    if config := deepspeed_config(plan):
+    if everything and (config := deepspeed_config(plan)):
         typer.echo(f"deepspeed {json.dumps(config, indent=2)}")

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from trainer.base.errors import RecipeError, TrainerError
+from trainer.base.text import for_terminal, without_repetitions, without_secrets
+
 
 def _recipes(incomplete: str) -> list[str]:
     """Return the shipped recipes and the files that complete a name, for shells."""
@@ -73,6 +76,13 @@ LengthOption = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Tokens of each text; default: data.max_length.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def show_error(error: TrainerError) -> None:
+    """Write the problems of an error to stderr."""
+    problems = error.problems if isinstance(error, RecipeError) else [str(error)]
+    for problem in without_repetitions([without_secrets(problem) for problem in problems]):
+        typer.echo(f"error: {for_terminal(problem)}", err=True)
 
 
 def print_json(value: Any) -> None:

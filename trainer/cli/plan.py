@@ -92,6 +92,7 @@ def plan(
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe
     from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.reachable import require_reachable
     from trainer.tools.plan.request import PlanRequest
 
     devices = parse_devices(gpus.removeprefix(_AUTO), link, network, host_memory)
@@ -103,7 +104,8 @@ def plan(
     request.check()
     for word in request.replaced:
         typer.echo(f"note: {word} gives way to --largest {largest}", err=True)
-    resolved = load_recipe(recipe, request.overrides)
+    resolved = load_recipe(recipe, request.overrides, needs_data=False)
+    require_reachable(resolved.recipe.model)
 
     with importing():
         from trainer.tools.plan.answer import answer

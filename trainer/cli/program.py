@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from trainer import __version__
-from trainer.base.errors import INTERRUPTED, ExitCode, RecipeError, TrainerError
-from trainer.base.text import for_terminal, without_secrets
+from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError
 from trainer.cli import (
     check,
     compare,
@@ -36,6 +35,7 @@ from trainer.cli import (
     search,
     why,
 )
+from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 
 _VERBS = (
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except TrainerError as error:
-        for problem in error.problems if isinstance(error, RecipeError) else [str(error)]:
-            print(f"error: {for_terminal(without_secrets(problem))}", file=sys.stderr)  # noqa: T201
+        show_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

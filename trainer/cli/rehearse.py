@@ -32,7 +32,7 @@ def rehearse(
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe
 
-    resolved = load_recipe(recipe, overrides or ())
+    resolved = load_recipe(recipe, overrides or (), needs_data=False)
 
     with importing():
         from trainer.tools.plan import rehearsal

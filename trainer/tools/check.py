@@ -47,6 +47,7 @@ class Checked:
     notes: tuple[str, ...]
     model: CheckedModel | None
     data: PreparedData | None
+    most_rows: int = MOST_ROWS  # of each split that a check prepares; more are not counted
 
 
 def check_parts(plan: RunPlan) -> Checked:
@@ -65,13 +66,12 @@ def check_parts(plan: RunPlan) -> Checked:
             return _standing_in(recipe, LocalParts(False, False, True))
         return _standing_in(recipe, local)
 
+    is_text = not isinstance(recipe.task, ImageKeys)
+    most = MOST_ROWS if is_text else MOST_IMAGES
     if local.has_data:
-        is_text = not isinstance(recipe.task, ImageKeys)
         with problems.collect(), tempfile.TemporaryDirectory(prefix="trainer-") as cache:
             try:
-                data = prepare_data(
-                    recipe, MOST_ROWS if is_text else MOST_IMAGES, Path(cache), load if is_text else load_preparation
-                )
+                data = prepare_data(recipe, most, Path(cache), load if is_text else load_preparation)
             except UnknownClassesError:
                 notes.append("rows are not checked: the first rows of a large file may lack some classes")
     if data is not None:
@@ -93,7 +93,7 @@ def check_parts(plan: RunPlan) -> Checked:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
-    return Checked(tuple(problems.messages), tuple(notes), model, data)
+    return Checked(tuple(problems.messages), tuple(notes), model, data, most)
 
 
 def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:

@@ -96,6 +96,8 @@ class Prediction:
             if mesh.rank == 0:
                 for note in predictor.notes():
                     print_note(note)
+                if empty := rows.num_empty():
+                    print_note(f"skipped: {empty:,} empty lines of {request.where}")
                 if output.num_bad:
                     print_note(f"bad: {output.num_bad:,} rows of {request.where} have an `error`")
 

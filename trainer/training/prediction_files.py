@@ -28,6 +28,7 @@ from trainer.data.chunked_rows import (
     write_rows,
 )
 from trainer.data.formats.base import Row, json_chats
+from trainer.data.formats.table import READERS
 from trainer.data.row_map import RowMap
 from trainer.recipe.schema import DataMap, Recipe
 
@@ -132,6 +133,10 @@ class InputRows:
         self._map: RowMap | None = None  # that of the first chunk
         self._columns = columns
         self._check = check
+
+    def num_empty(self) -> int:
+        """Return the number of empty lines of the input, which are no rows."""
+        return READERS[row_format(self._request.input, "--input", INPUT_FORMATS)].num_empty(self._request.input)
 
     def chunks(self, num_done: int) -> Iterator[Chunk]:
         """Yield the chunks after the rows that are done.

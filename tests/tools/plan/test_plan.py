@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.tools.plan.measured import LENGTH, SMALL_BERT, planned, recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.recipe.plan import plan_run
-from trainer.tools.plan import hardware
+from trainer.tools.plan import hardware, reachable, recipe_plan
 from trainer.tools.plan.hardware import known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED, traffic_by_axis
@@ -130,6 +131,37 @@ def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
     figures = json.loads((Path(hardware.__file__).parent / "hardware" / "CPU.json").read_text())
     file.write_text(json.dumps(figures | {"measured": {}}))
     assert parse_devices(f"4x{file}").memory_bytes * 4 == parse_devices(f"1x{file}").memory_bytes
+
+
+def test_files_of_rows_need_not_exist(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    (recipe.parent / "rows.csv").unlink()
+    assert main(["plan", str(recipe), "--gpus", "1xA100-80"]) == 0
+    assert "fp32: A100-80 multiplies matrices faster with precision=bf16 up to 16 times and tf32=true" in (
+        capsys.readouterr().out
+    )
+    assert main(["check", str(recipe), "--quick"]) == 2
+
+
+def test_a_configuration_that_cannot_be_reached_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def wait(*_: object) -> None:
+        time.sleep(3)
+
+    monkeypatch.setattr(reachable.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(reachable, "getproxies", dict)
+    monkeypatch.setattr(reachable.socket, "create_connection", wait)
+    begun = time.monotonic()
+    assert main(["plan", "bert_base_mrpc", "--gpus", "1xT4"]) == 2
+    assert time.monotonic() - begun < 2.5
+    assert "describe the model in `model.config`" in capsys.readouterr().err
+
+
+def test_no_change_is_proposed_twice_or_is_set_already():
+    settings = {"precision": "bf16", "activation_checkpointing": "full", "training": {"micro_batch_size": 1}}
+    found = list(recipe_plan.candidates(plan_run(recipe_of(settings), 2)))
+    assert len(found) == len(set(found))
+    assert not any(word in ("precision=bf16", "activation_checkpointing=full") for words in found for word in words)
 
 
 @pytest.mark.slow

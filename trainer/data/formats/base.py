@@ -104,6 +104,10 @@ class Reader:
                 while part := file.read(_PART_BYTES):
                     yield len(part)
 
+    def num_empty(self, path: Path) -> int:
+        """Return the number of empty lines that `rows` skips."""
+        return 0
+
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         """Yield the first line of each row, from 1; nothing if rows have no lines."""
         return iter(())

@@ -74,6 +74,12 @@ class CsvReader(Reader):
                     short = True
                 yield DataError(problem) if short else dict(zip(names, cells, strict=True))
 
+    def num_empty(self, path: Path) -> int:
+        with open_text(path, "utf-8-sig") as file:
+            lines = csv.reader(file, delimiter=delimiter_of(path, TextOptions("utf-8-sig")))
+            is_one = len(next((cells for cells in lines if cells), [])) == 1  # whose empty lines are rows
+            return 0 if is_one else sum(not cells for cells in lines)
+
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         with open_text(path, text.encoding) as file:
             rows = text.cells(file, text.delimiter or delimiter_of(path, text))

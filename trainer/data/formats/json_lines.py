@@ -71,6 +71,10 @@ class JsonReader(Reader):
                     )
                 yield value
 
+    def num_empty(self, path: Path) -> int:
+        with open_text(path, "utf-8-sig") as file:
+            return sum(not line.strip() for line in file)
+
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         with open_text(path, text.encoding) as file:
             for number, line in enumerate(file, start=1):

@@ -53,10 +53,13 @@ class ResolvedRecipe:
     file: Path
 
 
-def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = True) -> ResolvedRecipe:
     """Load a recipe from a file, or a shipped recipe by name (`bert_sample`), and apply `key=value` overrides.
 
     The extensions of installed packages are loaded first.
+
+    Args:
+        needs_data: whether files and folders of rows must exist.
 
     Raises:
         RecipeError: All problems of the recipe.
@@ -70,7 +73,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     file = find_recipe(source, Path())
     root, problems = _read_layers(file)
     layer, override_problems = override_layer(overrides)
-    return resolve(file, with_default_kinds(merged(root, layer)), problems + override_problems)
+    return resolve(file, with_default_kinds(merged(root, layer)), problems + override_problems, needs_data)
 
 
 def find_recipe(source: str, folder: Path) -> Path:
@@ -150,12 +153,13 @@ def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
 # Validation
 
 
-def resolve(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
+def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = True) -> ResolvedRecipe:
     """Validate the merged tree of a recipe, and complete it.
 
     Args:
         file: the file of the recipe, for messages.
         problems: those of the parser.
+        needs_data: whether files and folders of rows must exist.
 
     Raises:
         RecipeError: all problems of the recipe.
@@ -166,6 +170,8 @@ def resolve(file: Path, root: Node, problems: list[Problem]) -> ResolvedRecipe:
     problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
     broken = {finding.path[:2] for finding in found}
     for contradiction in contradictions(sections):
+        if contradiction.is_missing_data and not needs_data:
+            continue
         if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may follow from another problem
             problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
     if recipe is None or problems:

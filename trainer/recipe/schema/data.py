@@ -135,6 +135,6 @@ def _missing_files(split: str, places: float | str | list[str] | None) -> Iterat
             if os.path.exists(place):
                 text = f"must name files, but `{place}` {no_file(Path(place))}"
                 text += FOLDER_FIX if os.path.isdir(place) else "; copy its rows to a file"
-            yield Contradiction((path,), text)
+            yield Contradiction((path,), text, is_missing_data=True)
         elif not glob.glob(place, recursive=True):
-            yield Contradiction((path,), f"is a pattern that no file matches: {place}")
+            yield Contradiction((path,), f"is a pattern that no file matches: {place}", is_missing_data=True)

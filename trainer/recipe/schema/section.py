@@ -25,6 +25,7 @@ class Contradiction:
 
     keys: tuple[KeyPath, ...]
     text: str  # follows the first key
+    is_missing_data: bool = False  # whether a file or folder of rows is not there, which a plan does not need
 
 
 def clash(text: str, *keys: str) -> Contradiction:
@@ -82,7 +83,8 @@ def repeated(key: str, values: Sequence[object]) -> Iterator[Contradiction]:
 
 def missing_folder(key: str, place: str | None) -> Iterator[Contradiction]:
     if place and os.path.isabs(place) and not os.path.isdir(place):
-        yield clash(f"is a folder that does not exist: {place}", key)
+        is_data = key.startswith("data.")
+        yield Contradiction((tuple(key.split(".")),), f"is a folder that does not exist: {place}", is_data)
 
 
 def hub_or_folder(key: str, place: str | None, revision: str | None) -> Iterator[Contradiction]:

@@ -59,6 +59,7 @@ def plan_lines(made: RecipePlan, changes: Sequence[Choice] | None) -> Iterator[s
         )
         yield f"          {size(made.in_memory)} on each host for {KEPT} checkpoints in memory{copies}"
     yield from _time(made)
+    yield from _faster_types(made)
     yield from _verdict(made)
     if not made.fits and changes is not None:
         yield from _advice(changes)
@@ -114,6 +115,18 @@ def _time(made: RecipePlan) -> Iterator[str]:
         for rank in range(len(time.timeline.ranks)):
             idle, alive = time.timeline.idle_share(rank), time.timeline.most_alive(rank)
             yield f"  pipeline rank {rank}: idle {idle:.0%}, activations of up to {alive} of its microbatches"
+
+
+def _faster_types(made: RecipePlan) -> Iterator[str]:
+    """Yield a line on types that the device multiplies faster than fp32, if the recipe computes in fp32."""
+    machine, recipe = made.devices.machine, made.plan.recipe
+    if machine is None or machine.is_cpu or recipe.precision != "fp32":
+        return
+    keys = {"bf16": "precision=bf16", "tf32": "tf32=true"}
+    speeds = {key: machine.peak(name) / machine.peak("fp32") for name, key in keys.items()}
+    faster = [f"{key} up to {speed:.0f} times" for key, speed in speeds.items() if speed > 1]
+    if faster and not recipe.tf32:
+        yield f"fp32: {machine.name} multiplies matrices faster with {' and '.join(faster)}"
 
 
 def cost_lines(cost: TrainingCost | None) -> Iterator[str]:

@@ -145,11 +145,12 @@ def changes_that_fit(
     A change replaces the user's override of the same key.
     """
     found: list[Choice] = []
-    for change in _candidates(made.plan) if most else ():
+    for change in candidates(made.plan) if most else ():
         changed = {word.partition("=")[0] for word in change}
         kept = [word for word in overrides if word.partition("=")[0] not in changed]
         try:
-            other = plan_recipe(load_recipe(recipe, [*kept, *change]), made.devices, nodes, made.length)
+            changed_recipe = load_recipe(recipe, [*kept, *change], needs_data=False)
+            other = plan_recipe(changed_recipe, made.devices, nodes, made.length)
         except TrainerError:
             continue  # this recipe cannot be changed like this
         if other.fits:
@@ -159,8 +160,12 @@ def changes_that_fit(
     return found
 
 
+def candidates(plan: RunPlan) -> list[tuple[str, ...]]:
+    """Return overrides that save memory, those first that cost the least time."""
+    return list(dict.fromkeys(_candidates(plan)))
+
+
 def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
-    """Yield overrides that save memory, those first that cost the least time."""
     recipe, batch = plan.recipe, plan.batch
     fsdp = ["parallel.strategy=fsdp"] * (plan.layout.data_parallel_size > 1 and not plan.strategy.cuts_anything)
     micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
@@ -177,7 +182,7 @@ def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
         yield full
     if fsdp:
         yield (*fsdp, *full)
-        yield (*fsdp, "precision=bf16", *full)
+        yield (*fsdp, *bf16, *full)
     if recipe.parallel.offload == "none":
         for offload in plan.strategy.offloads[1:]:
             yield (f"parallel.offload={offload}", *full)

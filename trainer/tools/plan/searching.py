@@ -153,7 +153,7 @@ class Search:
         self._given = {word.partition("=")[0] for word in overrides}
         self._left = most_plans
         self._any_precision = any_precision
-        self._own = load_recipe(recipe, self._overrides).recipe.model_dump(mode="json")
+        self._own = load_recipe(recipe, self._overrides, needs_data=False).recipe.model_dump(mode="json")
 
     def fastest(self) -> SearchResult:
         """Plan layouts: DDP, FSDP and HSDP with tensor ranks, DDP with stages; then their variants within bounds.
@@ -451,7 +451,7 @@ class Search:
         return plan_recipe(self._load(overrides), self._devices, self._nodes, self._length)
 
     def _load(self, overrides: Iterable[str]) -> ResolvedRecipe:
-        return load_recipe(self._recipe, [*self._overrides, *overrides])
+        return load_recipe(self._recipe, [*self._overrides, *overrides], needs_data=False)
 
     def _run_plan(self, overrides: Iterable[str] = ()) -> RunPlan:
         return plan_run(self._load(overrides).recipe, self._devices.number * self._nodes, self._devices.number)

@@ -1,0 +1,56 @@
+"""A check, before any slow import, that the configuration of a model can be read: an unreachable hub costs a second."""
+
+from __future__ import annotations
+
+import os
+import socket
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from trainer.base.errors import UsageError
+from trainer.recipe.schema import Model
+
+_SECONDS = 1.0
+_FILES = ("config.json", "adapter_config.json")
+
+
+def require_reachable(model: Model) -> None:
+    """Require the configuration of a model on this machine, or a hub that answers.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    name = model.name_or_path
+    if name is None or os.path.isabs(name):
+        return
+    if any(isinstance(try_to_load_from_cache(name, file, revision=model.revision), str) for file in _FILES):
+        return
+    if constants.HF_HUB_OFFLINE or not (getproxies() or _answers()):
+        raise UsageError(
+            f"`model.name_or_path` is {name!r}, which is not in the hub's cache, and the hub cannot be reached; a plan"
+            " needs its configuration only: fetch it where there is a network (hf download NAME config.json), name a"
+            " folder, or set `model.name_or_path` to null and describe the model in `model.config`"
+        )
+
+
+def _answers() -> bool:
+    """Return whether the hub accepts a connection within a second, in which names of hosts must be found, too."""
+    place = urlsplit(constants.ENDPOINT)
+    found: list[socket.socket] = []
+
+    def connect() -> None:
+        try:
+            port = place.port or (80 if place.scheme == "http" else 443)
+            found.append(socket.create_connection((place.hostname or "", port), _SECONDS))
+        except OSError:
+            return
+
+    thread = Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    for connection in found:
+        connection.close()
+    return bool(found)
