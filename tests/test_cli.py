@@ -86,7 +86,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines that `check` showed, without those on data and model."""
-    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("note ", "checked "))]
+    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("note ", "checked ", "steps "))]
 
 
 def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.Captur
     lines = layout_of(capsys)
     assert len(lines) <= 15
     assert "training  epochs=1" in lines
-    assert lines[-5].startswith("others    15 keys of recipes/bert_base.json, and defaults: --all shows them")
+    assert lines[-5].startswith("others    16 keys of recipes/bert_base.json, and defaults: --all shows them")
     assert lines[-3:-1] == [
         "layout    dp_shard 2",
         "batch     32 rows a step = 2 data-parallel ranks x 2 microbatches of at most 8 rows",
