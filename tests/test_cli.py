@@ -86,7 +86,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines that `check` showed, without those on data and model."""
-    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("note ", "checked ", "steps "))]
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if not line.startswith(("note ", "checked ", "steps "))]
 
 
 def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(30, line="t"), {"type": "causal_lm", "text": "line"}),
         (rows_of(3, messages=CHAT), {"type": "causal_lm", "messages": "messages"}),
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
-        (rows_of(3, instruction="a", input="", output="b"), {"prompt": "instruction", "completion": "output"}),
+        (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, prompt="p", chosen="a", rejected="b"), {"type": "preference", "prompt": "prompt"}),
         (rows_of(3, chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": None}),
         (rows_of(3, prompt="p", completion="a", label=(True, False)), {"loss": {"type": "kto"}, "label": "label"}),

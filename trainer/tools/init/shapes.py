@@ -159,7 +159,12 @@ def _of_sequences(columns: _Columns) -> Iterator[Shape]:
 
 def _of_completions(columns: _Columns) -> Iterator[Shape]:
     prompt, completion = columns.get(_TEXT, *_PROMPTS), columns.get(_TEXT, *_COMPLETIONS)
-    if prompt and completion:
+    if columns.every(_TEXT, "instruction", "output") == ["instruction", "output"]:
+        names = {"prompt": "prompt", "completion": "completion"}  # `data.map` makes them, with `input`
+        yield Shape(
+            {"type": "causal_lm", **names}, "`instruction` and `output` of Alpaca, with `input` if there is one"
+        )
+    elif prompt and completion:
         names = {"prompt": prompt.name, "completion": completion.name}
         yield Shape({"type": "causal_lm", **names}, "a prompt and its completion")
 
