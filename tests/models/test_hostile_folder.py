@@ -118,3 +118,30 @@ def test_keys_of_transformers_that_are_not_ours_train(tmp_path: Path, exported: 
     changed("config.json", gradient_checkpointing=True, initializer_range={"__float__": "Infinity"})(model)
     assert train(tmp_path, model={"config": None, "tokenizer": None, "name_or_path": str(model)}) == ExitCode.DONE
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["gradient_checkpointing"] is False
+
+
+@pytest.mark.parametrize("case", ["tokenizer.json", "config.json", "header", "shards"])
+def test_a_hostile_repository_in_the_cache_of_the_hub(exported, tmp_path, monkeypatch, capsys, case):
+    cached = tmp_path / "hub" / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    snapshot = cached / "snapshots" / ("0" * 40)
+    shutil.copytree(exported, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    weights = snapshot / "model.safetensors"
+    if case == "header":
+        weights.write_bytes(struct.pack("<Q", 2 << 30))
+        large(snapshot, weights.name)
+    elif case == "shards":
+        weights.unlink()
+        shards = {f"layer{number}": f"{number}.safetensors" for number in range(100_000)}
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    else:
+        large(snapshot, case)
+    assert train(tmp_path / "run", model={"name_or_path": "owner/name", "config": None, "tokenizer": None}) == (
+        ExitCode.USER
+    )
+    reason = {"header": "header", "shards": "names 100,000 files"}.get(case, "at most 268,435,456")
+    error = capsys.readouterr().err
+    assert reason in error.lower()
+    assert "Traceback" not in error

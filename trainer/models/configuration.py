@@ -244,7 +244,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
         )
     _require_sizes(recipe.config or {}, "`model.config`", "leave it out for the default of its model type")
     if recipe.name_or_path is not None:
-        require_small_files("model.name_or_path", recipe.name_or_path)
+        require_small_files("model.name_or_path", recipe.name_or_path, recipe.revision)
     try:
         if recipe.is_random:
             config = _described_config(recipe.config or {}, options)

@@ -14,6 +14,8 @@ from trainer.base.errors import UsageError
 from trainer.models.describe import CannotLoadPartsError, ModelDescription
 from trainer.recipe.schema import Model
 
+_MOST_FILES = 10_000
+
 
 def find_file(recipe: Model, file: str) -> str | None:
     """Return the path of a file of a model's folder or of the hub; None if it has no such file.
@@ -86,7 +88,13 @@ def _require_safe_names(name: str, index: str) -> None:
             f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} has no `weight_map`; save the model"
             " again with `save_pretrained`"
         )
-    for file in dict.fromkeys(map(str, weight_map.values())):
+    files = dict.fromkeys(map(str, weight_map.values()))
+    if len(files) > _MOST_FILES:  # each is looked up in the hub's cache
+        raise UsageError(
+            f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names {len(files):,} files; it may"
+            f" name {_MOST_FILES:,}: save the model again with `save_pretrained`"
+        )
+    for file in files:
         if not file.endswith(".safetensors") or "/" in file or "\\" in file:
             raise UsageError(
                 f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}; it may"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
 
@@ -47,10 +49,15 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
     )
 
 
-def require_small_files(key: str, name: str) -> None:
-    """Refuse a model's folder with a file that transformers reads as a whole and that may exceed the memory."""
+def require_small_files(key: str, name: str, revision: str | None) -> None:
+    """Refuse a file that transformers reads as a whole and that may exceed the memory, in a folder or in the cache."""
     for file in _WHOLE_FILES:
         path = Path(name, file)
+        with suppress(HFValidationError):  # transformers has a better message
+            if not Path(name).is_dir() and isinstance(
+                cached := try_to_load_from_cache(name, file, revision=revision), str
+            ):
+                path = Path(cached)
         if path.is_file() and path.stat().st_size > _LARGEST_BYTES:
             raise UsageError(
                 f"`{key}` is {name!r}, which has a {file} of {path.stat().st_size:,} bytes, but may have at most"

@@ -28,7 +28,7 @@ def load_tokenizer(recipe: Model) -> Any:
     key, name, revision = "model.name_or_path", str(recipe.name_or_path), recipe.revision
     if recipe.tokenizer is not None:  # another repository; `model.revision` does not apply
         key, name, revision = "model.tokenizer", recipe.tokenizer, None
-    require_small_files(key, name)
+    require_small_files(key, name, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except CANNOT_READ as error:
