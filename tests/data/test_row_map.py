@@ -270,3 +270,37 @@ def test_rows_to_predict_need_no_answers_and_are_not_filtered():
     ]
     found = RowMap.of_input(DataMap(), ("messages",), [{"instruction": "why"}], "`x`")
     assert found.of_rows([{"instruction": "why"}], 0, "`x`")[0]["messages"] == [{"role": "user", "content": "why"}]
+
+
+def deep() -> list[Any]:
+    """Return a value of 100,000 levels."""
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+_CHAT = {"role": "from", "content": "value", "roles": {"function_call": "tool_calls"}}
+
+
+@pytest.mark.parametrize("kind", ["template", "number", "calls"])
+def test_values_that_are_too_deep_or_too_large_are_named(kind):
+    column, value = {
+        "template": ("{a}", deep()),
+        "number": ({"column": "a", "type": "number"}, 10**400),
+        "calls": ({"column": "a", "chat": _CHAT}, [{"from": "function_call", "value": "[" * 100_000}]),
+    }[kind]
+    section, rows = DataMap.model_validate({"columns": {"text": column}}), [{"a": value}]
+    row_map = RowMap.of_input(section, ["text"], rows, "x.jsonl")
+    assert row_map is not None
+    with pytest.raises(DataError, match=r"`data\.map\.columns\.text`, row 7 of x\.jsonl: "):
+        row_map.of_rows(rows, 6, "x.jsonl")
+
+
+def test_a_condition_on_a_value_that_is_too_deep_is_named():
+    section = DataMap.model_validate({"columns": {"text": "a"}, "where": ["a == 3"]})
+    columns = {"a": [deep()]}
+    row_map = RowMap.of(section, ["text"], columns, "x.jsonl")
+    assert row_map is not None
+    with pytest.raises(DataError, match=r"`data\.map\.where`: column `a`, row 1 of x\.jsonl"):
+        row_map.keeps(columns, [0], "x.jsonl")

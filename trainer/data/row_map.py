@@ -24,6 +24,9 @@ Columns: TypeAlias = Mapping[str, Sequence[Any]]
 Mapped: TypeAlias = "str | MappedColumn | Sequence[MadeMessage]"
 """A new column in the form of the recipe."""
 
+_UNUSABLE = (ValueError, OverflowError, RecursionError)
+"""Errors of values of a source that a map cannot use: wrong, too large for a number, or nested too deeply."""
+
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _MOST = 10  # columns and values in a message
@@ -140,7 +143,7 @@ class RowMap:
                 try:
                     if not condition.holds(rows[condition.column][place]):
                         break
-                except ValueError as error:
+                except _UNUSABLE as error:
                     raise DataError(
                         f"`data.map.where`: column `{condition.column}`, row {number + 1} of {where} {error}; correct"
                         " the value or the condition"
@@ -177,7 +180,7 @@ class RowMap:
             for place, number in enumerate(numbers):
                 try:
                     values.append(maker.make({source: column[place] for source, column in columns.items()}))
-                except ValueError as error:
+                except _UNUSABLE as error:
                     raise DataError(
                         f"`data.map.columns.{name}`, row {number + 1} of {where}: {error}; correct the value, or leave"
                         " the row out by `data.map.where`"
@@ -240,7 +243,7 @@ def _cast(value: Any, cast: Callable[[Any], Any], source: str) -> Any:
         return None
     try:
         return cast(value)
-    except ValueError as error:
+    except _UNUSABLE as error:
         raise ValueError(f"column `{source}` {error}") from None
 
 

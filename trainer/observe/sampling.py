@@ -141,7 +141,8 @@ def obstacle(recipe: Mapping[str, Any], device: str) -> str | None:
     Args:
         device: the name of its devices, or "cpu".
     """
-    if (recipe.get("logging") or {}).get("profile"):
+    logging = recipe.get("logging")
+    if isinstance(logging, Mapping) and logging.get("profile"):  # a file of metrics may hold any value
         return "`logging.profile` has the profiler"
     if recipe.get("cuda_graphs"):
         return "`cuda_graphs` is true, and the profiler can break a captured graph"
