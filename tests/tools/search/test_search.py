@@ -307,6 +307,18 @@ class TestStudy:
         with pytest.raises(UsageError, match=r"study\.log, has wrong values in|has a search with other values of"):
             assert [Study(tmp_path, None, self.RULES).trials, Study(tmp_path, None, self.RULES).score]
 
+    def test_a_kill_in_a_write_loses_only_its_line(self, tmp_path):
+        study = Study(tmp_path, None, self.RULES)
+        trial = study.claim(1)
+        assert trial is not None
+        study.tell(trial, 0.5, TrialState.COMPLETE, step=1, seconds=2.0)
+        study.release(study.place(0))
+        with (tmp_path / "study.log").open("ab") as journal:
+            journal.write(b'{"op_code": 7, "trial')
+        again = Study(tmp_path, None, self.RULES)
+        assert again.claim(2) is not None
+        assert [one.value for one in Study(tmp_path, None, self.RULES).trials] == [0.5, None]
+
     @pytest.mark.parametrize("kind", ["link", "pipe"])
     def test_a_storage_that_is_no_file(self, tmp_path, kind):
         if kind == "pipe":

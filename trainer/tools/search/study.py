@@ -21,7 +21,7 @@ import optuna
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import ConfigDict, Strict, TypeAdapter, with_config
 from typing_extensions import TypedDict
@@ -99,6 +99,17 @@ class Rules:
         ]
 
 
+def _drop_half_a_line(file: Path) -> None:
+    """Remove a last line that a killed process has not written to its end, since Optuna would append to it."""
+    descriptor, lock = open_plain(file, os.O_RDWR), JournalFileSymlinkLock(str(file))
+    with open(descriptor, "r+b") as journal:
+        lock.acquire()
+        try:
+            journal.truncate(journal.read().rfind(b"\n") + 1)
+        finally:
+            lock.release()
+
+
 class Study:
     """The trials of a search.
 
@@ -125,7 +136,7 @@ class Study:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if storage is None and os.path.lexists(file):
-                os.close(open_plain(file, os.O_RDONLY))
+                _drop_half_a_line(file)
             self._study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(file))) if storage is None else storage,
                 study_name=folder.name,
