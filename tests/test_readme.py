@@ -233,7 +233,9 @@ def quick_commands(page: Page) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page)], ids=str)
-def test_commands_that_train_nothing(page: Page, clone: Path):
+def test_commands_that_train_nothing(page: Page, clone: Path, request: pytest.FixtureRequest):
+    if f"{test_a_page_can_be_followed.__name__}[{page}]" in {item.name for item in request.session.items}:
+        pytest.skip("the whole page is run")
     # Of the tutorial, which makes it by commands that are not quick.
     (clone / "all.csv").write_text("sentence,topic\n" + "it was good,good\nit was bad,bad\n" * 20)
     run_commands(clone, quick_commands(page), 60)

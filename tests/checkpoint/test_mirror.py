@@ -129,7 +129,8 @@ def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "the checkpoint of step 2 was downloaded" in text
 
 
-def test_damaged_copies_are_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("changes", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_damaged_copies_are_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: int):
     """Each file of the newest copy is damaged in many ways; the run takes the copy before it."""
     monkeypatch.setattr(mirror, "sync", lambda path: None)
     assert run(tmp_path, "training.stop_at_step=2") == ExitCode.STOPPED
@@ -148,7 +149,7 @@ def test_damaged_copies_are_never_used(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert fetched() == [2]
     for file, content in whole.items():
-        for change in range(40):
+        for change in range(changes):
             file.write_bytes(changed(content, change))
             assert fetched() == [1], (file, change)
         for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")):
@@ -244,7 +245,7 @@ def test_a_server_that_goes_away_in_a_download_has_no_damaged_copies(
     assert "skipped" not in text
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("resume", ["auto", pytest.param("never", marks=pytest.mark.slow)])
 def test_a_server_that_is_away_at_the_start_is_not_an_empty_place(
     tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str], resume: str
 ):

@@ -155,7 +155,6 @@ BARE = ("torchrun", "accelerate", "accelerate --cpu", "deepspeed --no_python", "
 """Cases that a file of `launchers/` starts in the same way."""
 UNDER_ZERO3 = ("accelerate_multi_gpu.yaml", "deepspeed.sh", "slurm.sbatch")
 """Cases that run the recipe with DeepSpeed's engine, which reads its own variables. The others use DDP."""
-QUICK = ("trainer",)
 NIGHTLY = ("accelerate_cpu.yaml", "accelerate_multi_node.yaml", "accelerate_multi_node.sh", "train.py")
 """Cases that differ from another one in a file only, and not in the variables that the ranks get."""
 TORCH_NODE = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{}"}
@@ -251,11 +250,7 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in QUICK else pytest.mark.nightly if n in NIGHTLY else pytest.mark.slow)
-        for n in CASES
-        if n not in BARE
-    ],
+    [pytest.param(n, marks=pytest.mark.nightly if n in NIGHTLY else pytest.mark.slow) for n in CASES if n not in BARE],
 )
 def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     case, folder, strategy = CASES[name], tmp_path / "run", "zero3" if name in UNDER_ZERO3 else "ddp"

@@ -108,7 +108,11 @@ def assert_same(recipe: Path, whole: Metrics) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "written"), [("hsdp", "dp_replicate 2 x dp_shard 2"), ("pipeline", "pp 2 x dp_replicate 2")]
+    ("layout", "written"),
+    [
+        ("hsdp", "dp_replicate 2 x dp_shard 2"),
+        pytest.param("pipeline", "pp 2 x dp_replicate 2", marks=pytest.mark.slow),
+    ],
 )
 def test_two_nodes_learn_what_one_process_learns(layout, written, nodes, one_process, tmp_path):
     recipe = write_tiny_run(tmp_path, parallel=LAYOUTS[layout])

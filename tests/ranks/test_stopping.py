@@ -128,12 +128,10 @@ class TestFiles:
             assert max(signal.valid_signals()) < STOP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "message"),
-    [
-        (signal.SIGUSR1, 75, "stopped by SIGUSR1 before the first step; nothing was lost\n"),
-        pytest.param(signal.SIGINT, 130, "", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGUSR1, 75, "stopped by SIGUSR1 before the first step; nothing was lost\n"), (signal.SIGINT, 130, "")],
 )
 def test_a_signal_at_an_import_of_the_start_ends_the_run(tmp_path, number, code, message):
     """torch ignores any error in its import of numpy, which a handler that raises would end up in."""

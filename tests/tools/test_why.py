@@ -50,7 +50,7 @@ def shape(words: list[str]) -> int:
         ("disk", 1, [], "rows"),
         pytest.param("none", 1, ["evaluation.every=1 step", "training.max_steps=30"], "evaluation", marks=SLOW),
         pytest.param("none", 1, ["training.micro_batch_size=1"], "host", marks=SLOW),
-        ("rank", 2, [], "waiting"),
+        pytest.param("rank", 2, [], "waiting", marks=SLOW),
         pytest.param("link", 2, [], "communication", marks=SLOW),
     ],
     ids=["slow disk", "evaluation at each step", "batches of one row", "slow rank", "slow link"],

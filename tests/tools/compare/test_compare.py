@@ -282,6 +282,7 @@ class TestResults:
         assert {name: (limit.loss, limit.grad_norm) for name, limit in cases.TOLERANCES.items()} == TOLERANCES
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_draws_the_page_without_errors_and_requests(trained: list[str], tmp_path: Path):
     one = comparison(tmp_path, ["parallel.strategy=ddp,fsdp,zero1", "model.dropout=0.1"])

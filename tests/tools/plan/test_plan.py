@@ -224,7 +224,7 @@ def test_recomputed_operations_have_the_types_of_the_device():
     assert seen == [torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_one_rank_shards_nothing(strategy: str):
     alone, sharded = (planned({"parallel": {"strategy": name}}, 1, 0) for name in ("ddp", strategy))
     assert sharded.resident > 0.95 * alone.resident
