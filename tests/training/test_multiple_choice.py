@@ -87,8 +87,8 @@ def test_the_code_of_the_model_card_predicts_as_the_command(tmp_path: Path, capf
     ("override", "problem"),
     [
         ('task.choices=["a","a"]', r'`task.choices` has "a" more than once'),
-        ("task.label=topics", r'`task.label` has the column "topics", which is also `task.choices`'),
-        ("task.question=sentence", r'`task.question` has the column "sentence", which is also `task.context`'),
+        ("task.label=topics", r'`task.label` is "topics", which is also `task.choices`'),
+        ("task.question=sentence", r'`task.question` is "sentence", which is also `task.context`'),
         ("task.blank=_", r"`task.blank` applies to questions, but `task.question` is null"),
         ('task.question_texts={"a":"b"}', r"`task.question_texts` applies to questions"),
     ],

@@ -130,7 +130,7 @@ def test_the_shipped_recipe_starts(tmp_path: Path):
     ("override", "problem"),
     [
         ("task.stride=128", r"`task.stride` must be below `data.max_length` 128, .* but is 128"),
-        ("task.context=question", r"`task.context` has the column \"question\", which is also `task.question`"),
+        ("task.context=question", r"`task.context` is \"question\", which is also `task.question`"),
         (
             "task.unanswerable=false",
             r"`task.metrics` has \"no_answer_f1\", which applies to questions without",

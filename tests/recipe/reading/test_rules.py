@@ -56,7 +56,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (["data.source=folder", "data.path=no"], "`data.path` is a folder that does not exist: {here}/no"),
         (
             ["task.type=seq2seq_lm", "task.target=source"],
-            '`task.target` is "source", which is also `task.source`; set the column of the target',
+            '`task.target` is "source", which is also `task.source`; name another column',
         ),
         (
             ["task.type=seq2seq_lm", "task.generation.early_stopping=true"],
@@ -103,7 +103,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (["task.class_weights.a=0"], '`task.class_weights` has the weight 0.0 for "a"; use a number above 0'),
         (
             ["task.type=image_classification", "task.label=image"],
-            '`task.label` is "image", which is also `task.image`; set the column of the label',
+            '`task.label` is "image", which is also `task.image`; name another column',
         ),
         (
             ["task.type=image_classification", "model.tokenizer=x/y"],
@@ -146,7 +146,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         (['task.text=["a", "a"]'], '`task.text` has the column "a" twice; a pair needs two columns'),
         (
             ["task.label=sentence"],
-            '`task.label` is "sentence", which is also in `task.text`; set the column of the label',
+            '`task.label` is "sentence", which is also `task.text`; name another column',
         ),
         (['task.metrics=["f1", "f1"]'], '`task.metrics` has "f1" more than once; remove one'),
         (['task.labels=["a", "b", "a"]'], '`task.labels` has "a" more than once; remove one'),

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
-from trainer.recipe.schema.section import Contradiction, Section, clash
+from trainer.recipe.schema.section import Contradiction, Section, clash, shared
 from trainer.recipe.schema.task_keys import TextKeys, VocabularyKeys
 
 
@@ -107,9 +107,8 @@ class CausalLM(VocabularyKeys):
             yield clash(f"is missing; a {given[0]} needs its {missing}", f"task.{missing}", *keys)
         elif given not in (["text"], ["messages"], ["prompt", "completion"]):
             yield clash("must be the only source of examples; set the others to null", *keys)
-        elif given == ["prompt", "completion"] and self.prompt == self.completion:
-            text = f"is {shown_value(self.completion)}, which is also `task.prompt`; set the column of the completion"
-            yield clash(text, "task.completion", "task.prompt")
+        else:
+            yield from shared({key: getattr(self, key) for key in given})
         if self.tools is not None and given == ["text"]:
             yield clash("applies to chats only; remove it", "task.tools", *keys)
         if self.tools is not None and self.tools in (self.messages, self.prompt, self.completion):
@@ -150,6 +149,4 @@ class Seq2SeqLM(VocabularyKeys):
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         yield from self.generation.contradictions()
-        if self.target == self.source:
-            text = f"is {shown_value(self.target)}, which is also `task.source`; set the column of the target"
-            yield clash(text, "task.target", "task.source")
+        yield from shared({"source": self.source, "target": self.target})

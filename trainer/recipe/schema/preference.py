@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.language import Generation
-from trainer.recipe.schema.section import Contradiction, Section, clash
+from trainer.recipe.schema.section import Contradiction, Section, clash, shared
 from trainer.recipe.schema.task_keys import TaskKeys, VocabularyKeys
 
 _BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
@@ -103,13 +102,7 @@ class Preference(VocabularyKeys):
                 f"applies to {other}, but `task.loss.type` is {kind}; remove it", f"task.{key}", "task.loss.type"
             )
         used = ["prompt", *(("completion", "label") if kind == "kto" else ("chosen", "rejected")), "tools"]
-        seen: dict[str, str] = {}
-        for key in used:
-            column = getattr(self, key)
-            if column is not None and column in seen:
-                text = f"is {shown_value(column)}, which is also `task.{seen[column]}`; name another column"
-                yield clash(text, f"task.{key}", f"task.{seen[column]}")
-            seen.setdefault(column, key)
+        yield from shared({key: getattr(self, key) for key in used})
         if kind == "kto" and self.prompt is None:
             yield clash(
                 "is null, but single answers have no common start; name a column", "task.prompt", "task.loss.type"
@@ -142,10 +135,4 @@ class RewardModel(TaskKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        seen: dict[str, str] = {}
-        for key in ("prompt", "chosen", "rejected", "margin"):
-            column = getattr(self, key)
-            if column is not None and column in seen:
-                text = f"is {shown_value(column)}, which is also `task.{seen[column]}`; name another column"
-                yield clash(text, f"task.{key}", f"task.{seen[column]}")
-            seen.setdefault(column, key)
+        yield from shared({key: getattr(self, key) for key in ("prompt", "chosen", "rejected", "margin")})

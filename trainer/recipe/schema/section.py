@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +79,16 @@ class Section(BaseModel):
 def repeated(key: str, values: Sequence[object]) -> Iterator[Contradiction]:
     for value in (value for value, count in Counter(values).items() if count > 1):
         yield clash(f"has {shown_value(value)} more than once; remove one", key)
+
+
+def shared(columns: Mapping[str, str | list[str] | None]) -> Iterator[Contradiction]:
+    """Yield the columns that several keys of `task` name."""
+    names = {key: {value} if isinstance(value, str) else {*(value or ())} for key, value in columns.items()}
+    for one, other in combinations(columns, 2):
+        for name in sorted(names[one] & names[other]):
+            has = "is" if columns[other] == name else "has the column"
+            text = f"{has} {shown_value(name)}, which is also `task.{one}`; name another column"
+            yield clash(text, f"task.{other}", f"task.{one}")
 
 
 def missing_folder(key: str, place: str | None) -> Iterator[Contradiction]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import combinations
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,17 +12,9 @@ from trainer.recipe.schema.fields import Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
-from trainer.recipe.schema.section import Contradiction, clash, repeated
+from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
 from trainer.recipe.sentence import HIGHEST_SCALE
-
-
-def _shared(columns: Mapping[str, list[str]]) -> Iterator[Contradiction]:
-    """Yield the columns that several keys of `task` name."""
-    for one, other in combinations(columns, 2):
-        for name in {*columns[one]} & {*columns[other]}:
-            text = f"has the column {shown_value(name)}, which is also `task.{one}`; name another"
-            yield clash(text, f"task.{other}", f"task.{one}")
 
 
 class SequenceClassification(ClassificationKeys, TextKeys):
@@ -192,10 +183,7 @@ class TokenClassification(TaskKeys):
             text = f"must be set with `task.tags`, or `task.text` with `task.spans`, but set is {found}"
             yield clash(text, *(f"task.{key}" for key in columns))
             return
-        one, other = written
-        if columns[one] == columns[other]:
-            text = f"is {shown_value(columns[other])}, which is also `task.{one}`; name another column"
-            yield clash(text, f"task.{other}", f"task.{one}")
+        yield from shared(columns)
 
 
 class QuestionAnswering(TaskKeys):
@@ -232,7 +220,7 @@ class QuestionAnswering(TaskKeys):
         yield from super().contradictions()
         answers = [self.answers] if isinstance(self.answers, str) else self.answers
         yield from repeated("task.answers", answers)
-        yield from _shared({"question": [self.question], "context": [self.context], "answers": answers})
+        yield from shared({"question": self.question, "context": self.context, "answers": answers})
         if self.unanswerable:
             return
         reason = (
@@ -273,8 +261,8 @@ class MultipleChoice(TaskKeys):
         yield from super().contradictions()
         choices = [self.choices] if isinstance(self.choices, str) else self.choices
         yield from repeated("task.choices", choices)
-        question = [] if self.question is None else [self.question]
-        yield from _shared({"context": [self.context], "question": question, "choices": choices, "label": [self.label]})
+        columns = {"context": self.context, "question": self.question, "choices": choices, "label": self.label}
+        yield from shared(columns)
         for key in self.changed("question_texts", "blank") if self.question is None else []:
             text = "applies to questions, but `task.question` is null; set that"
             yield clash(text, f"task.{key}", "task.question")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
-from trainer.recipe.schema.section import Contradiction, Section, clash, repeated
+from trainer.recipe.schema.section import Contradiction, Section, clash, repeated, shared
 
 TextColumns = Annotated[
     str | Annotated[list[str], Field(min_length=1, max_length=2)],
@@ -41,12 +41,10 @@ class TextKeys(TaskKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        columns, label = [self.text] if isinstance(self.text, str) else self.text, getattr(self, "label", None)
+        columns = [self.text] if isinstance(self.text, str) else self.text
         if len(set(columns)) < len(columns):
             yield clash(f"has the column {shown_value(columns[0])} twice; a pair needs two columns", "task.text")
-        if label in columns:
-            text = f"is {shown_value(label)}, which is also in `task.text`; set the column of the label"
-            yield clash(text, "task.label", "task.text")
+        yield from shared({"text": columns, "label": getattr(self, "label", None)})
 
 
 class ImageKeys(TaskKeys):
@@ -61,9 +59,7 @@ class ImageKeys(TaskKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        if getattr(self, "label", None) == self.image:
-            text = f"is {shown_value(self.image)}, which is also `task.image`; set the column of the label"
-            yield clash(text, "task.label", "task.image")
+        yield from shared({"image": self.image, "label": getattr(self, "label", None)})
 
 
 class ClassificationKeys(TaskKeys):
