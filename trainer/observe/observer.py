@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
@@ -107,51 +108,10 @@ class Observer:
 
 
 class Observers(Observer):
-    """All observers of this rank, called in turn."""
+    """All observers of this rank, called in turn at each event; the requests of an event are joined."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
-
-    def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
-        for observer in self._observers:
-            observer.preparing(what, done, total)
-
-    def start(self, run: RunInfo) -> None:
-        for observer in self._observers:
-            observer.start(run)
-
-    def doing(self, step: int, what: str) -> None:
-        for observer in self._observers:
-            observer.doing(step, what)
-
-    def step(self, record: StepRecord) -> Request | None:
-        return joined([observer.step(record) for observer in self._observers])
-
-    def bad_step(self, record: BadStepRecord) -> None:
-        for observer in self._observers:
-            observer.bad_step(record)
-
-    def evaluation_progress(self, done: int, total: int) -> None:
-        for observer in self._observers:
-            observer.evaluation_progress(done, total)
-
-    def evaluation(self, record: EvaluationRecord) -> Request | None:
-        return joined([observer.evaluation(record) for observer in self._observers])
-
-    def checkpoint(self, record: CheckpointRecord) -> Request | None:
-        return joined([observer.checkpoint(record) for observer in self._observers])
-
-    def logged(self, record: LoggedRecord) -> None:
-        for observer in self._observers:
-            observer.logged(record)
-
-    def note(self, text: str) -> None:
-        for observer in self._observers:
-            observer.note(text)
-
-    def flush(self) -> None:
-        for observer in self._observers:
-            observer.flush()
 
     def end(self, record: EndRecord) -> None:
         """Call all observers, even if one raises: the user must see the outcome."""
@@ -164,6 +124,18 @@ class Observers(Observer):
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.callback(observer.close)
+
+
+def _in_turn(event: str) -> Callable[..., Request | None]:
+    def call(self: Observers, *arguments: Any, **options: Any) -> Request | None:
+        return joined([getattr(observer, event)(*arguments, **options) for observer in self._observers])
+
+    return call
+
+
+for _event in vars(Observer):
+    if not _event.startswith("_") and _event not in vars(Observers):
+        setattr(Observers, _event, _in_turn(_event))
 
 
 @contextmanager

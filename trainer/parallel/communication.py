@@ -3,7 +3,7 @@
 They are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), of its sequence parallelism (Korthikanti et al.
 2022, arXiv:2205.05198) and of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). The ranks r of a group have x_r
 and compute y_r; dx_r and dy_r are gradients. `[r]` selects the positions of rank r, `[heads r]` its attention heads;
-`cat` joins those of all ranks.
+`cat` joins those of all ranks. dx_r has the shape of x_r, and dy_r that of y_r.
 
 | function               | forward               | backward                | y is used for                  |
 |------------------------|-----------------------|-------------------------|--------------------------------|
@@ -60,98 +60,52 @@ def in_product_type(x: Tensor) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Return `x`: y_r = x_r, dx_r = sum_s dy_s (`f` in Shoeybi et al. 2019, section 3).
-
-    `x`, y and the gradients have one shape; `x` is equal on all ranks.
-    """
+    """Return `x`, which is equal on all ranks (`f` in Shoeybi et al. 2019, section 3)."""
     return _apply(x, group, "copy_to_group")
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Return the sum over the ranks: y_r = sum_s x_s, dx_r = dy_r (`g` in Shoeybi et al. 2019, section 3).
-
-    `x`, y and the gradients have one shape; y and dy are equal on all ranks.
-    """
+    """Return the sum over the ranks (`g` in Shoeybi et al. 2019, section 3); the gradient is equal on all ranks."""
     return _apply(x, group, "reduce_from_group")
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
-    """Return all positions: y_r = cat_s x_s, dx_r = (sum_s dy_s)[r] (`g` in Korthikanti et al. 2022, section 4.2.2).
-
-    Args:
-        x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        total: the number of positions of the whole sequence.
-
-    Returns:
-        y, `[..., total, ...]`; dy has this shape and differs between the ranks.
-    """
+    """Return all positions, `[..., total, ...]`, from this rank's (`g` in Korthikanti et al. 2022, section 4.2.2)."""
     return _apply(x, group, "gather_sequence", dim, total)
 
 
 def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's positions of the sum: y_r = (sum_s x_s)[r], dx_r = cat_s dy_s.
-
-    Source: Korthikanti et al. 2022, section 4.2.2 (`g` with a bar).
-
-    Args:
-        x: partial sums of the whole sequence, `[..., total, ...]`; dx has this shape.
-
-    Returns:
-        y, `[..., part of total, ...]`; dy has this shape.
-    """
+    """Return this rank's positions of the sum of `x`, `[..., total, ...]` (`g` with a bar in Korthikanti et al.)."""
     return _apply(x, group, "scatter_sum_sequence", dim, x.shape[dim])
 
 
 def split_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's positions: y_r = x_r[r], dx_r = cat_s dy_s.
-
-    Args:
-        x: equal on all ranks, `[..., total, ...]`; dx has this shape.
-
-    Returns:
-        y, `[..., part of total, ...]`, a view of `x`; dy has this shape.
-    """
+    """Return this rank's positions of `x`, `[..., total, ...]`, which is equal on all ranks; the result is a view."""
     return _apply(x, group, "split_sequence", dim, x.shape[dim])
 
 
 def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
-    """Return all positions: y_r = cat_s x_s, dx_r = dy_r[r].
+    """Return all positions, `[..., total, ...]`, from this rank's.
 
     For work that every rank repeats, such as a pooler: dy is equal on all ranks, so its sum would be too large by a
     factor of the degree.
-
-    Args:
-        x: this rank's positions, `[..., part of total, ...]`; dx has this shape.
-        total: the number of positions of the whole sequence.
-
-    Returns:
-        y, `[..., total, ...]`; dy has this shape.
     """
     return _apply(x, group, "join_sequence", dim, total)
 
 
 def positions_to_heads(x: Tensor, group: Group, degree: int) -> Tensor:
-    """Return more positions of this rank's heads: y_r = cat_s x_s[heads r], dx_r = cat_s dy_s[r].
+    """Return more positions of this rank's heads, `[batch, heads / degree, positions * degree, head_dim]`.
 
-    Each `degree` consecutive ranks of the group exchange with each other only; r and s are their indices.
+    `x` has all heads of this rank's positions, `[batch, heads, positions, head_dim]`. Each `degree` consecutive ranks
+    of the group exchange with each other only; r and s are their indices. `degree` divides the heads and the ranks.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.1.
-
-    Args:
-        x: all heads of this rank's positions, `[batch, heads, positions, head_dim]`; dx has this shape.
-        degree: the number of ranks that exchange; it divides the heads and the ranks.
-
-    Returns:
-        y, `[batch, heads / degree, positions * degree, head_dim]`; dy has this shape.
     """
     return x if degree == 1 else _apply(x, group, "positions_to_heads", degree)
 
 
 def heads_to_positions(x: Tensor, group: Group, degree: int) -> Tensor:
-    """Return all heads of this rank's positions: y_r = cat_s x_s[r], dx_r = cat_s dy_s[heads r].
-
-    It is the inverse of `positions_to_heads`, with the same shapes in the other order.
-    """
+    """Return all heads of this rank's positions: the inverse of `positions_to_heads`."""
     return x if degree == 1 else _apply(x, group, "heads_to_positions", degree)
 
 
