@@ -19,7 +19,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.data import loader
 from trainer.data.cache import EntryWriter, open_entry
 from trainer.data.collate import Padding
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.loader import EvalLoader, SplitRows, TrainLoader
 from trainer.data.order import GlobalOrder
 from trainer.data.split import EncodedSplit
 from trainer.recipe.plan import BatchPlan
@@ -46,7 +46,8 @@ def train_loader(split, data_rank=0, ranks=1, micro_batch_size=4, grouped=True, 
     size = 12
     plan = BatchPlan(size, ranks, micro_batch_size, -(-size // ranks // micro_batch_size))
     order = GlobalOrder(len(split), split.lengths if grouped else None, size, seed=5)
-    return TrainLoader(split, order, plan, data_rank, PADDING, total_steps, **keys)
+    rows = SplitRows(split, order, keys.pop("start_sample", 0))
+    return TrainLoader(rows, plan, data_rank, PADDING, total_steps, **keys)
 
 
 def real_rows(rank_batch):

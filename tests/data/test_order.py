@@ -124,7 +124,7 @@ class TestComputedOrder:
     def test_with_the_permutations_of_the_array_it_is_the_order_of_the_array(self, monkeypatch, num_rows):
         class Permutation:
             def __init__(self, size, draws):
-                self.images = order_module._permutation(draws, size)
+                self.images = order_module.permutation(draws, size)
 
             def __call__(self, numbers):
                 return self.images[numbers]

@@ -235,7 +235,11 @@ def open_entry(folder: Path, verify: bool = False) -> EncodedSplit:
 
 
 def open_or_write(
-    cache: Path, key: str, write: Callable[[EntryWriter], None], own_lengths: Sequence[str] = ()
+    cache: Path,
+    key: str,
+    write: Callable[[EntryWriter], None],
+    own_lengths: Sequence[str] = (),
+    lock: str | None = None,
 ) -> EncodedSplit:
     """Return the entry `key` of a cache; write it first if it is missing or damaged.
 
@@ -246,6 +250,7 @@ def open_or_write(
         key: the key of the entry, which covers everything that determines its content.
         write: adds the rows of the entry to a writer.
         own_lengths: the names of columns with lengths of their own.
+        lock: the name of a lock that entries share; None: the entry has its own.
 
     Raises:
         UsageError: the cache cannot be written.
@@ -258,7 +263,7 @@ def open_or_write(
         pass  # the holder of the lock checks the entry again and writes it
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        with FileLock(cache / f"{lock or key}.lock"):
             return _open_or_write(folder, write, own_lengths)
     except OSError as error:
         raise storage_error(

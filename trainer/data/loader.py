@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,47 +31,101 @@ from trainer.recipe.plan import BatchPlan
 _DEATH_SECONDS = 1.0  # time for a worker to exit after its connection has closed
 
 
-class TrainLoader:
-    """Loader of this rank's part of the remaining global batches.
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one global batch.
 
-    Every iteration starts at `start_sample`.
+    Attributes:
+        split: the split that holds them.
+        row_ids: their indices in it, in the order of the batch.
+        draw: the number of the draw of masks, which differs if rows come again.
+        place: the place of the next row of a stream; None: the number of consumed rows tells it.
+    """
+
+    split: EncodedSplit
+    row_ids: IndexArray
+    draw: int
+    place: tuple[int, int, int] | None = None
+
+
+class TrainingRows(Protocol):
+    """The rows of all global batches."""
+
+    def first_step(self) -> int:
+        """Return the number of the first step that is left, from 0."""
+        ...
+
+    def row_ids(self, step: int) -> IndexArray:
+        """Return the numbers of the rows of a global batch in the training split."""
+        ...
+
+    def of_step(self, step: int) -> StepRows:
+        """Return the rows of a global batch."""
+        ...
+
+
+class SplitRows:
+    """The rows of all global batches of an encoded split.
 
     Args:
         split: the training split.
         order: the order of its rows.
+        start_sample: the number of rows consumed before, over all ranks and epochs.
+
+    Raises:
+        UsageError: no global batch starts at `start_sample`.
+    """
+
+    def __init__(self, split: EncodedSplit, order: GlobalOrder, start_sample: int = 0) -> None:
+        self._split, self._order = split, order
+        epoch, index = order.position(start_sample)
+        self._first_step = epoch * order.steps_per_epoch + index
+
+    def first_step(self) -> int:
+        return self._first_step
+
+    def row_ids(self, step: int) -> IndexArray:
+        return self._order.batch(*divmod(step, self._order.steps_per_epoch))
+
+    def of_step(self, step: int) -> StepRows:
+        return StepRows(self._split, self.row_ids(step), step // self._order.steps_per_epoch)
+
+
+class TrainLoader:
+    """Loader of this rank's part of the remaining global batches.
+
+    Every iteration starts at the first step of `rows`.
+
+    Args:
+        rows: the rows of the global batches.
         plan: the sizes of batches and microbatches.
         data_rank: the data-parallel rank; ranks of one model replica share it.
         batching: the conversion of rows to tensors.
         total_steps: the number of optimizer steps of the whole training, with those already done.
-        start_sample: the number of rows consumed before, over all ranks and epochs.
         num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
         masking: makes labels from tokens, different ones in each epoch; None: the split has labels.
         ahead_to: the GPU to which microbatches are copied one ahead, from page-locked memory; None: none begin here.
 
     Raises:
-        UsageError: no global batch starts at `start_sample`, or a row is longer than a microbatch.
+        UsageError: a row is longer than a microbatch.
         TrainerError: a worker died during the iteration.
     """
 
     def __init__(
         self,
-        split: EncodedSplit,
-        order: GlobalOrder,
+        rows: TrainingRows,
         plan: BatchPlan,
         data_rank: int,
         batching: Batching,
         total_steps: int,
-        start_sample: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
         masking: TokenMasking | None = None,
         ahead_to: torch.device | None = None,
     ) -> None:
-        epoch, index = order.position(start_sample)
-        self._steps = range(epoch * order.steps_per_epoch + index, total_steps)
-        require_fitting_rows(split, plan)
-        self._batches = _TrainBatches(split, order, plan, data_rank, batching, masking)
+        self._steps = range(rows.first_step(), total_steps)
+        self._batches = _TrainBatches(rows, plan, data_rank, batching, masking)
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._ahead_to = ahead_to
@@ -82,7 +136,7 @@ class TrainLoader:
 
     def row_ids(self, step: int) -> list[int]:
         """Return the split indices of the rows of the global batch of `step` (from 0), over all ranks."""
-        return [int(row) for row in self._batches.row_ids(step)]
+        return [int(row) for row in self._batches.rows.row_ids(step)]
 
     def batch(self, step: int) -> RankBatch:
         """Return the part of this rank of the global batch of `step` (from 0); without workers, iterations share it."""
@@ -142,15 +196,20 @@ class EvalLoader:
         return _load(self._batches, range(len(self)), self._num_workers, self._pin_memory)
 
 
-def require_fitting_rows(split: EncodedSplit, plan: BatchPlan) -> None:
+def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArray | None = None) -> None:
     """Refuse training rows with more tokens than a microbatch may have.
+
+    Args:
+        split: the training split.
+        plan: the size of a microbatch.
+        row_ids: the rows to look at; None: all.
 
     Raises:
         UsageError: there is one.
     """
     if plan.micro_batch_tokens is None:
         return
-    tokens = split.widths(np.arange(len(split)), padded=not plan.packs).sum(axis=1)
+    tokens = split.widths(np.arange(len(split)) if row_ids is None else row_ids, padded=not plan.packs).sum(axis=1)
     longest = int(tokens.argmax())
     if tokens[longest] > plan.micro_batch_tokens:
         raise UsageError(
@@ -163,42 +222,38 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan) -> None:
 class _TrainBatches:
     """This rank's part of each global batch, indexed by the step from 0."""
 
-    split: EncodedSplit
-    order: GlobalOrder
+    rows: TrainingRows
     plan: BatchPlan
     data_rank: int
     batching: Batching
     masking: TokenMasking | None
     made: dict[int, RankBatch] = field(default_factory=dict)  # by step, until they are used
 
-    def row_ids(self, step: int) -> IndexArray:
-        """Return the rows of the whole global batch, in order."""
-        return self.order.batch(*divmod(step, self.order.steps_per_epoch))
-
     def __getitem__(self, step: int) -> RankBatch:
         if step in self.made:
             return self.made.pop(step)
-        epoch = step // self.order.steps_per_epoch
-        row_ids = self.row_ids(step)
-        chunks = self._chunks(row_ids)
+        found = self.rows.of_step(step)
+        split, row_ids = found.split, found.row_ids
+        require_fitting_rows(split, self.plan, row_ids)
+        chunks = self._chunks(split, row_ids)
         together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
         microbatches = [
             collate(
-                self.split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, epoch, together
+                split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, found.draw, together
             )
             for one in chunks
         ]
-        return RankBatch(microbatches, num_rows=len(row_ids), num_tokens=self.split.num_tokens(row_ids))
+        return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), found.place)
 
-    def _chunks(self, row_ids: IndexArray) -> list[RowChunk]:
+    def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
         """Return this rank's microbatches of a global batch."""
         plan = self.plan
         if plan.micro_batch_tokens is not None:
-            widths = self.split.widths(row_ids, padded=not plan.packs)
+            widths = split.widths(row_ids, padded=not plan.packs)
             return partition_by_tokens(
                 widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
             )
-        shortest = int(self.split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
+        shortest = int(split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
         return partition(len(row_ids), self.data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
 
 

@@ -51,18 +51,7 @@ class Mixture:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.num_rows = sum(sizes)
-        self.counts = _shares(self.num_rows, weights)
-        for index, (count, size) in enumerate(zip(self.counts, sizes, strict=True)):
-            if not size:
-                raise UsageError(
-                    f"`data.mixture[{index}]` must be the weight of rows to train on, but its files have none; remove"
-                    " them, or hold fewer rows out in `data.validation`"
-                )
-            if not count:
-                raise UsageError(
-                    f"`data.mixture[{index}]` must be at least one row's share of an epoch of {self.num_rows:,} rows,"
-                    f" but is {weights[index]}; use a larger weight"
-                )
+        self.counts = shares_of_sources(sizes, weights)
         self._sizes = sizes
         self._first_rows = np.cumsum([0, *sizes])
         self._first_numbers = np.cumsum([0, *self.counts])
@@ -95,6 +84,32 @@ class _MixedLengths:
 
     def __getitem__(self, numbers: IndexArray) -> IndexArray:
         return self._lengths[self._mixture.rows(self._epoch, numbers)]
+
+
+def shares_of_sources(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the number of rows that an epoch of a mixture has of each source.
+
+    Args:
+        sizes: the number of rows of each source; an epoch has as many as all together.
+        weights: the weight of each source.
+
+    Raises:
+        UsageError: a source has no row, or its share is none.
+    """
+    total = sum(sizes)
+    counts = _shares(total, weights)
+    for index, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+        if not size:
+            raise UsageError(
+                f"`data.mixture[{index}]` must be the weight of rows to train on, but its files have none; remove"
+                " them, or hold fewer rows out in `data.validation`"
+            )
+        if not count:
+            raise UsageError(
+                f"`data.mixture[{index}]` must be at least one row's share of an epoch of {total:,} rows,"
+                f" but is {weights[index]}; use a larger weight"
+            )
+    return counts
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -179,14 +194,14 @@ class _ArrayOrder:
 
     def __init__(self, num_rows: int, lengths: Lengths | None, size: int, draws: np.random.Philox) -> None:
         self._size = size
-        self._rows = _permutation(draws, num_rows)
+        self._rows = permutation(draws, num_rows)
         if lengths is None:
             return
         num_whole = num_rows // size
         batches = _sorted_in_mega_batches(self._rows[: num_whole * size], lengths, size).reshape(num_whole, size)
         ragged = self._rows[num_whole * size :]
         ragged = ragged[np.argsort(lengths[ragged], kind="stable")]
-        self._rows = np.concatenate([batches[_permutation(draws, num_whole)].reshape(-1), ragged])
+        self._rows = np.concatenate([batches[permutation(draws, num_whole)].reshape(-1), ragged])
 
     def batch(self, index: int) -> IndexArray:
         return self._rows[index * self._size : (index + 1) * self._size]
@@ -266,7 +281,8 @@ def _once(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
     return left * num_right + right
 
 
-def _permutation(draws: np.random.Philox, size: int) -> IndexArray:
+def permutation(draws: np.random.Philox, size: int) -> IndexArray:
+    """Return a shuffled order of the numbers below `size`, which is the same with every version of numpy."""
     # The raw bits of numpy's bit generators are the same in every version; `Generator.permutation` is not.
     return np.argsort(draws.random_raw(size), kind="stable")
 

@@ -135,6 +135,47 @@ def _with_array(reopen: Callable[[], EncodedSplit], name: str, values: FlatArray
     return reopen().with_array(name, values)
 
 
+def joined_rows(parts: Sequence[tuple[EncodedSplit, IndexArray]]) -> EncodedSplit:
+    """Return rows of several splits with the same columns as a split in memory.
+
+    Args:
+        parts: splits, and the indices of their rows, at least one over all.
+    """
+    parts = [(split, rows) for split, rows in parts if len(rows)]
+    first = parts[0][0]
+    tokens: dict[str, list[FlatArray]] = {name: [] for name in first.tokens}
+    ragged: dict[str, list[FlatArray]] = {name: [] for name in first.ragged}
+    lengths, of_ragged = [], {name: [np.zeros(1, np.int64)] for name in first.ragged}
+    for split, rows in parts:
+        texts = split.texts_of(rows).ravel()
+        places = _places(split.offsets, texts)
+        lengths.append(split.offsets[texts + 1] - split.offsets[texts])
+        for name, found in tokens.items():
+            found.append(split.tokens[name][places])
+        for name, found in ragged.items():
+            column = split.ragged[name]
+            of_ragged[name].append(column.lengths_of(rows))
+            found.append(column.values[_places(column.offsets, rows)])
+    return EncodedSplit(
+        np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
+        {name: np.concatenate(found) for name, found in tokens.items()},
+        {name: np.concatenate([split.scalars[name][rows] for split, rows in parts]) for name in first.scalars},
+        content_hash="",
+        arrays={name: np.concatenate([split.arrays[name][rows] for split, rows in parts]) for name in first.arrays},
+        ragged={
+            name: Ragged(np.cumsum(np.concatenate(of_ragged[name])), np.concatenate(found))
+            for name, found in ragged.items()
+        },
+        texts_per_row=first.texts_per_row,
+    )
+
+
+def _places(offsets: IndexArray, owners: IndexArray) -> IndexArray:
+    """Return the places of the values of owners in a flat column, owner after owner."""
+    starts, ends = offsets[owners], offsets[owners + 1]
+    return np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+
+
 def encode_rows(
     rows: Dataset, first_row: int, encode: Callable[[Dataset, int], dict[str, list[Any]]]
 ) -> dict[str, list[Any]]:

@@ -36,7 +36,7 @@ _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process
 _PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
 _MOST_SPECIAL = 4  # tokens that tokenizers add to a text or a pair, such as `<s></s></s></s>`
-_LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common")
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common")
 _PLACE_AND_CALLS = {
     "name_or_path", "is_local", "local_files_only", "init_kwargs", "cache", "deprecation_warnings", "verbose"
 }  # fmt: skip
@@ -63,6 +63,9 @@ class RowEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def keeps_rows(self) -> bool: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
@@ -141,10 +144,10 @@ def encode_split(
 
     key = entry_key(
         encoder,
-        _LIBRARIES,
+        LIBRARIES,
         rows=hash_rows(rows),
         sources=split.sources,
-        tokenizer=_tokenizer_digest(tokenizer),
+        tokenizer=tokenizer_digest(tokenizer),
         max_length=max_length,
     )
     encoded = open_or_write(cache, key, write, encoder.own_lengths)
@@ -215,7 +218,7 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of everything that a tokenizer holds, except for its place and its state of earlier calls."""
     state: dict[str, Any] = tokenizer.__reduce_ex__(4)[2]
     files = {*tokenizer.vocab_files_names, "tokenizer_file"}

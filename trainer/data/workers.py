@@ -45,7 +45,7 @@ def ordered_results(
     connections: list[Connection] = []
     workers: list[multiprocessing.process.BaseProcess] = []
     try:
-        with stop_signals_held(), _one_thread_of_tokenizers():
+        with stop_signals_held(), one_thread_of_tokenizers():
             for place in range(num_processes):
                 here, there = context.Pipe(duplex=False)
                 connections.append(here)
@@ -96,7 +96,7 @@ def _death(code: int, num_processes: int, key: str) -> str:
 
 
 @contextmanager
-def _one_thread_of_tokenizers() -> Iterator[None]:
+def one_thread_of_tokenizers() -> Iterator[None]:
     """Let the processes that start in this context tokenise in one thread each."""
     before = os.environ.get(_SETTING)
     os.environ[_SETTING] = "false"

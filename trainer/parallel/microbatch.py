@@ -188,12 +188,14 @@ class RankBatch:
     """One rank's part of one global batch.
 
     All ranks have the same number of microbatches in a step. `num_rows` and `num_tokens` (without padding) count the
-    global batch over all ranks, without communication.
+    global batch over all ranks, without communication. `place` is the place of the next row of a stream: its epoch, its
+    window and the row in this window.
     """
 
     microbatches: list[Microbatch]
     num_rows: int
     num_tokens: int
+    place: tuple[int, int, int] | None = None
 
     def pin_memory(self) -> RankBatch:
         return replace(self, microbatches=[microbatch.pin_memory() for microbatch in self.microbatches])

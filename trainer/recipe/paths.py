@@ -8,6 +8,11 @@ KeyPath = tuple[str | int, ...]
 """Path from the recipe to a value: keys of objects and indices of lists."""
 
 
+def is_url(place: str) -> bool:
+    """Return whether a place is a URL, such as `s3://bucket/part.parquet`, and no path of this machine."""
+    return "://" in place
+
+
 def dotted(path: KeyPath) -> str:
     """Return the path as users write it: `task.metrics[1]`."""
     text = ""

@@ -141,6 +141,10 @@ class CausalLMTask(TokenLabels):
         return self.packing == "documents"
 
     @property
+    def keeps_rows(self) -> bool:
+        return not isinstance(self.examples, TextColumn) and self.train_on != "each"
+
+    @property
     def generates(self) -> bool:
         return self.continues
 

@@ -350,6 +350,11 @@ class TextTask(Task):
     labels_are_tokens = False
     own_lengths: tuple[str, ...] = ()
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether `encode` returns one row for each row that it gets."""
+        return True
+
     def for_split(self, rows: Dataset, first_row: int) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split.
 

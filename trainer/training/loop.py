@@ -258,6 +258,7 @@ class Loop:
         self.progress.step += 1
         self.progress.samples += batch.num_rows
         self.progress.tokens += batch.num_tokens
+        self.progress.place = batch.place
         self.meter.add(batch.num_rows, batch.num_tokens)
         if not self.recipe.data.packing:
             hidden, places = positions(batch.microbatches)

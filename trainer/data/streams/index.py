@@ -1,0 +1,268 @@
+"""The index of a shard: the parts from which reading can begin, with their rows; and the reading of rows from there.
+
+The parts of Parquet are its row groups, which its footer names. Those of JSON Lines are runs of lines of about 4 MiB;
+one pass over the shard finds them, and the cache keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.base.digests import digest_of
+from trainer.base.disk import read_plain, replace_text
+from trainer.base.errors import DataError
+from trainer.data.formats.base import chat_features
+from trainer.data.order import IndexArray
+from trainer.data.streams.shards import Shard
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
+_LONGEST_LINE = 64 << 20
+_BUFFER_BYTES = 1 << 20
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, before the first line
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The parts of a shard.
+
+    Attributes:
+        starts: the row group or the first byte of each part.
+        ends: the number of rows up to the end of each part.
+    """
+
+    shard: Shard
+    starts: IndexArray
+    ends: IndexArray
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def part_of(self, row: int) -> int:
+        """Return the part of a row of the shard."""
+        return int(np.searchsorted(self.ends, row, side="right"))
+
+    def first_row(self, part: int) -> int:
+        """Return the first row of a part."""
+        return int(self.ends[part - 1]) if part else 0
+
+
+def index_of(shard: Shard, cache: Path) -> ShardIndex:
+    """Return the index of a shard, from the cache if it is there.
+
+    Raises:
+        DataError: the shard is damaged, or holds other lines than JSON objects.
+        TrainerError: it cannot be read.
+        OSError: the cache cannot be written.
+    """
+    kept = cache / f"index-{digest_of([shard.place, shard.size, shard.stamp, shard.file_format])[:32]}.json"
+    try:
+        pairs = np.array(json.loads(read_plain(kept)), np.int64).reshape(-1, 2)
+        if (pairs[:, 1] < 1).any() or (np.diff(pairs[:, 0], prepend=-1) < 1).any():
+            raise ValueError
+    except (OSError, ValueError, TypeError):
+        found = _row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard)
+        pairs = np.array([pair for pair in found if pair[1]], np.int64).reshape(-1, 2)
+        replace_text(kept, json.dumps(pairs.tolist()))
+    return ShardIndex(shard, pairs[:, 0], np.cumsum(pairs[:, 1]))
+
+
+def _row_groups(shard: Shard) -> list[tuple[int, int]]:
+    def begin(_: int) -> Iterator[list[tuple[int, int]]]:
+        with _parquet(shard) as file:
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            yield [(number, group.num_rows) for number, group in enumerate(groups)]
+
+    return next(shard.resumed(0, begin, len))
+
+
+def _line_runs(shard: Shard) -> Iterator[tuple[int, int]]:
+    """Yield the first byte of each run of lines, and its number of rows; empty lines are none."""
+    start, rest = 0, b""
+    for block in chain(shard.blocks(0), [b""]):
+        data = rest + (block or (b"\n" if rest else b""))
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) > _LONGEST_LINE:
+            raise _no_object(shard, start, "is longer than 64 MiB")
+        rest = data[end:]
+        if end:
+            yield start, _count_rows(shard, start, data[:end])
+        start += end
+
+
+def _count_rows(shard: Shard, start: int, lines: bytes) -> int:
+    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == ord("\n"))
+    begins = np.concatenate([[0], ends[:-1] + 1])
+    others = np.flatnonzero(np.frombuffer(lines, np.uint8)[begins] != ord("{"))
+    num_empty = 0
+    for line in others.tolist():
+        text = _stripped(lines[begins[line] : ends[line]])
+        num_empty += not text
+        if text and not text.startswith(b"{"):
+            raise _no_object(shard, start + int(begins[line]), f"begins with {text[:20].decode(errors='replace')!r}")
+    return len(ends) - num_empty
+
+
+def _stripped(line: bytes) -> bytes:
+    return line.removeprefix(_MARK).strip()
+
+
+def _no_object(shard: Shard, offset: int, how: str) -> DataError:
+    return DataError(
+        f"`data.train` must hold JSON Lines with `data.streaming`, one object on each line, but the line of `{shard}`"
+        f" at byte {offset:,} {how}; convert the file"
+    )
+
+
+@contextmanager
+def _parquet(shard: Shard) -> Iterator[Any]:
+    """Open a Parquet shard, of which pages are read as they are needed."""
+    from pyarrow.parquet import ParquetFile
+
+    with shard.open() as raw, ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+        yield file
+
+
+class RowReader:
+    """Reads rows of shards, and goes on where it stopped, if the next rows follow in the same part or the next one.
+
+    Args:
+        shards: the indices of the shards.
+        columns: the columns to read; None: all.
+        features: the types of columns of JSON Lines; None: those of the rows.
+    """
+
+    def __init__(
+        self, shards: Sequence[ShardIndex], columns: Sequence[str] | None = None, features: Features | None = None
+    ) -> None:
+        self._shards = shards
+        self._columns = columns
+        self._features = features
+        self._rows: Iterator[Dataset] = iter(())
+        self._place: tuple[int, int] = (-1, 0)  # the shard of `_rows`, and its next row
+        self._left: Dataset | None = None  # rows at this place
+
+    def read(self, number: int, start: int, stop: int) -> Iterator[tuple[int, Dataset]]:
+        """Yield rows of a shard, from row `start` to `stop`, with the number of the first one in the shard.
+
+        Raises:
+            DataError: the shard is damaged, has changed, or a value has another type than those before.
+            TrainerError: the shard cannot be read.
+        """
+        index = self._shards[number]
+        shard, row = self._place
+        if shard != number or row > start or index.part_of(start) > index.part_of(row) + 1:
+            self._rows, self._left = self._begin(index, start), None
+            self._place = (number, start)
+        while (row := self._place[1]) < stop:
+            rows = self._left if self._left is not None else next(self._rows, None)
+            if rows is None:
+                raise DataError(
+                    f"`{index.shard}` must stay as it is during a run, but has fewer than its {index.num_rows:,} rows;"
+                    " restore it, or start a new run"
+                )
+            end = row + len(rows)
+            self._left = rows.select(range(stop - row, len(rows))) if end > stop else None
+            self._place = (number, min(end, stop))
+            if end > start:
+                first = max(row, start)
+                yield first, rows.select(range(first - row, min(end, stop) - row))
+
+    def _begin(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
+        """Yield the rows of a shard from a row on, in parts."""
+        begin = self._parquet_rows if index.shard.file_format == "parquet" else self._json_rows
+        return index.shard.resumed(start, lambda row: begin(index, row), len)
+
+    def _parquet_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+        from pyarrow import Table
+
+        if start >= index.num_rows:
+            return
+        first = index.part_of(start)
+        with _parquet(index.shard) as file:
+            names = file.schema_arrow.names
+            columns = names if self._columns is None else list(self._columns)
+            if missing := [name for name in columns if name not in names]:
+                raise DataError(
+                    f"`data.train` must name shards with the same columns, but `{index.shard}` has no {missing[0]}, only"
+                    f" {', '.join(names)}; rename columns, or leave the shard out"
+                )
+            skip = start - index.first_row(first)
+            for part in range(first, len(index.starts)):
+                group = int(index.starts[part])
+                facts = file.metadata.row_group(group)
+                at_once = _rows_at_once(facts.total_byte_size / max(1, facts.num_rows))
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
+                    if len(batch) <= skip:
+                        skip -= len(batch)
+                        continue
+                    yield Dataset(InMemoryTable(Table.from_batches([batch.slice(skip)])))
+                    skip = 0
+
+    def _json_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
+        if start >= index.num_rows:
+            return
+        part = index.part_of(start)
+        skip = start - index.first_row(part)
+        lines: list[bytes] = []
+        size, row = 0, start
+        for line in _lines(index.shard, int(index.starts[part])):
+            if skip:
+                skip -= 1
+                continue
+            lines.append(line)
+            size += len(line)
+            if len(lines) == _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield self._parsed(index.shard, lines, row)
+                row += len(lines)
+                lines, size = [], 0
+        if lines:
+            yield self._parsed(index.shard, lines, row)
+
+    def _parsed(self, shard: Shard, lines: Sequence[bytes], first_row: int) -> Dataset:
+        """Return the rows of lines; `first_row` is that of the first line in the shard."""
+        import datasets
+
+        rows = []
+        for number, line in enumerate(lines, start=first_row + 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"row {number} of `{shard}` is not JSON: {error}; correct the line") from error
+            rows.append(row if self._columns is None else {name: row.get(name) for name in self._columns})
+        try:
+            found = datasets.Dataset.from_list(rows, features=self._features)
+            chats = chat_features(found.features) if self._features is None else None
+            return datasets.Dataset.from_list(rows, features=chats) if chats else found
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"rows {first_row + 1:,} to {first_row + len(rows):,} of `{shard}` must have values of the same types as"
+                f" the first rows of the stream, but have others: {error}; write the values alike"
+            ) from error
+
+
+def _rows_at_once(row_bytes: float) -> int:
+    return int(min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // max(1, row_bytes))))
+
+
+def _lines(shard: Shard, start: int) -> Iterator[bytes]:
+    """Yield the lines from a byte on that are not empty."""
+    rest = b""
+    for block in shard.blocks(start):
+        *whole, rest = (rest + block).split(b"\n")
+        yield from filter(None, map(_stripped, whole))
+    if text := _stripped(rest):
+        yield text

@@ -1,0 +1,155 @@
+"""Shards of a stream: Parquet or JSON Lines files at any place that fsspec opens, and reading with retries."""
+
+from __future__ import annotations
+
+import glob
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.text import without_secrets
+from trainer.data.formats.base import reason
+from trainer.data.formats.table import FORMAT_OF_ENDING
+from trainer.recipe.paths import is_url
+
+RETRIES, FIRST_WAIT = 5, 1.0
+"""A failed read is tried again so many times, after so many seconds, each time after twice as many: 31 s in all."""
+
+_KEY = "data.train"
+_BLOCK_BYTES = 4 << 20
+_DAMAGED = (ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
+"""Errors that another try does not mend; those of pyarrow are `ValueError`s."""
+_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+
+Item = TypeVar("Item")
+ShardFormat = Literal["json", "parquet"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of rows.
+
+    Attributes:
+        place: its path or its URL.
+        stamp: changes with its content, if its file system tells.
+    """
+
+    place: str
+    size: int
+    stamp: str
+    file_format: ShardFormat
+
+    def __str__(self) -> str:
+        return without_secrets(self.place)
+
+    def open(self) -> Any:
+        """Open the bytes of the shard, from any place."""
+        from fsspec.core import url_to_fs
+
+        files, path = url_to_fs(self.place)  # anew in each process: connections do not survive a fork
+        return files.open(path, "rb", block_size=_BLOCK_BYTES)
+
+    def resumed(
+        self, start: int, begin: Callable[[int], Iterator[Item]], size: Callable[[Item], int]
+    ) -> Iterator[Item]:
+        """Yield the items of `begin(start)`; after an error, those of `begin` at the end of the last item.
+
+        Raises:
+            DataError: the shard is damaged or missing.
+            TrainerError: it cannot be read after `RETRIES` further tries.
+        """
+        failures = 0
+        while True:
+            try:
+                for item in begin(start):
+                    start, failures = start + size(item), 0
+                    yield item
+                return
+            except TrainerError:
+                raise
+            except _DAMAGED as error:
+                raise DataError(
+                    f"`{_KEY}` must hold {self.file_format} that can be read, but `{self}` cannot: {reason(error)}"
+                ) from error
+            except Exception as error:  # the classes differ between file systems
+                problem = f"`{self}` of `{_KEY}` cannot be read: {reason(error)}"
+                if failures == RETRIES:
+                    raise TrainerError(
+                        f"{problem}; gave up after {RETRIES} retries in {FIRST_WAIT * (2**RETRIES - 1):.0f} s; restore"
+                        " the access and start again, which resumes from the last checkpoint"
+                    ) from error
+                wait = FIRST_WAIT * 2**failures
+                failures += 1
+                sys.stderr.write(f"{problem}; retry {failures} of {RETRIES} in {wait:.0f} s\n")
+                time.sleep(wait)
+
+    def blocks(self, start: int) -> Iterator[bytes]:
+        """Yield the bytes from an offset on, in parts; see `resumed`."""
+
+        def begin(offset: int) -> Iterator[bytes]:
+            with self.open() as file:
+                file.seek(offset)
+                while block := file.read(_BLOCK_BYTES):
+                    yield block
+
+        return self.resumed(start, begin, len)
+
+
+def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Shard]:
+    """Return the shards that paths, URLs and patterns name, those of each pattern in order.
+
+    Args:
+        names: the paths, URLs and patterns.
+        file_format: the format of all of them; None: their endings tell it.
+
+    Raises:
+        DataError: there is no such file, or its format cannot be streamed.
+        UsageError: a package for the protocol is missing.
+        TrainerError: the place does not answer.
+    """
+    return [shard for name in names for shard in _found(name, file_format)]
+
+
+def _found(name: str, file_format: str | None) -> Iterator[Shard]:
+    from fsspec.core import url_to_fs
+
+    shown = without_secrets(name)
+    try:
+        files, path = url_to_fs(name)
+        found = files.glob(path, detail=True) if glob.has_magic(path) else {path: files.info(path)}
+    except (ImportError, ValueError) as error:
+        raise UsageError(
+            f"`{_KEY}` must name places that fsspec can open, but names {shown}: {reason(error)}; install its package,"
+            " such as s3fs for s3:// and gcsfs for gs://"
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`") from error
+    except Exception as error:  # the classes differ between file systems
+        raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
+    shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
+    if not shards:
+        raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`")
+    for place, info in shards.items():
+        if info.get("size") is None:
+            raise DataError(
+                f"`{_KEY}` must name shards that can be read from any byte, but the server of `{shown}` does not state"
+                " their size; use a server with range requests"
+            )
+        stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
+        full = str(files.unstrip_protocol(place)) if is_url(name) else place
+        yield Shard(full, int(info["size"]), stamp, _format(place, file_format))
+
+
+def _format(place: str, given: str | None) -> ShardFormat:
+    name = place.lower()
+    found = given or next((kind for end, kind in FORMAT_OF_ENDING.items() if name.endswith(end)), None)
+    if found == "json" or found == "parquet":
+        return found
+    raise DataError(
+        f"`{_KEY}` must name Parquet or JSON Lines (.parquet, .jsonl) with `data.streaming`, but names"
+        f" `{without_secrets(place)}`; convert it: other files, and those that are compressed as a whole, cannot be"
+        " read from the middle"
+    )

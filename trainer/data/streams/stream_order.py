@@ -1,0 +1,90 @@
+"""The global batches of a stream: consecutive shuffled rows of its windows. World size and workers have no effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainer.base.errors import DataError
+from trainer.data.loader import StepRows
+from trainer.data.order import IndexArray
+from trainer.data.streams.streamed_split import StreamedSplit
+
+Part = tuple[int, int, int, int]
+"""Rows of a window: epoch, window, start and stop."""
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """The place of the next row of a training: an epoch, a window of it, and the row in this window."""
+
+    epoch: int = 0
+    window: int = 0
+    row: int = 0
+
+
+class StreamOrder:
+    """The order of all global batches of a stream. The last batch of an epoch holds the remaining rows.
+
+    Args:
+        split: the training split.
+        global_batch_size: the number of rows of one optimizer step over all ranks.
+        first_step: the number of optimizer steps that were done before.
+        place: the place after these steps.
+    """
+
+    def __init__(
+        self, split: StreamedSplit, global_batch_size: int, first_step: int = 0, place: StreamPlace | None = None
+    ) -> None:
+        self._split = split
+        self._size = global_batch_size
+        self._first = self._next = (first_step, place or StreamPlace())
+
+    def first_step(self) -> int:
+        return self._first[0]
+
+    def row_ids(self, step: int) -> IndexArray:
+        """Return the numbers of the rows of a global batch: those of the rows of all shards, in order.
+
+        If the task changes the number of rows, they are places in their window, in the order of reading.
+        """
+        found = []
+        for epoch, window, start, stop in self._parts(step)[0]:
+            num_rows = self._split.num_rows(epoch, window)
+            rows = self._split.windows.row_order(epoch, window, num_rows)[start:stop]
+            found.append(self._split.source_rows(epoch, window)[rows] if self._split.keeps_rows else rows)
+        return np.concatenate(found)
+
+    def of_step(self, step: int) -> StepRows:
+        parts, place = self._parts(step)
+        split = self._split.take(parts)
+        return StepRows(split, np.arange(len(split)), step, (place.epoch, place.window, place.row))
+
+    def _parts(self, step: int) -> tuple[list[Part], StreamPlace]:
+        """Return the parts of windows of a global batch, and the place after it."""
+        number, place = self._next if step >= self._next[0] else self._first
+        while number < step:
+            number, place = number + 1, self._batch(place)[1]
+        self._next = (number, place)
+        return self._batch(place)
+
+    def _batch(self, place: StreamPlace) -> tuple[list[Part], StreamPlace]:
+        parts: list[Part] = []
+        missing, begun = self._size, place.epoch
+        while missing and (place.epoch == begun or not parts):
+            num_rows = self._split.num_rows(place.epoch, place.window)
+            stop = min(place.row + missing, num_rows)
+            if stop > place.row:
+                parts.append((place.epoch, place.window, place.row, stop))
+                missing -= stop - place.row
+            place = replace(place, row=stop) if stop < num_rows else self._after(place)
+            if place.epoch > begun + 1:
+                raise DataError("`data.train` must hold a text with a token, but its shards have none")
+        return parts, place
+
+    def _after(self, place: StreamPlace) -> StreamPlace:
+        """Return the start of the next window."""
+        if place.window + 1 < len(self._split.windows):
+            return StreamPlace(place.epoch, place.window + 1)
+        return StreamPlace(place.epoch + 1)

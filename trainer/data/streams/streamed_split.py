@@ -1,0 +1,260 @@
+"""A training split that is read, tokenised and forgotten window by window.
+
+One process of a node prepares a window and writes it to the cache; the others of this node map it. The cache keeps a
+few windows only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from torch.utils.data import get_worker_info
+
+from trainer.base.digests import digest_of
+from trainer.base.errors import DataError, TrainerError, storage_error
+from trainer.data.cache import EntryWriter, entry_key, open_or_write
+from trainer.data.order import IndexArray
+from trainer.data.split import EncodedSplit, encode_rows, joined_rows
+from trainer.data.streams.index import RowReader, ShardIndex, index_of
+from trainer.data.streams.shards import Shard
+from trainer.data.streams.windows import Windows
+from trainer.data.tokenised_split import LIBRARIES, RowEncoder, tokenizer_digest
+from trainer.data.workers import one_thread_of_tokenizers
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+    from transformers import PreTrainedTokenizerBase
+
+_AT_ONCE = 16  # shards that are indexed
+_OPEN = 2  # windows that a process keeps mapped
+_AHEAD = 4  # windows that processes which prepare batches may prepare before they are needed
+_LOCKS = 64
+_WINDOW = re.compile(r"window-(\d+)")
+
+
+@dataclass(frozen=True)
+class WindowEncoder:
+    """From rows to a window of encoded rows.
+
+    Attributes:
+        features: the types of the columns, from the first rows.
+        check: raises an error for a window that does not fit the model.
+    """
+
+    task: RowEncoder
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    features: Features
+    check: Callable[[EncodedSplit], None]
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a window has as many encoded rows as rows."""
+        return self.task.keeps_rows and self.task.packer(self.max_length) is None
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """The keys of a stream: the rows of a window, the weights of its sources, and the seed of its order."""
+
+    window: int
+    weights: Sequence[float] | None
+    seed: int
+    run: str  # runs do not share windows, because each removes those that it has passed
+    behind: int  # windows that a process may still need when another one is ahead
+
+
+class StreamedSplit:
+    """The training split of a stream.
+
+    Args:
+        sources: the shards of each source.
+        encoder: encodes its rows.
+        head: the first rows, encoded.
+        head_rows: the number of rows that became `head`.
+        cache: the folder for the index and the windows.
+
+    Attributes:
+        windows: the rows of each window.
+        content_hash: changes with the names, the sizes and the rows of the shards, and with how they are encoded.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Shard]],
+        settings: StreamSettings,
+        encoder: WindowEncoder,
+        head: EncodedSplit,
+        head_rows: int,
+        cache: Path,
+    ) -> None:
+        shards = _indexed(sources, cache / "streams")
+        self.windows = Windows(shards, settings.weights, settings.window, settings.seed)
+        self.head = head
+        self._head_rows = head_rows
+        self._encoder = encoder
+        self._settings = settings
+        self._shards = [shard for source in shards for shard in source]
+        facts: dict[str, Any] = {
+            "window": settings.window,
+            "tokenizer": tokenizer_digest(encoder.tokenizer),
+            "max_length": encoder.max_length,
+        }
+        names = [[(Path(one.shard.place).name, one.shard.size, one.num_rows) for one in source] for source in shards]
+        self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
+        stamps = [(one.shard.place, one.shard.size, one.shard.stamp) for one in self._shards]
+        order = [settings.weights, settings.seed, list(map(len, sources)), settings.run]
+        key = entry_key(encoder.task, LIBRARIES, **facts, shards=stamps, order=order)
+        self._folder = cache / "streams" / key
+        self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
+        self._begun = -1  # the last window that was begun ahead
+        self._thread: ThreadPoolExecutor | None = None
+        self._reader = RowReader(self._shards, self._columns, _known(encoder.features, self._columns))
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._encoder.task.columns))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether an epoch has as many rows as the shards; otherwise `len` is an estimate by the first rows."""
+        return self._encoder.keeps_rows
+
+    def __len__(self) -> int:
+        if self.keeps_rows:
+            return self.windows.num_rows
+        return max(1, round(self.windows.num_rows * len(self.head) / self._head_rows))
+
+    def num_rows(self, epoch: int, window: int) -> int:
+        """Return the number of encoded rows of a window."""
+        if self.keeps_rows:
+            return int(self.windows.bounds[window + 1] - self.windows.bounds[window])
+        return len(self.window(epoch, window))
+
+    def window(self, epoch: int, window: int) -> EncodedSplit:
+        """Return the encoded rows of a window in the order in which they are read.
+
+        Raises:
+            DataError: a shard or a value is not valid.
+            TrainerError: a shard cannot be read.
+        """
+        number = epoch * len(self.windows) + window
+        if number not in self._mapped:
+            self._mapped[number] = self._threaded(number) if get_worker_info() else self._prepared(number)
+            self._forget(number)
+            while len(self._mapped) > _OPEN:
+                self._mapped.popitem(last=False)
+        self._mapped.move_to_end(number)
+        return self._mapped[number]
+
+    def _threaded(self, number: int) -> EncodedSplit:
+        """Return a window, and begin those after it, in a thread of a process that has time for it."""
+        self._thread = self._thread or ThreadPoolExecutor(1)
+        rows = self._thread.submit(self._prepared, number).result()
+        for later in range(number + 1, number + 1 + _AHEAD):
+            if later > self._begun:
+                self._begun = self._thread.submit(self._prepare_ahead, later) and later
+        return rows
+
+    def _prepare_ahead(self, number: int) -> None:
+        """Write a window that no other process writes."""
+        with suppress(Timeout, TrainerError), FileLock(self._folder / f"ahead-{number % _LOCKS}.lock", timeout=0):
+            self._prepared(number)  # an error is raised again when the window is needed
+
+    def take(self, parts: Sequence[tuple[int, int, int, int]]) -> EncodedSplit:
+        """Return rows of windows, shuffled in their window: of (epoch, window, start, stop) in this order."""
+        found = []
+        for epoch, window, start, stop in parts:
+            rows = self.window(epoch, window)
+            found.append((rows, self.windows.row_order(epoch, window, len(rows))[start:stop]))
+        return joined_rows(found)
+
+    def source_rows(self, epoch: int, window: int) -> IndexArray:
+        """Return the numbers of the rows of a window, over the rows of all shards in order."""
+        firsts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
+        spans = self.windows.spans(epoch, window)
+        return np.concatenate([firsts[span.shard] + np.arange(span.start, span.stop) for span in spans])
+
+    def _prepared(self, number: int) -> EncodedSplit:
+        epoch, window = divmod(number, len(self.windows))
+        own_lengths, lock = self._encoder.task.own_lengths, f"lock-{number % _LOCKS}"
+        write = partial(self._write, epoch, window)
+        rows = open_or_write(self._folder, f"window-{number}", write, own_lengths, lock)
+        if self.keeps_rows and len(rows) != self.num_rows(epoch, window):
+            raise DataError(
+                f"the shards of `data.train` must stay as they are during a run, but a window has {len(rows):,} rows"
+                f" instead of {self.num_rows(epoch, window):,}; restore them, or start a new run"
+            )
+        if len(rows):
+            self._encoder.check(rows)
+        return rows
+
+    def _write(self, epoch: int, window: int, writer: EntryWriter) -> None:
+        encoder = self._encoder
+        with one_thread_of_tokenizers() if get_worker_info() else nullcontext():
+            for _, spans in groupby(self.windows.spans(epoch, window), lambda span: span.source):
+                packer = encoder.task.packer(encoder.max_length)
+                for span in spans:
+                    encode = partial(self._encode, f"`{self._shards[span.shard].shard}`")
+                    for first_row, rows in self._reader.read(span.shard, span.start, span.stop):
+                        features = encode_rows(rows, first_row, encode)
+                        writer.add(packer.add(features) if packer else features)
+                if packer:
+                    writer.add(packer.finish())
+
+    def _encode(self, where: str, rows: Dataset, first_row: int) -> dict[str, list[Any]]:
+        encoder = self._encoder
+        return encoder.task.encode(rows, encoder.tokenizer, encoder.max_length, where, first_row)
+
+    def _forget(self, number: int) -> None:
+        """Remove the windows from the cache that no process needs any more."""
+        for path in self._folder.iterdir():
+            found = _WINDOW.match(path.name)
+            if found and int(found[1]) < number - self._settings.behind:
+                removed = path.with_name(f"removed-{os.getpid()}-{path.name}")
+                with suppress(OSError):  # another process removes it
+                    path.rename(removed)  # at once, so that no process maps a half of it
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+def _known(features: Features, columns: Sequence[str]) -> Features | None:
+    """Return the types of columns; None if the first rows do not show that of a column, in which all are null."""
+    import datasets
+
+    own = datasets.Features({name: features[name] for name in columns})
+    return None if any(getattr(feature, "dtype", "") == "null" for feature in own.values()) else own
+
+
+def _indexed(sources: Sequence[Sequence[Shard]], folder: Path) -> list[list[ShardIndex]]:
+    """Return the indices of all shards; one process of a node reads the shards, and the others wait.
+
+    Raises:
+        DataError: a shard is damaged.
+        TrainerError: a shard cannot be read, or the cache cannot be written.
+    """
+    shards = list(dict.fromkeys(shard for source in sources for shard in source))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"index-{digest_of([shard.place for shard in shards])[:32]}.lock")
+        with lock, ThreadPoolExecutor(_AT_ONCE) as threads:
+            found = dict(zip(shards, threads.map(partial(index_of, cache=folder), shards), strict=True))
+    except OSError as error:
+        raise storage_error(
+            f"`data.cache` must be a folder that can be written, but the index of shards cannot be kept in `{folder}`:"
+            f" {error}; make room or name another folder",
+            error,
+        ) from error
+    return [[found[shard] for shard in source] for source in sources]
