@@ -40,7 +40,7 @@ def map_rows(
     Raises:
         DataError: a column is missing, a value cannot be mapped, or no row is left.
     """
-    found = RowMap.of(section, wanted, _first_values(rows), where)
+    found = map_of(rows, section, wanted, where)
     if found is None:
         return rows, None, []
     notes, chosen = list(found.notes), None
@@ -58,6 +58,20 @@ def map_rows(
     return _with_columns(found, rows, chosen, where), chosen, notes
 
 
+def map_of(rows: Dataset, section: DataMap, wanted: Sequence[str], where: str) -> RowMap | None:
+    """Return the map of a source that begins with `rows`; the arguments and errors are those of `map_rows`."""
+    return RowMap.of(section, wanted, _first_values(rows), where)
+
+
+def map_part(found: RowMap, rows: Dataset, first_row: int, where: str) -> Dataset:
+    """Return the mapped rows of a part of a source, perhaps none; `first_row` is the index of the first one."""
+    numbers = np.arange(first_row, first_row + len(rows))
+    if found.conditions:
+        numbers = _chosen(found, rows, where, first_row) + first_row
+        rows = rows.select(numbers - first_row)
+    return _with_columns(found, rows, numbers, where) if len(rows) else rows
+
+
 def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
     """Return the columns, with the first values of those that may hold chats."""
 
@@ -69,12 +83,12 @@ def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
     return {name: first.get(name, ()) for name in rows.features}
 
 
-def _chosen(found: RowMap, rows: Dataset, where: str) -> NDArray[np.int64]:
+def _chosen(found: RowMap, rows: Dataset, where: str, first_row: int = 0) -> NDArray[np.int64]:
     columns = list(dict.fromkeys(condition.column for condition in found.conditions))
     chosen: list[int] = []
     for start, batch in zip(range(0, len(rows), _AT_ONCE), rows.select_columns(columns).iter(_AT_ONCE), strict=True):
-        numbers = range(start, min(start + _AT_ONCE, len(rows)))
-        chosen.extend(numbers[place] for place in found.keeps(batch, numbers, where))
+        numbers = range(first_row + start, first_row + min(start + _AT_ONCE, len(rows)))
+        chosen.extend(start + place for place in found.keeps(batch, numbers, where))
     return np.array(chosen, np.int64)
 
 

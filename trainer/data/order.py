@@ -52,7 +52,7 @@ class Mixture:
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.num_rows = sum(sizes)
         self.counts = shares_of_sources(sizes, weights)
-        self._sizes = sizes
+        self.sizes = sizes
         self._first_rows = np.cumsum([0, *sizes])
         self._first_numbers = np.cumsum([0, *self.counts])
         draws = [np.random.Philox(np.random.SeedSequence(seed, spawn_key=(source,))) for source in range(len(sizes))]
@@ -69,10 +69,10 @@ class Mixture:
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
             read = epoch * self.counts[source] + numbers[own] - self._first_numbers[source]
-            passes, places = np.divmod(read, self._sizes[source])
+            passes, places = np.divmod(read, self.sizes[source])
             of_passes = derive_keys(torch.from_numpy(self._keys[source]), torch.from_numpy(passes)).squeeze(0)
             keys = derive_keys(of_passes, torch.arange(_FEISTEL_ROUNDS)).T  # [rounds, n]
-            rows[own] = self._first_rows[source] + _permuted(places, self._sizes[source], keys)
+            rows[own] = self._first_rows[source] + _permuted(places, self.sizes[source], keys)
         return rows
 
 

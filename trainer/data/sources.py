@@ -20,12 +20,15 @@ from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.data.formats.base import Files, TextOptions, reason
 from trainer.data.formats.csv_files import open_quotes_notes
 from trainer.data.formats.table import Format
-from trainer.data.mapped_rows import map_rows
+from trainer.data.mapped_rows import map_of, map_rows
 from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
+from trainer.data.row_map import RowMap
+from trainer.data.streams.index import first_rows
+from trainer.data.streams.shards import Shard, find_shards
 from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,25 @@ def require_one_type(split: Split, columns: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """The shards of each source of a stream, the types of their columns, and the map of their rows."""
+
+    sources: tuple[Sequence[Shard], ...]
+    features: Features
+    row_map: RowMap | None
+
+
+@dataclass(frozen=True)
 class Splits:
-    """The training split, the validation split, and notes on their reading for the user."""
+    """The training split, the validation split, and notes on their reading for the user.
+
+    If the training split is a stream, `train` are its first rows.
+    """
 
     train: Split
     validation: Split | None
     notes: tuple[str, ...] = ()
+    stream: Stream | None = None
 
 
 def load_splits(
@@ -147,7 +163,7 @@ def load_splits(
                 source = _Source(_load_folder(data), f"`{data.path}`", (Path(data.path),))
                 splits = _named_splits(source, data, columns, own)
             case FileData():
-                splits = _load_files(data, columns, own, most_rows)
+                splits = (_load_stream if data.streaming else _load_files)(data, columns, own, most_rows)
         if problems is None:
             own.raise_all()
         if not isinstance(data.validation, float) or not splits.train.is_whole:
@@ -292,12 +308,41 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
+def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
+    """Return the first rows of the stream as training split."""
+    train = row_map = None
+    notes: list[str] = []
+    entries = [data.train] if isinstance(data.train, str) else data.train
+    sources: tuple[Sequence[Shard], ...] = ()
+    with problems.collect():
+        parts = [entries] if data.mixture is None else [[entry] for entry in entries]
+        sources = tuple(find_shards(part, data.format) for part in parts)
+        shard, rows = first_rows([shard for source in sources for shard in source])
+        row_map = map_of(rows, data.map, columns, f"`{shard}`")
+        train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
+    splits, others = _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows)
+    loaded = _with_train(train, splits.get("data.validation"), (*notes, *others), problems)
+    return replace(loaded, stream=Stream(sources, rows.features, row_map))
+
+
 def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
-    names = data.validation if not isinstance(data.validation, float) else None
-    files: dict[str, list[Path]] = {"data.train": [], "data.validation": []}
-    for key, named in zip(files, (data.train, names), strict=True):
+    names = {"data.train": data.train, "data.validation": data.validation}
+    splits, notes = _read_splits(data, names, columns, problems, most_rows)
+    return _with_train(splits.get("data.train"), splits.get("data.validation"), notes, problems)
+
+
+def _read_splits(
+    data: FileData,
+    names: Mapping[str, float | str | list[str] | None],
+    columns: Sequence[str],
+    problems: Problems,
+    most_rows: int | None,
+) -> tuple[dict[str, Split], tuple[str, ...]]:
+    """Return the splits of files by their keys, without those that have a problem, and notes."""
+    files: dict[str, list[Path]] = {key: [] for key in names}
+    for key, named in names.items():
         with problems.collect():
-            files[key] = files_of(named, key)
+            files[key] = files_of(named if not isinstance(named, float) else None, key)
     splits: dict[str, Split] = {}
     notes: list[str] = []
     found = [path for paths in files.values() for path in paths]
@@ -316,7 +361,7 @@ def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
                 mapped = [_mapped(split, data.map, columns, notes) for split in read]
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key)
-    return _with_train(splits.get("data.train"), splits.get("data.validation"), tuple(notes), problems)
+    return splits, tuple(notes)
 
 
 def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:

@@ -145,7 +145,8 @@ def joined_rows(parts: Sequence[tuple[EncodedSplit, IndexArray]]) -> EncodedSpli
     first = parts[0][0]
     tokens: dict[str, list[FlatArray]] = {name: [] for name in first.tokens}
     ragged: dict[str, list[FlatArray]] = {name: [] for name in first.ragged}
-    lengths, of_ragged = [], {name: [np.zeros(1, np.int64)] for name in first.ragged}
+    of_ragged: dict[str, list[IndexArray]] = {name: [np.zeros(1, np.int64)] for name in first.ragged}
+    lengths = []
     for split, rows in parts:
         texts = split.texts_of(rows).ravel()
         places = _places(split.offsets, texts)

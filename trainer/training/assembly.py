@@ -29,7 +29,6 @@ from trainer.checkpoint.saving import IdleSaver, Saved, Saver
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.checkpoint.tier import Tier
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.order import GlobalOrder
 from trainer.engine.builders import build_engine, partitioned_loading
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
@@ -109,17 +108,17 @@ class Assembly:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over the training split."""
-        return self.plan.steps_per_epoch(len(self.data.train))
+        return self.plan.steps_per_epoch(self.data.num_train_rows)
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole training."""
-        return self.plan.total_steps(len(self.data.train))
+        return self.plan.total_steps(self.data.num_train_rows)
 
     @property
     def train_loader(self) -> TrainLoader:
         """This rank's part of each global batch that `progress` has not passed yet; new at each access."""
-        return train_batches(self.plan, self.mesh, self.data, self.progress.samples)
+        return train_batches(self.plan, self.mesh, self.data, self.progress)
 
     @property
     def eval_loaders(self) -> dict[str, EvalLoader]:
@@ -278,24 +277,26 @@ class Assembly:
         return tuple(texts)
 
 
-def train_batches(plan: RunPlan, mesh: ParallelMesh, data: PreparedData, start_sample: int = 0) -> TrainLoader:
-    """Return this rank's part of each global batch from a sample on."""
+def train_batches(
+    plan: RunPlan, mesh: ParallelMesh, data: PreparedData, progress: Progress | None = None
+) -> TrainLoader:
+    """Return this rank's part of each global batch that `progress` has not passed yet; None: of all."""
     on_gpu = mesh.device.type == "cuda"
     ahead_to = mesh.device if on_gpu and plan.copies_ahead else None
-    return batches_of(plan, data, mesh.index("dp"), start_sample=start_sample, pin_memory=on_gpu, ahead_to=ahead_to)
+    return batches_of(plan, data, mesh.index("dp"), progress, pin_memory=on_gpu, ahead_to=ahead_to)
 
 
-def batches_of(plan: RunPlan, data: PreparedData, data_rank: int, **options: Any) -> TrainLoader:
+def batches_of(
+    plan: RunPlan, data: PreparedData, data_rank: int, progress: Progress | None = None, **options: Any
+) -> TrainLoader:
     """Return the part of a data-parallel rank of each global batch; `options` are those of `TrainLoader`."""
     recipe = plan.recipe
-    lengths = data.train.lengths if recipe.data.group_by_length else None
     return TrainLoader(
-        data.train,
-        GlobalOrder(len(data.train), lengths, plan.batch.global_batch_size, recipe.training.seed, data.mixture(recipe)),
+        data.training_rows(recipe, progress or Progress()),
         plan.batch,
         data_rank,
         data.preparation.batching,
-        plan.total_steps(len(data.train)),
+        plan.total_steps(data.num_train_rows),
         num_workers=recipe.data.num_workers,
         masking=data.masking,
         **options,
@@ -362,11 +363,11 @@ def assemble(
         "config": computed_facts(described.config),
     }
     saved = Saved(
-        identity(recipe, data.train.content_hash, beside, placed.digest),
+        identity(recipe, data.train_hash, beside, placed.digest),
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
     )
-    engine = build_engine(built, task, mesh, plan, plan.total_steps(len(data.train)), placed.teacher)
+    engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), placed.teacher)
     data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
     return Assembly(plan, mesh, data, built, engine, saved, progress or Progress())
 

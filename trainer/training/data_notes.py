@@ -11,7 +11,10 @@ import numpy as np
 
 from trainer.base.text import listed
 from trainer.data.order import Mixture
+from trainer.data.sources import Splits
 from trainer.data.split import EncodedSplit
+from trainer.data.streamed_split import StreamedSplit
+from trainer.data.streams.windows import Windows
 from trainer.models.configuration import rotary_positions
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
@@ -115,6 +118,17 @@ def row_notes(recipe: Recipe, unit: str, splits: SplitsByName, source_rows: Mapp
     ]
 
 
+def stream_notes(recipe: Recipe, stream: StreamedSplit | None, splits: Splits) -> list[str]:
+    """Return notes on a stream; None: a check, which reads its first rows only."""
+    head = f"the first {len(splits.train.rows):,} rows of the stream stand for it in checks and notes"
+    if stream is None:
+        return [head]
+    shards = sum(map(len, splits.stream))
+    rows = f"{stream.windows.num_rows:,} rows in {shards:,} shard{'s' * (shards > 1)}"
+    about = "" if stream.keeps_rows else f", about {len(stream):,} rows of at most {recipe.data.max_length} tokens"
+    return [f"stream: {rows}{about}, shuffled in {len(stream.windows):,} windows", head]
+
+
 def position_notes(config: Any, splits: SplitsByName) -> list[str]:
     """Return a note on each split with later positions than those of a model with rotary positions."""
     positions = rotary_positions(config)
@@ -133,7 +147,7 @@ def position_notes(config: Any, splits: SplitsByName) -> list[str]:
     return notes
 
 
-def mixture_notes(recipe: Recipe, mixture: Mixture | None, source_rows: tuple[int, ...]) -> list[str]:
+def mixture_notes(recipe: Recipe, mixture: Mixture | Windows | None) -> list[str]:
     """Return a note on the share of each source in an epoch, or on a check that does not count the rows of sources."""
     if recipe.data.source_weights is None:
         return []
@@ -145,7 +159,7 @@ def mixture_notes(recipe: Recipe, mixture: Mixture | None, source_rows: tuple[in
     return [
         f"mixture: {count:,} of the {mixture.num_rows:,} rows of an epoch are of `{entry}`, which has {size:,}:"
         f" {count / size:.2f} passes"
-        for entry, count, size in zip(recipe.data.train, mixture.counts, source_rows, strict=True)
+        for entry, count, size in zip(recipe.data.train, mixture.counts, mixture.sizes, strict=True)
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
+from trainer.data.streamed_split import WindowEncoder
 from trainer.data.tokenised_split import encode_split
 from trainer.models.configuration import (
     checkpoint_labels,
@@ -256,17 +258,26 @@ class TextPreparation:
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, TextTask)
         encoded = encode_split(split, task, self.tokenizer, self.max_length, cache, self.num_processes)
-        if not len(encoded):
-            return encoded
+        if len(encoded):
+            self._check(task, split.where, encoded)
+        return encoded
+
+    def for_windows(self, split: Split, task: Task) -> WindowEncoder:
+        """Return the encoder of the windows of a stream that begins with the rows of `split`."""
+        assert isinstance(task, TextTask)
+        check = partial(self._check, task, "`data.train`")
+        return WindowEncoder(task, self.tokenizer, self.max_length, split.rows.features, check)
+
+    def _check(self, task: TextTask, where: str, encoded: EncodedSplit) -> None:
+        """Refuse encoded rows with tokens that the model does not have or cannot read."""
         self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
         if reads_end_tokens(self.config, task.auto_class_name):
-            self._require_ends(encoded, split)
+            self._require_ends(encoded, where)
         if task.labels_are_tokens:  # target texts; an end token may be in the labels only
             labels = encoded.ragged["labels"].values if "labels" in encoded.ragged else encoded.tokens.get("labels")
             self._require_embedding(0 if labels is None else int(labels.max(initial=0)))
-        return encoded
 
-    def _require_ends(self, encoded: EncodedSplit, split: Split) -> None:
+    def _require_ends(self, encoded: EncodedSplit, where: str) -> None:
         """Require equally many end tokens in all rows."""
         config = self.config
         counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
@@ -275,13 +286,13 @@ class TextPreparation:
             raise UsageError(
                 f"`task.type` is a classification by a model of type {config.model_type}, which reads the end token of"
                 f" id {config.eos_token_id}, but the tokenizer `{self.tokenizer.name_or_path}` adds none to row"
-                f" {row + 1} of {split.where}; name the model's own tokenizer in `model.tokenizer`"
+                f" {row + 1} of {where}; name the model's own tokenizer in `model.tokenizer`"
             )
         usual = int(np.bincount(counts).argmax())
         if (counts != usual).any():
             row = int((counts != usual).argmax())
             raise DataError(
-                f"row {row + 1} of {split.where} must have {usual} end tokens, as other rows do, but has"
+                f"row {row + 1} of {where} must have {usual} end tokens, as other rows do, but has"
                 f" {counts[row]}; remove {self.tokenizer.convert_ids_to_tokens(config.eos_token_id)!r} from its text"
             )
 

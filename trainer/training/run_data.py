@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trainer.base.errors import Problems
+from trainer.base.errors import Problems, UsageError
+from trainer.checkpoint.counters import Progress
 from trainer.data.collate import TokenMasking
-from trainer.data.order import Mixture
+from trainer.data.loader import SplitRows, TrainingRows
+from trainer.data.order import GlobalOrder, Mixture
 from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
+from trainer.data.stream_order import StreamOrder
+from trainer.data.streamed_split import StreamedSplit, StreamSettings
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
@@ -29,9 +33,10 @@ from trainer.training.data_notes import (
     position_notes,
     row_notes,
     row_unit,
+    stream_notes,
     trained_notes,
 )
-from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
+from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, resolve_task
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class PreparedData:
     """The encoded splits, the task that knows their labels, and the preparation that encoded them.
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
-    step counts: "rows", or "windows" or "packed rows" of them.
+    step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
+    rows, encoded.
     """
 
     task: Task
@@ -50,6 +56,31 @@ class PreparedData:
     data_notes: tuple[str, ...] = ()
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
     unit: str = "rows"
+    stream: StreamedSplit | None = None
+
+    @property
+    def num_train_rows(self) -> int:
+        """The number of encoded rows of an epoch; an estimate if a stream's task changes the number of rows."""
+        return len(self.train if self.stream is None else self.stream)
+
+    @property
+    def train_hash(self) -> str:
+        """The hash of the content of the training split."""
+        return (self.train if self.stream is None else self.stream).content_hash
+
+    def training_rows(self, recipe: Recipe, progress: Progress) -> TrainingRows:
+        """Return the rows of the global batches that `progress` has not passed yet.
+
+        Raises:
+            UsageError: no global batch starts there.
+        """
+        size = recipe.training.global_batch_size
+        if self.stream is not None:
+            return StreamOrder(self.stream, size, progress.step, progress.samples, progress.place)
+        lengths = self.train.lengths if recipe.data.group_by_length else None
+        mixture = self.mixture(recipe)
+        order = GlobalOrder(len(self.train), lengths, size, recipe.training.seed, mixture)
+        return SplitRows(self.train, order, progress.samples)
 
     def mixture(self, recipe: Recipe) -> Mixture | None:
         """Return the mixture of the training split's sources; None: an epoch has every row once.
@@ -144,6 +175,13 @@ def prepare_data(
             evaluated = EvaluatedSplit(
                 used.validation.rows, validation, preparation.text_tokenizer, used.validation.where
             )
+    stream = None
+    if splits.stream and train is not None:
+        with problems.collect():
+            require_steps(recipe, task)
+            if most_rows is None:
+                observer.preparing("reading the index of data.train")
+                stream = _streamed(recipe, splits, preparation, task, cache, train)
     problems.raise_all()
     assert train is not None
     bounded = [
@@ -153,21 +191,67 @@ def prepare_data(
     ]
     tokenizer = preparation.text_tokenizer
     own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
-    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated)
+    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream)
     source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
     unit = row_unit(recipe, task, prepared.splits, source_rows)
     notes = (
         *splits.notes,
         *data_notes,
         *own,
-        *row_notes(recipe, unit, prepared.splits, source_rows),
+        *(
+            stream_notes(recipe, stream, splits)
+            if splits.stream
+            else row_notes(recipe, unit, prepared.splits, source_rows)
+        ),
         *class_notes(task, train, validation),
         *trained_notes(task, train, tokenizer),
         *position_notes(preparation.config, prepared.splits),
         *bounded,
-        *mixture_notes(recipe, prepared.mixture(recipe), train.sources),
+        *mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)),
     )
     return replace(prepared, data_notes=notes, unit=unit)
+
+
+def _streamed(
+    recipe: Recipe, splits: Splits, preparation: Preparation, task: Task, cache: Path, head: EncodedSplit
+) -> StreamedSplit:
+    data, training = recipe.data, recipe.training
+    assert isinstance(data, FileData)
+    assert isinstance(preparation, TextPreparation), "a rule refuses images"
+    rows_ahead = (2 * data.num_workers + 2) * training.global_batch_size
+    settings = StreamSettings(
+        data.shuffle_window,
+        data.mixture,
+        training.seed,
+        run=recipe.checkpoint.folder,
+        behind=1 + -(-rows_ahead // data.shuffle_window),
+    )
+    encoder = preparation.for_windows(splits.train, task)
+    return StreamedSplit(splits.stream, settings, encoder, head, len(splits.train.rows), cache)
+
+
+def require_steps(recipe: Recipe, task: Task) -> None:
+    """Refuse epochs of a stream with a task that changes the number of rows, so that no epoch has known steps.
+
+    Raises:
+        UsageError: a key counts epochs.
+    """
+    assert isinstance(task, TextTask)
+    if task.keeps_rows and task.packer(recipe.data.max_length) is None:
+        return
+    why = (
+        "because rows of this task are known only after they are read, so that an epoch of a stream has no known steps"
+    )
+    if recipe.training.max_steps is None:
+        raise UsageError(f"`training.max_steps` must be set with `data.streaming`, {why}")
+    for key, every in (
+        ("evaluation.every", recipe.evaluation.every if recipe.data.validation is not None else None),
+        ("checkpoint.every", recipe.checkpoint.every),
+        ("logging.every", recipe.logging.every),
+        ("training.check_replicas", recipe.training.check_replicas),
+    ):
+        if every is not None and every.unit == "epochs":
+            raise UsageError(f'`{key}` must count steps, such as "1000 steps", but is {every}, {why}')
 
 
 def _shown(split: Split, observer: Observer) -> Split:

@@ -134,6 +134,24 @@ def _parquet(shard: Shard) -> Iterator[Any]:
         yield file
 
 
+def first_rows(shards: Sequence[Shard]) -> tuple[Shard, Dataset]:
+    """Return at most 1,000 first rows, and their shard; no pass over JSON Lines is needed.
+
+    Raises:
+        DataError: there is no row, or the first shard is damaged.
+        TrainerError: it cannot be read.
+    """
+    for shard in shards:
+        if shard.file_format == "parquet":
+            parts = np.array([group for group in _row_groups(shard) if group[1]], np.int64).reshape(-1, 2)
+            index = ShardIndex(shard, parts[:, 0], np.cumsum(parts[:, 1]))
+        else:
+            index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
+        for rows in RowReader([index]).all_rows(index, 0):
+            return shard, rows
+    raise DataError("`data.train` must hold at least one row, but its shards have none")
+
+
 class RowReader:
     """Reads rows of shards, and goes on where it stopped, if the next rows follow in the same part or the next one.
 
@@ -163,7 +181,7 @@ class RowReader:
         index = self._shards[number]
         shard, row = self._place
         if shard != number or row > start or index.part_of(start) > index.part_of(row) + 1:
-            self._rows, self._left = self._begin(index, start), None
+            self._rows, self._left = self.all_rows(index, start), None
             self._place = (number, start)
         while (row := self._place[1]) < stop:
             rows = self._left if self._left is not None else next(self._rows, None)
@@ -179,7 +197,7 @@ class RowReader:
                 first = max(row, start)
                 yield first, rows.select(range(first - row, min(end, stop) - row))
 
-    def _begin(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
+    def all_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
         """Yield the rows of a shard from a row on, in parts."""
         begin = self._parquet_rows if index.shard.file_format == "parquet" else self._json_rows
         return index.shard.resumed(start, lambda row: begin(index, row), len)
@@ -197,8 +215,8 @@ class RowReader:
             columns = names if self._columns is None else list(self._columns)
             if missing := [name for name in columns if name not in names]:
                 raise DataError(
-                    f"`data.train` must name shards with the same columns, but `{index.shard}` has no {missing[0]}, only"
-                    f" {', '.join(names)}; rename columns, or leave the shard out"
+                    f"`data.train` must name shards with the same columns, but `{index.shard}` has no {missing[0]},"
+                    f" only {', '.join(names)}; rename columns, or leave the shard out"
                 )
             skip = start - index.first_row(first)
             for part in range(first, len(index.starts)):
@@ -242,6 +260,8 @@ class RowReader:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"row {number} of `{shard}` is not JSON: {error}; correct the line") from error
+            if not isinstance(row, dict):
+                raise DataError(f"row {number} of `{shard}` must be a JSON object, but is not; write one on each line")
             rows.append(row if self._columns is None else {name: row.get(name) for name in self._columns})
         try:
             found = datasets.Dataset.from_list(rows, features=self._features)
@@ -249,8 +269,8 @@ class RowReader:
             return datasets.Dataset.from_list(rows, features=chats) if chats else found
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
-                f"rows {first_row + 1:,} to {first_row + len(rows):,} of `{shard}` must have values of the same types as"
-                f" the first rows of the stream, but have others: {error}; write the values alike"
+                f"rows {first_row + 1:,} to {first_row + len(rows):,} of `{shard}` must have values of the same types"
+                f" as the first rows of the stream, but have others: {error}; write the values alike"
             ) from error
 
 

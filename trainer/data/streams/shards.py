@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.text import without_secrets
@@ -146,8 +146,8 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
 def _format(place: str, given: str | None) -> ShardFormat:
     name = place.lower()
     found = given or next((kind for end, kind in FORMAT_OF_ENDING.items() if name.endswith(end)), None)
-    if found == "json" or found == "parquet":
-        return found
+    if found in ("json", "parquet"):
+        return cast(ShardFormat, found)
     raise DataError(
         f"`{_KEY}` must name Parquet or JSON Lines (.parquet, .jsonl) with `data.streaming`, but names"
         f" `{without_secrets(place)}`; convert it: other files, and those that are compressed as a whole, cannot be"

@@ -44,6 +44,8 @@ class Windows:
 
     Attributes:
         num_rows: the rows of an epoch.
+        sizes: the rows of each source.
+        counts: the rows of each source in an epoch.
         bounds: the rows of an epoch before each window, and all rows, of shape `[windows + 1]`.
 
     Raises:
@@ -59,11 +61,11 @@ class Windows:
         for shards in sources:
             self._blocks.append(_blocks(shards, first, max(1, size // _BLOCKS_OF_WINDOW)))
             first += len(shards)
-        self._sizes = [int((blocks[:, 2] - blocks[:, 1]).sum()) for blocks in self._blocks]
-        self.num_rows = sum(self._sizes)
+        self.sizes = [int((blocks[:, 2] - blocks[:, 1]).sum()) for blocks in self._blocks]
+        self.num_rows = sum(self.sizes)
         if not self.num_rows:
             raise DataError("`data.train` must hold at least one row, but its shards have none")
-        self.counts = self._sizes if weights is None else shares_of_sources(self._sizes, weights)
+        self.counts = self.sizes if weights is None else shares_of_sources(self.sizes, weights)
         self._size, self._seed = size, seed
         ends = np.minimum(np.arange(-(-self.num_rows // size) + 1) * size, self.num_rows)
         self._of_sources = [[int(end) * count // self.num_rows for end in ends] for count in self.counts]
@@ -75,13 +77,13 @@ class Windows:
 
     def spans(self, epoch: int, window: int) -> Iterator[Span]:
         """Yield the rows of a window in the order in which they are read, source after source."""
-        for source, (size, count) in enumerate(zip(self._sizes, self.counts, strict=True)):
+        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             start, stop = (epoch * count + self._of_sources[source][window + end] for end in (0, 1))
             while start < stop:
                 number, place = divmod(start, size)
                 blocks, ends = self._pass(source, number)
                 block = int(np.searchsorted(ends, place, side="right"))
-                shard, first, last = blocks[block].tolist()
+                shard, _, last = blocks[block].tolist()
                 row = last - (int(ends[block]) - place)
                 length = min(last - row, stop - start)
                 yield Span(source, shard, row, row + length)

@@ -22,7 +22,7 @@ from trainer.base.text import leaves, without_secrets
 from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
-from trainer.recipe.paths import KeyPath, dotted, shown_value
+from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading.explaining import Finding, explain, findings
 from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
@@ -244,8 +244,10 @@ def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
 
 
 def _absolute(place: Any, folder: Path) -> Any:
-    """Return a path as absolute; other values, such as a share of rows, stay."""
-    return place if not isinstance(place, str) else os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
+    """Return a path as absolute; other values, such as a share of rows or a URL, stay."""
+    if not isinstance(place, str) or is_url(place):
+        return place
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
 
 
 def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:

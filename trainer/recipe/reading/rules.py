@@ -39,6 +39,12 @@ from trainer.recipe.schema.section import Contradiction, clash
 _TAUGHT = ("sequence_classification", "token_classification", "image_classification", "causal_lm", "masked_lm")
 """Tasks with one distribution for each label, which a teacher of the same task has too."""
 
+_STREAMED = (
+    "causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "sequence_regression", "token_classification",
+    "question_answering", "embedding",
+)  # fmt: skip
+"""Tasks that encode a row without the other rows of the split."""
+
 _NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
 
 
@@ -103,10 +109,25 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if data.packing and getattr(task, "packing", "none") == "documents":
         text = 'is true, but rows of several documents (`task.packing` "documents") have no padding; set it to false'
         yield clash(text, "data.packing", "task.packing")
+    if isinstance(data, FileData) and data.streaming:
+        yield from _of_streams(task)
     weights = getattr(task, "class_weights", None)
     if isinstance(data, FileData) and data.mixture is not None and weights == "balanced":
         text = "counts every row once, but `data.mixture` changes how often each is read; write the weights"
         yield clash(f'is "balanced", which {text}', "task.class_weights", "data.mixture")
+
+
+def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
+    stream = "data.streaming"
+    if task.type not in _STREAMED:
+        text = f"is true, but the task {task.type} needs facts on all rows, or images; use {', '.join(_STREAMED)}"
+        yield clash(text, stream, "task.type")
+    elif hasattr(task, "labels") and task.labels is None:
+        text = "is missing, and a stream is not searched for classes; list them in order"
+        yield clash(text, "task.labels", stream)
+    if getattr(task, "class_weights", None) == "balanced":
+        text = 'is "balanced", which counts the rows of each class, but a stream is not counted; write the weights'
+        yield clash(text, "task.class_weights", stream)
 
 
 def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:

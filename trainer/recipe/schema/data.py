@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.base.disk import FOLDER_FIX, no_file
-from trainer.recipe.paths import KeyPath
+from trainer.recipe.paths import KeyPath, is_url, shown_value
 from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
@@ -86,6 +86,11 @@ class FileData(_DataKeys):
     mixture: list[Annotated[float, Field(gt=0)]] | None = None
     """The weight of each entry of `train`, such as [0.7, 0.3]: its share of the rows of an epoch, which has as many
     rows as all entries together. null: an epoch has every row once."""
+    streaming: bool = False
+    """Read the training split window by window, and keep neither it nor its tokens: `train` then names Parquet or JSON
+    Lines files, or their URLs, such as `s3://bucket/part-*.parquet`. See [streams](numerics.md#streams)."""
+    shuffle_window: int = Field(16_384, ge=1)
+    """With `streaming`: the rows that are shuffled together, after their blocks were shuffled over all files."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
     """File or files of the validation split, or the share of the training split to hold out, such as 0.1."""
 
@@ -95,6 +100,7 @@ class FileData(_DataKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
+        yield from self._of_streams()
         yield from _missing_files("train", self.train)
         yield from _missing_files("validation", self.validation)
         number = len(self.train) if isinstance(self.train, list) else 1
@@ -104,6 +110,31 @@ class FileData(_DataKeys):
                 entries = "one entry; list at least two files or patterns there"
             text = f"has the weights {self.mixture}, but `data.train` has {entries}"
             yield clash(text, "data.mixture", "data.train")
+
+    def _of_streams(self) -> Iterator[Contradiction]:
+        places = self.train if isinstance(self.train, list) else [self.train]
+        url = next(filter(is_url, places), None)
+        if not self.streaming:
+            if url is not None:
+                yield clash(f"names {shown_value(url)}, which only `data.streaming` true reads; set it", "data.train")
+            for key in self.changed("shuffle_window"):
+                yield clash("applies to streams only; remove it, or set `data.streaming` to true", f"data.{key}")
+            return
+        stream = "data.streaming"
+        if self.format not in (None, "json", "parquet"):
+            text = f"is {shown_value(self.format)}, which cannot be read from the middle; convert the files to Parquet"
+            yield clash(text, "data.format", stream)
+        for key in self.changed("delimiter", "quotes", "encoding"):
+            text = "applies to files that are read whole; remove it, and write the rows as JSON Lines in UTF-8"
+            yield clash(text, f"data.{key}", stream)
+        if isinstance(self.validation, float):
+            text = (
+                f"is {self.validation}, but a stream has no rows to hold out; name a file of validation rows, or null"
+            )
+            yield clash(text, "data.validation", stream)
+        if self.group_by_length:
+            text = "is true, but the lengths of a stream are not known beforehand; set it to false"
+            yield clash(text, "data.group_by_length", stream)
 
 
 class FolderData(_DataKeys):
@@ -127,7 +158,7 @@ Data = HubData | FileData | FolderData
 
 def _missing_files(split: str, places: float | str | list[str] | None) -> Iterator[Contradiction]:
     for index, place in enumerate(places if isinstance(places, list) else [places]):
-        if not isinstance(place, str) or os.path.isfile(place):
+        if not isinstance(place, str) or os.path.isfile(place) or is_url(place):
             continue
         path: KeyPath = ("data", split, index) if isinstance(places, list) else ("data", split)
         if not glob.has_magic(place):

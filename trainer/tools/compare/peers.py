@@ -444,7 +444,7 @@ def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
     recipe, task = plan.recipe, data.task
     model = build_peer_model(recipe, data).to(mesh.device)
-    total = plan.total_steps(len(data.train))
+    total = plan.total_steps(data.num_train_rows)
     training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
     samples = tokens = 0
@@ -458,7 +458,7 @@ def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, env
         records.append(
             StepRecord(
                 step=step + 1,
-                epoch=(step + 1) / plan.steps_per_epoch(len(data.train)),
+                epoch=(step + 1) / plan.steps_per_epoch(data.num_train_rows),
                 loss=loss,
                 grad_norm=norm,
                 learning_rate=learning_rate(recipe.optimizer, recipe.schedule, step, total),

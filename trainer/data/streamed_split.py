@@ -164,9 +164,9 @@ class StreamedSplit:
         """Return a window, and begin those after it, in a thread of a process that has time for it."""
         self._thread = self._thread or ThreadPoolExecutor(1)
         rows = self._thread.submit(self._prepared, number).result()
-        for later in range(number + 1, number + 1 + _AHEAD):
-            if later > self._begun:
-                self._begun = self._thread.submit(self._prepare_ahead, later) and later
+        for later in range(max(number, self._begun) + 1, number + 1 + _AHEAD):
+            self._thread.submit(self._prepare_ahead, later)
+            self._begun = later
         return rows
 
     def _prepare_ahead(self, number: int) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainer.base.errors import DataError
+from trainer.base.errors import DataError, UsageError
 from trainer.data.loader import StepRows
 from trainer.data.order import IndexArray
-from trainer.data.streams.streamed_split import StreamedSplit
+from trainer.data.streamed_split import StreamedSplit
 
 Part = tuple[int, int, int, int]
 """Rows of a window: epoch, window, start and stop."""
@@ -19,7 +19,7 @@ Part = tuple[int, int, int, int]
 class StreamPlace:
     """The place of the next row of a training: an epoch, a window of it, and the row in this window."""
 
-    epoch: int = 0
+    epoch: int
     window: int = 0
     row: int = 0
 
@@ -31,15 +31,35 @@ class StreamOrder:
         split: the training split.
         global_batch_size: the number of rows of one optimizer step over all ranks.
         first_step: the number of optimizer steps that were done before.
-        place: the place after these steps.
+        start_sample: the number of rows consumed in these steps.
+        place: the place of the next row after them; None: the first row.
+
+    Raises:
+        UsageError: there is no such place, because the stream has changed.
     """
 
     def __init__(
-        self, split: StreamedSplit, global_batch_size: int, first_step: int = 0, place: StreamPlace | None = None
+        self,
+        split: StreamedSplit,
+        global_batch_size: int,
+        first_step: int = 0,
+        start_sample: int = 0,
+        place: tuple[int, int, int] | None = None,
     ) -> None:
         self._split = split
         self._size = global_batch_size
-        self._first = self._next = (first_step, place or StreamPlace())
+        start = StreamPlace(*(place or (0, 0, 0)))
+        is_there = start.window < len(split.windows) and start.row < max(1, split.num_rows(start.epoch, start.window))
+        if is_there and split.keeps_rows:
+            before = start.epoch * split.windows.num_rows + int(split.windows.bounds[start.window])
+            is_there = before + start.row == start_sample
+        if not is_there:
+            raise UsageError(
+                f"the checkpoint goes on at row {start.row} of window {start.window} of epoch {start.epoch} after"
+                f" {start_sample} rows, but `data.train` has no such place; go on with the stream it was trained with,"
+                " or start anew in another `checkpoint.folder`"
+            )
+        self._first = self._next = (first_step, start)
 
     def first_step(self) -> int:
         return self._first[0]
