@@ -41,7 +41,7 @@ from trainer.tasks.task import Task
 from trainer.tasks.text.masking import Masking
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.process_group import open_mesh
-from trainer.training.run_data import PreparedData
+from trainer.training.run_data import PreparedData, prepare_data
 
 # Scanning the imported modules in every collection would take as long as the training steps of these tests.
 gc.freeze()
@@ -615,11 +615,18 @@ def build_tiny(
     num_rows: int = NUM_ROWS,
     start_sample: int = 0,
     device: str = "cpu",
+    progress: Progress | None = None,
 ) -> TinyTraining:
-    """Build a training on all ranks of the default process group, or on one process without a group."""
+    """Build a training on all ranks of the default process group, or on one process without a group.
+
+    With `progress`, the data is that of the recipe's files, from there on.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
+    if progress is not None:
+        parts = assemble(plan, mesh, prepare_data(recipe), progress=progress)
+        return TinyTraining(parts, parts.train_loader)
     tiny, task = _tiny_of(recipe), tiny_task(recipe)
     split = tiny.split(num_rows)
     # Encoder-decoders classify at the end of a sequence.
@@ -653,10 +660,14 @@ def tiny_training(recipe: Recipe, dtype: torch.dtype = torch.float32, **options:
 
 
 def train_tiny(
-    recipe: Recipe, dtype: torch.dtype = torch.float32, num_rows: int = NUM_ROWS, num_steps: int | None = None
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    num_rows: int = NUM_ROWS,
+    num_steps: int | None = None,
+    **options: Any,
 ) -> Curve:
     """Train the first `num_steps` steps, or all if it is None."""
-    with tiny_training(recipe, dtype, num_rows=num_rows) as training:
+    with tiny_training(recipe, dtype, num_rows=num_rows, **options) as training:
         curve = Curve()
         for result in training.steps(num_steps or training.total_steps):
             curve.losses.append(result.loss)

@@ -63,6 +63,10 @@ class TrainingRows(Protocol):
         """Return the rows of a global batch."""
         ...
 
+    def close(self) -> None:
+        """Remove files that only this training needs, after its last step."""
+        ...
+
 
 class SplitRows:
     """The rows of all global batches of an encoded split.
@@ -89,6 +93,9 @@ class SplitRows:
 
     def of_step(self, step: int) -> StepRows:
         return StepRows(self._split, self.row_ids(step), step // self._order.steps_per_epoch)
+
+    def close(self) -> None:
+        pass
 
 
 class TrainLoader:
@@ -147,7 +154,8 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = _load(self._batches, self._steps, self._num_workers, self._pin_memory)
-        return batches if self._ahead_to is None else copied_ahead(batches, self._ahead_to)
+        yield from batches if self._ahead_to is None else copied_ahead(batches, self._ahead_to)
+        self._batches.rows.close()
 
 
 class EvalLoader:

@@ -81,6 +81,9 @@ class StreamOrder:
         split = self._split.take(parts)
         return StepRows(split, np.arange(len(split)), step, (place.epoch, place.window, place.row))
 
+    def close(self) -> None:
+        self._split.close()
+
     def _parts(self, step: int) -> tuple[list[Part], StreamPlace]:
         """Return the parts of windows of a global batch, and the place after it."""
         number, place = self._next if step >= self._next[0] else self._first

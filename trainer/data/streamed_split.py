@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,10 @@ class StreamedSplit:
         firsts = np.cumsum([0, *(shard.num_rows for shard in self._shards)])
         spans = self.windows.spans(epoch, window)
         return np.concatenate([firsts[span.shard] + np.arange(span.start, span.stop) for span in spans])
+
+    def close(self) -> None:
+        """Remove all windows from the cache; a process that still needs one prepares it again."""
+        self._forget(sys.maxsize)
 
     def _prepared(self, number: int) -> EncodedSplit:
         epoch, window = divmod(number, len(self.windows))

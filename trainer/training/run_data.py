@@ -186,7 +186,7 @@ def prepare_data(
     assert train is not None
     bounded = [
         f"only the first {most_rows:,} rows of {split.where} are checked"
-        for split in (splits.train, splits.validation)
+        for split in ((None if splits.stream else splits.train), splits.validation)
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
     tokenizer = preparation.text_tokenizer

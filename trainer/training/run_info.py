@@ -199,7 +199,7 @@ def run_info(
         unit=data.unit,
         majority=_majority(task, validation),
         baselines=_baselines(task, validation, models),
-        classes=class_counts(task, train),
+        classes=class_counts(task, train) if data.stream is None else (),
         positive=task.positive_class if isinstance(task, NamedClasses) else None,
         steps_per_epoch=plan.steps_per_epoch(data.num_train_rows),
         total_steps=plan.total_steps(data.num_train_rows),

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.helpers.tiny_run import WORDS, write_tiny_run
+from tests.helpers.webhdfs import webhdfs
+from trainer.base.errors import DataError, RecipeError, TrainerError, UsageError
+from trainer.checkpoint.counters import Progress
+from trainer.data.streams import shards
+from trainer.data.streams.index import RowReader, index_of
+from trainer.data.streams.shards import find_shards
+from trainer.data.streams.windows import Windows
+from trainer.recipe.plan import plan_run
+from trainer.recipe.reading.loading import load_recipe
+from trainer.training.assembly import batches_of
+from trainer.training.run_data import prepare_data
+
+LABELS = ["a", "b", "c"]
+SIZES = (23, 1, 40, 17)
+
+
+def rows_of(number: int, start: int) -> list[dict]:
+    draws = random.Random(start)
+    return [
+        {"text": " ".join(draws.choices(WORDS, k=draws.randint(3, 12))), "label": LABELS[draws.randrange(3)], "id": row}
+        for row in range(start, start + number)
+    ]
+
+
+ROWS = [row for shard, size in enumerate(SIZES) for row in rows_of(size, sum(SIZES[:shard]))]
+
+
+def write_shards(folder: Path, ending: str, sizes=SIZES) -> None:
+    start = 0
+    for number, size in enumerate(sizes):
+        rows, path = ROWS[start : start + size], folder / f"part-{number}{ending}"
+        if ending == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
+        else:
+            text = "\n".join(json.dumps(row) + "\n" * (index % 3 == 0) for index, row in enumerate(rows))
+            path.write_text("\ufeff" * (number == 0) + text + "\n" * (number % 2), encoding="utf-8")
+        start += size
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.streams.shards._BLOCK_BYTES", 300)  # several runs of lines in a shard
+    monkeypatch.setattr("trainer.data.streams.index._ROWS_AT_ONCE", 7)
+    write_tiny_run(tmp_path)
+    write_shards(tmp_path, ".jsonl")
+    write_shards(tmp_path, ".parquet")
+    return tmp_path
+
+
+def recipe_of(folder: Path, *overrides: str, train: str = "part-*.jsonl", task: dict | None = None):
+    file = folder / "recipe.json"
+    recipe = json.loads(file.read_text())
+    recipe["task"] = task or {"type": "sequence_classification", "text": "text", "labels": LABELS}
+    recipe["data"] |= {"train": train, "streaming": True, "shuffle_window": 24, "group_by_length": False}
+    recipe["training"] = {"epochs": 2, "global_batch_size": 12, "micro_batch_size": 5}
+    stream = folder / "stream.json"
+    stream.write_text(json.dumps(recipe))
+    return load_recipe(str(stream), overrides).recipe
+
+
+def loaders(recipe, ranks=1, progress=None, data=None):
+    plan, data = plan_run(recipe, ranks), data or prepare_data(recipe)
+    return [batches_of(plan, data, rank, progress) for rank in range(ranks)]
+
+
+def contents(batches):
+    """The rows of a step over all ranks by their place: tokens and label."""
+    found = {}
+    for microbatch in (one for batch in batches for one in batch.microbatches if not one.filler):
+        ids, masks = microbatch.inputs["input_ids"], microbatch.inputs["attention_mask"].bool()
+        for place, row, mask, label in zip(microbatch.rows.tolist(), ids, masks, microbatch.labels, strict=True):
+            found[place] = (row[mask].tolist(), (label[mask] if label.dim() else label).tolist())
+    return [found[place] for place in range(len(found))]
+
+
+def steps_of(recipe, ranks=1, progress=None):
+    return [contents(batches) for batches in zip(*loaders(recipe, ranks, progress), strict=True)]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_an_epoch_has_every_row_once_and_in_another_order(folder, ending):
+    (loader,) = loaders(recipe_of(folder, train=f"part-*{ending}"))
+    epochs = [[loader.row_ids(step) for step in range(start, start + 7)] for start in (0, 7)]
+    assert len(loader) == 14, "81 rows in batches of 12, twice"
+    for epoch in epochs:
+        assert [len(ids) for ids in epoch] == [12] * 6 + [9]
+        assert sorted(sum(epoch, [])) == list(range(81))
+    assert epochs[0] != epochs[1]
+    words = {row["text"]: row["id"] for row in ROWS}
+    vocabulary = {5 + index: word for index, word in enumerate(WORDS)}
+    for ids, rows in zip(sum(epochs, []), map(contents, zip(loader, strict=True)), strict=True):
+        texts = [" ".join(vocabulary[token] for token in tokens[1:-1]) for tokens, _ in rows]
+        assert [words[text] for text in texts] == ids, "the rows are those of the numbers"
+        assert [LABELS[label] for _, label in rows] == [ROWS[row]["label"] for row in ids]
+
+
+@pytest.mark.parametrize("window", [5, 24, 1000])
+def test_every_number_of_ranks_learns_from_the_same_rows(folder, window):
+    key = f"data.shuffle_window={window}"
+    expected = steps_of(recipe_of(folder, key))
+    for ranks, *keys in ((2, "data.num_workers=2"), (3, "training.micro_batch_size=1"), (4,)):
+        assert steps_of(recipe_of(folder, key, *keys), ranks) == expected
+
+
+def test_a_place_goes_on_without_a_read_from_the_start(folder, monkeypatch):
+    recipe = recipe_of(folder)
+    (loader,) = loaders(recipe)
+    batches = list(loader)
+    read = []
+    monkeypatch.setattr(RowReader, "read", lambda self, *span, of=RowReader.read: read.append(span) or of(self, *span))
+    for done in (1, 6, 7, 9):
+        read.clear()
+        samples = sum(batch.num_rows for batch in batches[:done])
+        progress = Progress(done, samples, place=batches[done - 1].place)
+        assert steps_of(recipe, 2, progress) == [contents([batch]) for batch in batches[done:]]
+        assert sum(stop - start for _, start, stop in read) <= 162 - samples + 24, "at most a window too much"
+    with pytest.raises(UsageError, match="no such place"):
+        loaders(recipe, progress=Progress(1, 13, place=(0, 0, 12)))
+    with pytest.raises(UsageError, match="no such place"):
+        loaders(recipe, progress=Progress(1, 12, place=(0, 9, 12)))
+
+
+@pytest.mark.parametrize("packing", ["none", "documents", "joined"])
+def test_tasks_that_change_the_number_of_rows(folder, packing):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.eos_token = "[SEP]"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    gpt2 = '{"model_type": "gpt2", "vocab_size": 211, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16, "bos_token_id": 1, "eos_token_id": 1}'
+    keys = ("data.max_length=8", f"model.config={gpt2}", "training.max_steps=30", "evaluation.every=null")
+    task = {"type": "causal_lm", "text": "text", "packing": packing}
+    recipe = recipe_of(folder, *keys, task=task)
+    (loader,) = loaders(recipe)
+    batches = list(loader)
+    expected = [contents([batch]) for batch in batches]
+    assert len(expected) == 30
+    assert steps_of(recipe, 3) == expected
+    samples = sum(batch.num_rows for batch in batches[:13])
+    assert steps_of(recipe, 2, Progress(13, samples, place=batches[12].place)) == expected[13:]
+    with pytest.raises(TrainerError, match=r"`training.max_steps` must be set"):
+        prepare_data(recipe_of(folder, *keys[:2], "evaluation.every=null", task=task), most_rows=20)
+    with pytest.raises(TrainerError, match=r"`evaluation.every` must count steps"):
+        prepare_data(recipe_of(folder, *keys[:3], "evaluation.every=1 epoch", task=task))
+
+
+def test_a_mixture_has_the_shares_of_its_weights(folder):
+    keys = ('data.train=["part-0.jsonl", "part-2.parquet"]', "data.mixture=[0.75, 0.25]")
+    (loader,) = loaders(recipe_of(folder, *keys))
+    epochs = [np.concatenate([loader.row_ids(step) for step in range(start, start + 6)]) for start in (0, 6)]
+    for epoch in epochs:
+        assert len(epoch) == 63
+        assert (epoch < 23).sum() == 47
+    read = np.bincount(np.concatenate(epochs)[np.concatenate(epochs) < 23], minlength=23)
+    assert read.max() - read.min() <= 1, "a source is read pass by pass"
+    windows = Windows([[index_of(shard, folder)] for shard in find_shards([str(folder / "part-0.jsonl")])], None, 7, 1)
+    assert windows.bounds.tolist() == [0, 7, 14, 21, 23]
+
+
+def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
+    cache = folder / "cache"
+    cache.mkdir()
+    (shard,) = find_shards([str(folder / "part-2.jsonl")])
+    index = index_of(shard, cache)
+    assert index.num_rows == 40
+    assert len(index.starts) > 3
+    monkeypatch.setattr("trainer.data.streams.index._line_runs", lambda shard: pytest.fail("read again"))
+    assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
+    (kept,) = cache.glob("index-*.json")
+    for damage in ("", "[[0, -1]]", "[[5, 1], [5, 1]]", '{"a": 1}', "[[1]]"):
+        monkeypatch.undo()
+        kept.write_text(damage)
+        assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'[{"text": "x"}]\n', "`.*a.jsonl` at byte 0 begins with"),
+        ("a.jsonl", b'{"text": "x", "label": "a"}\n{"text": \n', "row 2 of `.*a.jsonl` is not JSON"),
+        ("a.jsonl", b'{"text": "x", "label": "a"}\n{"text": 1, "label": "a"}\n', "of the same type|must be a string"),
+        ("a.jsonl", b"\n\n", "must hold at least one row"),
+        ("a.parquet", b"PAR1 no", "must hold parquet that can be read, but `.*a.parquet` cannot"),
+        ("a.jsonl.gz", b"", "cannot be read from the middle"),
+    ],
+)
+def test_bad_shards_are_named(folder, name, content, message):
+    (folder / name).write_bytes(content)
+    with pytest.raises(TrainerError, match=message):
+        list(loaders(recipe_of(folder, train=name))[0])
+
+
+def test_a_changed_shard_is_named(folder):
+    (loader,) = loaders(recipe_of(folder, train="part-2.parquet"))
+    write_shards(folder, ".parquet", sizes=(20, 20, 20, 20))
+    with pytest.raises(DataError, match=r"`.*part-2.parquet` must stay as it is"):
+        list(loader)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_server_that_comes_back(folder, monkeypatch, capfd, ending):
+    waits = []
+    with webhdfs(folder) as server:
+        recipe = recipe_of(folder, train=server.url(f"part-*{ending}"))
+        expected = steps_of(recipe_of(folder, train=f"part-*{ending}"))
+        batches = iter(loaders(recipe)[0])
+        found = [contents([next(batches)])]
+        server.state = "away"
+        monkeypatch.setattr(
+            shards.time,
+            "sleep",
+            lambda wait: waits.append(wait) or setattr(server, "state", "well" if wait == 4 else "away"),
+        )
+        found += [contents([batch]) for batch in batches]
+        assert found == expected
+        assert waits[:3] == [1, 2, 4]
+        assert f"part-{0}{ending}" in capfd.readouterr().err or waits
+        server.state = "away"
+        monkeypatch.setattr(shards.time, "sleep", waits.append)
+        (shard,) = find_shards([str(folder / f"part-2{ending}")])
+        with pytest.raises(TrainerError, match=r"gave up after 5 retries in 31 s"):
+            list(loaders(recipe_of(folder, "training.seed=3", train=server.url(f"part-*{ending}")))[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.group_by_length=true", "group_by_length"),
+        ("data.validation=0.1", "hold out"),
+        ("data.format=csv", "read from the middle"),
+        ("data.encoding=latin-1", "encoding"),
+        ("task.labels=null", "`task.labels` is missing"),
+        ("task.class_weights=balanced", "not counted"),
+        ("data.streaming=false", "shuffle_window"),
+    ],
+)
+def test_refusals(folder, override, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe_of(folder, override)
