@@ -27,7 +27,9 @@ from torch.utils.data import get_worker_info
 from trainer.base.digests import digest_of
 from trainer.base.errors import DataError, TrainerError, storage_error
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
+from trainer.data.mapped_rows import map_part
 from trainer.data.order import IndexArray
+from trainer.data.row_map import RowMap
 from trainer.data.split import EncodedSplit, encode_rows, joined_rows
 from trainer.data.streams.index import RowReader, ShardIndex, index_of
 from trainer.data.streams.shards import Shard
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from transformers import PreTrainedTokenizerBase
 
-_AT_ONCE = 16  # shards that are indexed
+_AT_ONCE = 4  # shards that are indexed
 _OPEN = 2  # windows that a process keeps mapped
 _AHEAD = 4  # windows that processes which prepare batches may prepare before they are needed
 _LOCKS = 64
@@ -51,7 +53,8 @@ class WindowEncoder:
     """From rows to a window of encoded rows.
 
     Attributes:
-        features: the types of the columns, from the first rows.
+        features: the types of the columns of the source, from the first rows.
+        row_map: makes the columns of the task; None: they are those of the source.
         check: raises an error for a window that does not fit the model.
     """
 
@@ -59,12 +62,38 @@ class WindowEncoder:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     features: Features
+    row_map: RowMap | None
     check: Callable[[EncodedSplit], None]
 
     @property
     def keeps_rows(self) -> bool:
         """Whether a window has as many encoded rows as rows."""
-        return self.task.keeps_rows and self.task.packer(self.max_length) is None
+        drops_rows = self.row_map is not None and self.row_map.conditions
+        return self.task.keeps_rows and self.task.packer(self.max_length) is None and not drops_rows
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the source that are read."""
+        if self.row_map is None:
+            return tuple(dict.fromkeys(self.task.columns))
+        read = [*self.row_map.sources, *(condition.column for condition in self.row_map.conditions)]
+        if self.row_map.keeps_others:
+            read += [name for name in self.task.columns if name not in self.row_map.columns]
+        return tuple(dict.fromkeys(read))
+
+    def encode(self, rows: Dataset, first_row: int, where: str) -> dict[str, list[Any]]:
+        """Return encoded rows, of a shard that messages call `where` from its row `first_row` on."""
+        if self.row_map is not None:
+            rows = map_part(self.row_map, rows, first_row, where)
+            if not len(rows):
+                return {}
+            if self.row_map.conditions:
+                where, first_row = f"the filtered rows of {where} from row {first_row + 1} on", 0
+        return encode_rows(
+            rows,
+            first_row,
+            lambda rows, first_row: self.task.encode(rows, self.tokenizer, self.max_length, where, first_row),
+        )
 
 
 @dataclass(frozen=True)
@@ -113,6 +142,7 @@ class StreamedSplit:
             "window": settings.window,
             "tokenizer": tokenizer_digest(encoder.tokenizer),
             "max_length": encoder.max_length,
+            "map": repr(encoder.row_map),
         }
         names = [[(Path(one.shard.place).name, one.shard.size, one.num_rows) for one in source] for source in shards]
         self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
@@ -123,11 +153,7 @@ class StreamedSplit:
         self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
         self._begun = -1  # the last window that was begun ahead
         self._thread: ThreadPoolExecutor | None = None
-        self._reader = RowReader(self._shards, self._columns, _known(encoder.features, self._columns))
-
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self._encoder.task.columns))
+        self._reader = RowReader(self._shards, encoder.columns, _known(encoder.features, encoder.columns))
 
     @property
     def keeps_rows(self) -> bool:
@@ -213,16 +239,13 @@ class StreamedSplit:
             for _, spans in groupby(self.windows.spans(epoch, window), lambda span: span.source):
                 packer = encoder.task.packer(encoder.max_length)
                 for span in spans:
-                    encode = partial(self._encode, f"`{self._shards[span.shard].shard}`")
+                    where = f"`{self._shards[span.shard].shard}`"
                     for first_row, rows in self._reader.read(span.shard, span.start, span.stop):
-                        features = encode_rows(rows, first_row, encode)
+                        if not (features := encoder.encode(rows, first_row, where)):
+                            continue
                         writer.add(packer.add(features) if packer else features)
                 if packer:
                     writer.add(packer.finish())
-
-    def _encode(self, where: str, rows: Dataset, first_row: int) -> dict[str, list[Any]]:
-        encoder = self._encoder
-        return encoder.task.encode(rows, encoder.tokenizer, encoder.max_length, where, first_row)
 
     def _forget(self, number: int) -> None:
         """Remove the windows from the cache that no process needs any more."""

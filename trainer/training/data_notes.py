@@ -123,7 +123,8 @@ def stream_notes(recipe: Recipe, stream: StreamedSplit | None, splits: Splits) -
     head = f"the first {len(splits.train.rows):,} rows of the stream stand for it in checks and notes"
     if stream is None:
         return [head]
-    shards = sum(map(len, splits.stream))
+    assert splits.stream is not None
+    shards = sum(map(len, splits.stream.sources))
     rows = f"{stream.windows.num_rows:,} rows in {shards:,} shard{'s' * (shards > 1)}"
     about = "" if stream.keeps_rows else f", about {len(stream):,} rows of at most {recipe.data.max_length} tokens"
     return [f"stream: {rows}{about}, shuffled in {len(stream.windows):,} windows", head]

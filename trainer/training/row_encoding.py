@@ -16,7 +16,7 @@ import numpy as np
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.image_split import encode_images
-from trainer.data.sources import Split
+from trainer.data.sources import Split, Stream
 from trainer.data.split import EncodedSplit
 from trainer.data.streamed_split import WindowEncoder
 from trainer.data.tokenised_split import encode_split
@@ -262,11 +262,11 @@ class TextPreparation:
             self._check(task, split.where, encoded)
         return encoded
 
-    def for_windows(self, split: Split, task: Task) -> WindowEncoder:
-        """Return the encoder of the windows of a stream that begins with the rows of `split`."""
+    def for_windows(self, stream: Stream, task: Task) -> WindowEncoder:
+        """Return the encoder of the windows of a stream."""
         assert isinstance(task, TextTask)
         check = partial(self._check, task, "`data.train`")
-        return WindowEncoder(task, self.tokenizer, self.max_length, split.rows.features, check)
+        return WindowEncoder(task, self.tokenizer, self.max_length, stream.features, stream.row_map, check)
 
     def _check(self, task: TextTask, where: str, encoded: EncodedSplit) -> None:
         """Refuse encoded rows with tokens that the model does not have or cannot read."""

@@ -15,7 +15,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.data.collate import TokenMasking
 from trainer.data.loader import SplitRows, TrainingRows
 from trainer.data.order import GlobalOrder, Mixture
-from trainer.data.sources import Split, Splits, load_splits, require_one_type
+from trainer.data.sources import Split, Splits, Stream, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.data.stream_order import StreamOrder
 from trainer.data.streamed_split import StreamedSplit, StreamSettings
@@ -176,9 +176,9 @@ def prepare_data(
                 used.validation.rows, validation, preparation.text_tokenizer, used.validation.where
             )
     stream = None
-    if splits.stream and train is not None:
+    if splits.stream is not None and train is not None:
         with problems.collect():
-            require_steps(recipe, task)
+            require_steps(recipe, task, splits.stream)
             if most_rows is None:
                 observer.preparing("reading the index of data.train")
                 stream = _streamed(recipe, splits, preparation, task, cache, train)
@@ -226,18 +226,20 @@ def _streamed(
         run=recipe.checkpoint.folder,
         behind=1 + -(-rows_ahead // data.shuffle_window),
     )
-    encoder = preparation.for_windows(splits.train, task)
-    return StreamedSplit(splits.stream, settings, encoder, head, len(splits.train.rows), cache)
+    assert splits.stream is not None
+    encoder = preparation.for_windows(splits.stream, task)
+    return StreamedSplit(splits.stream.sources, settings, encoder, head, len(splits.train.rows), cache)
 
 
-def require_steps(recipe: Recipe, task: Task) -> None:
-    """Refuse epochs of a stream with a task that changes the number of rows, so that no epoch has known steps.
+def require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
+    """Refuse epochs of a stream if task or map change the number of rows, so that no epoch has known steps.
 
     Raises:
         UsageError: a key counts epochs.
     """
     assert isinstance(task, TextTask)
-    if task.keeps_rows and task.packer(recipe.data.max_length) is None:
+    drops_rows = stream.row_map is not None and stream.row_map.conditions
+    if task.keeps_rows and task.packer(recipe.data.max_length) is None and not drops_rows:
         return
     why = (
         "because rows of this task are known only after they are read, so that an epoch of a stream has no known steps"

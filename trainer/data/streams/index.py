@@ -186,10 +186,7 @@ class RowReader:
         while (row := self._place[1]) < stop:
             rows = self._left if self._left is not None else next(self._rows, None)
             if rows is None:
-                raise DataError(
-                    f"`{index.shard}` must stay as it is during a run, but has fewer than its {index.num_rows:,} rows;"
-                    " restore it, or start a new run"
-                )
+                raise _changed(index)
             end = row + len(rows)
             self._left = rows.select(range(stop - row, len(rows))) if end > stop else None
             self._place = (number, min(end, stop))
@@ -221,6 +218,8 @@ class RowReader:
             skip = start - index.first_row(first)
             for part in range(first, len(index.starts)):
                 group = int(index.starts[part])
+                if group >= file.num_row_groups:
+                    raise _changed(index)
                 facts = file.metadata.row_group(group)
                 at_once = _rows_at_once(facts.total_byte_size / max(1, facts.num_rows))
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
@@ -272,6 +271,13 @@ class RowReader:
                 f"rows {first_row + 1:,} to {first_row + len(rows):,} of `{shard}` must have values of the same types"
                 f" as the first rows of the stream, but have others: {error}; write the values alike"
             ) from error
+
+
+def _changed(index: ShardIndex) -> DataError:
+    return DataError(
+        f"`{index.shard}` must stay as it is during a run, but has fewer than its {index.num_rows:,} rows; restore it,"
+        " or start a new run"
+    )
 
 
 def _rows_at_once(row_bytes: float) -> int:

@@ -140,6 +140,8 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
             )
         stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
         full = str(files.unstrip_protocol(place)) if is_url(name) else place
+        if is_url(name) and name.endswith(path):  # the host may be in the URL only
+            full = name.removesuffix(path) + place
         yield Shard(full, int(info["size"]), stamp, _format(place, file_format))
 
 
