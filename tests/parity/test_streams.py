@@ -53,7 +53,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 CASES = [
     ("classes", "ddp-accumulated"), ("packed", "ddp-3"), ("masked", "ddp-3"), ("classes", "fsdp-workers"),
-    ("masked", "fsdp-3-tokens"), ("packed", "zero3"), ("classes", "tensor"), ("packed", "stages"), ("masked", "context"),
+    ("masked", "fsdp-3-tokens"), ("packed", "zero3"), ("classes", "tensor"), ("packed", "stages"),
+    ("masked", "context"),
 ]  # fmt: skip
 FAST = (("classes", "ddp-accumulated"), ("packed", "ddp-3"), ("classes", "tensor"))
 

@@ -252,7 +252,7 @@ SCRIPTS: dict[str, Counterpart] = {
     "overwrite_cache": none("the cache key covers all inputs", False),
     "preprocessing_num_workers": renamed("data.preparation_processes", None),
     "line_by_line": same("each row is one text", True),
-    "streaming": none("streaming is not supported", False),
+    "streaming": none("set `data.streaming`, for Parquet or JSON Lines files", False),
     "text_column_names": mapped("task.text", None),
     "text_column_name": mapped("task.text", None),
     "text_column_delimiter": none("task.text takes a pair of columns", " "),

@@ -87,8 +87,8 @@ class FileData(_DataKeys):
     """The weight of each entry of `train`, such as [0.7, 0.3]: its share of the rows of an epoch, which has as many
     rows as all entries together. null: an epoch has every row once."""
     streaming: bool = False
-    """Read the training split window by window, and keep neither it nor its tokens: `train` then names Parquet or JSON
-    Lines files, or their URLs, such as `s3://bucket/part-*.parquet`. See [streams](numerics.md#streams)."""
+    """Read the training split window by window, and keep neither it nor its tokens. `train` names Parquet or JSON Lines
+    files, or URLs such as `s3://bucket/part-*.parquet`; docs/numerics.md has the order and the limits."""
     shuffle_window: int = Field(16_384, ge=1)
     """With `streaming`: the rows that are shuffled together, after their blocks were shuffled over all files."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None

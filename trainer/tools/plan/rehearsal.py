@@ -152,7 +152,7 @@ def _places(plan: RunPlan, data_rank: int, num_rows: int) -> list[RowChunk] | No
 
 def _first_rows(plan: RunPlan, rows: int) -> Any:
     data = plan.recipe.data
-    if data.group_by_length or data.source_weights:  # the rows depend on the files
+    if data.group_by_length or data.source_weights or getattr(data, "streaming", False):  # the rows depend on the files
         return None
     return GlobalOrder(rows, None, plan.batch.global_batch_size, plan.recipe.training.seed).batch(0, 0)
 
