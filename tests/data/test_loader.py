@@ -221,7 +221,7 @@ def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
 
 def test_an_error_in_a_worker_is_not_called_a_death(split):
     loader = train_loader(split, num_workers=1)
-    loader._batches = dataclasses.replace(loader._batches, order=None)
+    loader._batches = dataclasses.replace(loader._batches, rows=None)
     with pytest.raises(AttributeError):
         next(iter(loader))
 
