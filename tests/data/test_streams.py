@@ -178,7 +178,7 @@ def test_a_mixture_has_the_shares_of_its_weights(folder):
 def test_rows_are_mapped_and_filtered(folder):
     kept = [row for row in ROWS if row["label"] != "c"]
     columns = {"words": "{text} word1", "kind": {"column": "label", "values": {"a": "x", "b": "y", "c": "x"}}}
-    keys = (f"data.map.columns={json.dumps(columns)}", 'data.map.where=["label != c"]', "data.validation=null")
+    keys = (f"data.map.columns={json.dumps(columns)}", 'data.map.where=["label != c"]', "evaluation.every=null")
     steps = -(-len(kept) // 12)
     task = {"type": "sequence_classification", "text": "words", "label": "kind", "labels": ["x", "y"]}
     recipe = recipe_of(

@@ -853,8 +853,8 @@ _DATA = [
         "resume_repeats_a_batch",
         "A resumed run trains the last batch before the checkpoint again.",
         "data/loader.py",
-        "range(epoch * order.steps_per_epoch + index, total_steps)",
-        "range(max(0, epoch * order.steps_per_epoch + index - 1), total_steps)",
+        "self._first_step = epoch * order.steps_per_epoch + index",
+        "self._first_step = max(0, epoch * order.steps_per_epoch + index - 1)",
         ("data/test_loader.py::test_going_on_gives_the_steps_that_are_left",),
     ),
     Defect(
