@@ -10,7 +10,7 @@ WORKERS := --numprocesses 3 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu clean
+.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu dist clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench      compare the speed with a hand-written loop and other tools, on CPUs"
 	@echo "make bench-quick  compare the speed for the smallest model only, in a minute"
 	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
+	@echo "make dist       build the package into dist/, and train the sample with its wheel in a fresh environment"
 	@echo "make clean      remove all built files; runs/ stays"
 
 # the largest power of two, because the sample's batch divides by it
@@ -64,6 +65,9 @@ bench-quick: $(INSTALLED)
 
 gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.first_gpu
+
+dist:
+	PYTHON=$(PYTHON) .ci/dist
 
 docs: $(INSTALLED)
 	$(BIN)/python -m mkdocs build --strict --quiet

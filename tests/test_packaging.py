@@ -8,8 +8,10 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.processes import ROOT, run
+from trainer import __version__
 
 
 @pytest.mark.slow
@@ -28,7 +30,22 @@ def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
         "trainer/py.typed",
         "trainer/training/run.py",
     }
+    assert {path.removeprefix("trainer/shipped_launchers/") for path in held} >= {
+        *("ranks.sh", "slurm.sbatch", "templates/jobset.yaml.j2", "templates/pod.yaml.j2"),
+    }
     assert not {path for path in held if path.startswith("tests/")}
+
+
+def test_a_release_runs_what_make_dist_runs():
+    """The workflow sends only what `make dist` has trained with, for a tag that is the version."""
+    build, publish = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"].values()
+    assert "make dist" in [step.get("run") for step in build["steps"]]
+    assert publish["needs"] == "build"
+    (check,) = [step["run"] for step in build["steps"] if "GITHUB_REF_NAME" in step.get("run", "")]
+    for tag, code in ((f"v{__version__}", 0), ("v99.0", 1)):
+        ended = run(["bash", "-c", check], GITHUB_REF_NAME=tag)
+        assert ended.returncode == code
+    assert run([Path(sys.executable).parent / "shellcheck", ROOT / ".ci" / "dist"]).returncode == 0
 
 
 def test_every_dependency_is_pinned():
