@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.helpers.processes import ROOT, environment, kill
 
 PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
-SAMPLE = ("trainer", "run", "bert_sample", "--processes", "1", "evaluation.every=null", "training.max_steps=40")
+FORTY, TWENTY = (("evaluation.every=null", f"training.max_steps={steps}") for steps in (40, 20))
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
 FILES = ("ahead", "graphs", "dropout", "draw", "eight_bits", "attention", "tensor", "strategies", "pipeline")
@@ -35,6 +35,36 @@ SAME_LOSSES = (
     ("run_bf16", "run_graphs", 1e-3),
 )
 """Two runs, and the largest relative difference of their losses."""
+TOKENS = '"vocab_size":3000,"max_position_embeddings":128,"bos_token_id":3,"eos_token_id":3,"pad_token_id":0'
+HEADS = '"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"intermediate_size":128'
+LLAMA = f'model.config={{"model_type":"llama","hidden_size":128,{HEADS},{TOKENS}}}'
+MIXTRAL = f'model.config={{"model_type":"mixtral","hidden_size":64,"num_local_experts":4,{HEADS},{TOKENS}}}'
+GEMMA = f'model.config={{"model_type":"gemma2","hidden_size":64,"head_dim":16,"sliding_window":32,{HEADS},{TOKENS}}}'
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "classification": ("bert_sample",),
+    "images": ("vit_sample",),
+    "texts": ("t5_sample",),
+    "answers_in_rows": ("sft_sample", 'task.packing="none"', "data.packing=true"),
+    "llama": ("gpt2_sample", LLAMA),
+    "llama_in_rows": ("sft_sample", 'task.packing="none"', "data.packing=true", LLAMA),
+    "mixtral": ("gpt2_sample", MIXTRAL),
+    "gemma2": ("gpt2_sample", GEMMA),
+    "preferences": ("dpo_sample",),
+    "rewards": ("reward_sample",),
+    "reranker": ("reranker_sample",),
+    "matryoshka": ("matryoshka_sample",),
+    "temperature": ("embedding_sample", "task.learn_temperature=true"),
+    "groups": ("groups_sample",),
+    "unfreezing": ("bert_sample", 'model.freeze=["embeddings"]', "model.unfreeze_at_step=5"),
+    "neftune": ("gpt2_sample", "model.neftune_alpha=5"),
+    "new_tokens": ("gpt2_sample", 'model.new_tokens=["<a>","<b>"]'),
+    "pissa": ("lora_sample", "model.adapter.start=pissa"),
+    "loftq": ("qlora_sample", "model.adapter.start=loftq"),
+    "mixtral_sharded": ("gpt2_sample", MIXTRAL, "parallel.strategy=fsdp"),
+}
+"""Trainings that run on the GPU and on the CPU of the machine: 20 steps in fp32."""
+LARGER = {"texts": 1e-4}
+"""Larger tolerances: T5 does not scale its scores, so that the exponential of a GPU rounds more."""
 LEAST_SECONDS = 5.0
 """No part begins with less time left."""
 
@@ -46,11 +76,27 @@ class Part:
     name: str
     arguments: tuple[str, ...]
     limit_seconds: float = 150.0
+    on_gpu: bool = True
+
+
+def training(name: str, recipe: str, *keys: str, on_gpu: bool = True) -> Part:
+    """Return a short run in the folder `name`."""
+    run = ("-m", "trainer", "run", recipe, "--processes", "1", "logging.every=1 step")
+    return Part(name, (*run, f"checkpoint.folder={{out}}/{name}", *keys), on_gpu=on_gpu)
 
 
 def sample(name: str, *keys: str) -> Part:
     """Return a short run of the sample in the folder `name`."""
-    return Part(name, ("-m", *SAMPLE, "logging.every=1 step", f"checkpoint.folder={{out}}/{name}", *keys))
+    return training(name, "bert_sample", *FORTY, *keys)
+
+
+def beside_cpu() -> list[Part]:
+    """Return each training twice, on the GPU and on the CPU."""
+    return [
+        training(name if on_gpu else f"{name}_cpu", *keys, *TWENTY, on_gpu=on_gpu)
+        for name, keys in TRAININGS.items()
+        for on_gpu in (True, False)
+    ]
 
 
 def checks() -> list[Part]:
@@ -104,13 +150,13 @@ class Runner:
         self.note(f"{part.name:20} {time.monotonic() - started:6.1f} s  {state}")
 
     def _state(self, part: Part, limit: float) -> str:
-        words = [sys.executable, *(word.format(out=self._out, seconds=int(limit * 0.9)) for word in part.arguments)]
+        words = [sys.executable, *(self._filled(word, limit) for word in part.arguments)]
         with (self._out / f"{part.name}.txt").open("w", encoding="utf-8") as output:
             print(shlex.join(words), file=output, flush=True)
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=environment(PYTHONUNBUFFERED="1"),
+                env=environment(PYTHONUNBUFFERED="1") | ({} if part.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -123,6 +169,9 @@ class Runner:
                 kill(process)
                 return f"cut off after {limit:.0f} s"
         return "ok" if code in (0, 75) else f"failed with exit code {code}"
+
+    def _filled(self, word: str, limit: float) -> str:
+        return word.replace("{out}", str(self._out)).replace("{seconds}", str(int(limit * 0.9)))
 
     def compare(self, one: str, other: str, tolerance: float) -> None:
         """Write a line about the losses of two runs."""
@@ -154,14 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.out.resolve(), time.monotonic() + 60 * options.minutes - LEAST_SECONDS)
 
+    is_long = bool(options.only) or options.minutes >= 25
+
     def chosen(parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if not options.only or part.name in options.only]
 
     with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 1) // 2))) as pool:
-        list(pool.map(runner.run, chosen(checks())))
+        list(pool.map(runner.run, chosen([*checks(), *(beside_cpu() if is_long else ())])))
     for part in (*chosen([sample("run_resumed")]), *chosen(measurements(options.minutes))):
         runner.run(part)
-    for names in SAME_LOSSES:
+    for names in (*SAME_LOSSES, *((f"{name}_cpu", name, LARGER.get(name, 1e-5)) for name in TRAININGS if is_long)):
         if not options.only or set(names[:2]) <= set(options.only):
             runner.compare(*names)
     return 0

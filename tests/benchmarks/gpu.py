@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -60,12 +60,25 @@ LLAMA = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }  # fmt: skip
+VIT = {"model_type": "vit", "image_size": 224, "patch_size": 16}
+T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0}
+TASKS: dict[str, dict[str, Any]] = {
+    "Llama 1B": {"type": "causal_lm", "text": "text"},
+    "T5-base": {"type": "seq2seq_lm", "source": "text", "target": "target", "max_target_length": 64},
+    "ViT-base": {"type": "image_classification", "image": "image", "label": "label", "labels": ["a", "b"]},
+}
+"""The tasks of the models that do not classify texts."""
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "vocab_size": 211,
+}
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "Llama 1B": {**SMALL, "num_key_value_heads": 2},
+    "T5-base": {"vocab_size": 211, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    "ViT-base": {key: value for key, value in SMALL.items() if key != "vocab_size"},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "keyed dropout": {},
@@ -93,7 +106,6 @@ class Case:
     variant: str = "keyed dropout"
     strategy: str = "ddp"
     precision: str = "bf16"
-    task: Mapping[str, Any] = field(default_factory=lambda: CLASSIFICATION)
     beside_peers: bool = False
 
     @property
@@ -103,7 +115,7 @@ class Case:
     def recipe(self) -> Recipe:
         keys: dict[str, Any] = {
             "name": "gpu",
-            "task": self.task,
+            "task": TASKS.get(self.model, CLASSIFICATION),
             "model": {"config": self.config, "tokenizer": "none"},
             "data": {"source": "files", "train": "none", "max_length": self.length},
             "training": {"max_steps": 1000, "global_batch_size": self.rows, "micro_batch_size": self.rows},
@@ -118,7 +130,6 @@ class Case:
 def cases() -> Iterator[Case]:
     """Iterate over all measured trainings, the most important first."""
     eager, graphs, *others = VARIANTS
-    language = {"type": "causal_lm", "text": "text"}
     for model, config, length, rows in (
         ("BERT-base", BASE, 128, 32),
         ("BERT-large", LARGE, 384, 32),
@@ -130,14 +141,16 @@ def cases() -> Iterator[Case]:
         ("BERT-large", LARGE, 512, 32),
         ("BERT-base", BASE, 128, 128),
         ("ModernBERT-base", MODERN, 8192, 2),
+        ("ViT-base", VIT, 197, 64),
+        ("T5-base", T5, 512, 16),
     ):
-        task = language if model == "Llama 1B" else CLASSIFICATION
         for variant in (graphs, eager):
-            yield Case(model, config, length, rows, variant, task=task, beside_peers=variant == eager)
+            yield Case(model, config, length, rows, variant, beside_peers=variant == eager)
     for variant in others:
         yield Case("BERT-base", BASE, 384, 32, variant)
-    for variant in SHORT_ROWS[:2]:  # with a sliding window
+    for variant in SHORT_ROWS[:2]:  # with a sliding window, and with causal attention
         yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
+        yield Case("Llama 1B", LLAMA, 2048, 4, variant)
     # Last, because DeepSpeed replaces functions of torch for all later trainings. On one rank, hsdp is fsdp.
     for strategy, row in STRATEGIES.items():
         if not row.single_process and strategy not in ("ddp", "hsdp"):
@@ -146,7 +159,7 @@ def cases() -> Iterator[Case]:
 
 def shrunk(case: Case) -> Case:
     """Return the case with a tiny model, few rows and few tokens."""
-    config = {**case.config, **SMALL} | ({"num_key_value_heads": 2} if case.model == "Llama 1B" else {})
+    config = {**case.config, **SMALL_MODELS.get(case.model, SMALL)}
     if case.model == "ModernBERT-base":
         config |= dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)
         config |= dict.fromkeys(("eos_token_id", "sep_token_id"), 1)
@@ -159,12 +172,17 @@ def random_batches(case: Case, recipe: Recipe, task: Any, config: Any) -> list[R
     for _ in range(WARM_UP + STEPS):
         batch = blank_batch(recipe, task, config, plan_run(recipe, 1).batch, case.length)
         for index, microbatch in enumerate(batch.microbatches):
-            ids = microbatch.inputs["input_ids"]
-            ids.copy_(torch.randint(5, config.vocab_size, ids.shape, generator=generator))
+            for name, values in microbatch.inputs.items():
+                if name.endswith("input_ids"):
+                    values.copy_(torch.randint(5, config.vocab_size, values.shape, generator=generator))
+                if name == "pixel_values":
+                    values.normal_(generator=generator)
             if case.variant in SHORT_ROWS:
                 batch.microbatches[index] = _shortened(microbatch, generator)
-        masks = [microbatch.inputs["attention_mask"] for microbatch in batch.microbatches]
-        batches.append(replace(batch, num_tokens=int(sum(mask.sum() for mask in masks))))
+        masks = [one.inputs["attention_mask"] for one in batch.microbatches if "attention_mask" in one.inputs]
+        if masks:  # images have none
+            batch = replace(batch, num_tokens=int(sum(mask.sum() for mask in masks)))
+        batches.append(batch)
     return batches
 
 
