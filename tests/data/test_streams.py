@@ -4,6 +4,7 @@ import json
 import random
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -108,7 +109,7 @@ def test_an_epoch_has_every_row_once_and_in_another_order(folder, ending):
         assert [LABELS[label] for _, label in rows] == [ROWS[row]["label"] for row in ids]
 
 
-@pytest.mark.parametrize("window", [5, 24, 1000])
+@pytest.mark.parametrize("window", [24, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (5, 1000))])
 def test_every_number_of_ranks_learns_from_the_same_rows(folder, window):
     key = f"data.shuffle_window={window}"
     expected = steps_of(recipe_of(folder, key))
@@ -259,6 +260,45 @@ def test_a_server_that_comes_back(folder, monkeypatch, capfd, ending):
         monkeypatch.setattr(shards.time, "sleep", waits.append)
         with pytest.raises(TrainerError, match=r"gave up after 5 retries in 31 s"):
             next(batches)
+
+
+@pytest.mark.slow
+def test_an_s3_server_that_is_killed_and_comes_back(folder, monkeypatch, capfd):
+    fsspec, server = pytest.importorskip("fsspec"), pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    names = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+    def start(port):
+        found = server.ThreadedMotoServer("127.0.0.1", port)
+        found.start()
+        return found, found.get_host_and_port()[1]
+
+    running, port = start(0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    files.mkdir("bucket")
+    for number in range(len(SIZES)):
+        files.put(str(folder / f"part-{number}.parquet"), f"bucket/rows/part-{number}.parquet")
+    expected = steps_of(recipe_of(folder, train="part-*.parquet"))
+    batches = iter(loaders(recipe_of(folder, train="s3://bucket/rows/part-*.parquet"))[0])
+    found = [contents([next(batches)])]
+    running.stop()
+    waits = []
+
+    def sleep(seconds):
+        nonlocal running
+        waits.append(seconds)
+        if len(waits) == 2:
+            running, _ = start(port)
+
+    monkeypatch.setattr(shards, "time", SimpleNamespace(sleep=sleep))
+    found += [contents([batch]) for batch in batches]
+    running.stop()
+    assert found == expected
+    assert waits[:2] == [1, 2]
+    assert "`s3://bucket/rows/part-" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

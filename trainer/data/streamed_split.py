@@ -138,11 +138,12 @@ class StreamedSplit:
         self._encoder = encoder
         self._settings = settings
         self._shards = [shard for source in shards for shard in source]
+        made = encoder.row_map
         facts: dict[str, Any] = {
             "window": settings.window,
             "tokenizer": tokenizer_digest(encoder.tokenizer),
             "max_length": encoder.max_length,
-            "map": repr(encoder.row_map),
+            "map": repr(made and (made.columns, made.conditions, made.keeps_others)),
         }
         names = [[(Path(one.shard.place).name, one.shard.size, one.num_rows) for one in source] for source in shards]
         self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
