@@ -79,7 +79,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		exit 1; }
 	@echo "installing into $(VENV), once; this takes some minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,excel,lora,quantization,schedule-free,generation,search,tensorboard,wandb,mlflow,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,excel,lora,quantization,schedule-free,generation,onnx,search,tensorboard,wandb,mlflow,docs,dev]'
 	@touch $@
 
 clean:

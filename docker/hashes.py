@@ -27,6 +27,7 @@ EXTRAS = (
     "generation",
     "lora",
     "mlflow",
+    "onnx",
     "quantization",
     "schedule-free",
     "search",

@@ -331,8 +331,16 @@ def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | No
 def test_export_hands_over_and_says_what_it_did(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def export(checkpoint: Path, folder: Path, dtype: str, adapter: bool, verification: None) -> exporting.Exported:
-        assert (checkpoint, folder, dtype, verification) == (Path("runs/a"), Path("out"), "bf16", None)
+    def export(
+        checkpoint: Path, folder: Path, dtype: str, adapter: bool, verification: None, to: str
+    ) -> exporting.Exported:
+        assert (checkpoint, folder, dtype, verification, to) == (
+            Path("runs/a"),
+            Path("out"),
+            "bf16",
+            None,
+            "safetensors",
+        )
         weights = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
         return exporting.Exported(checkpoint / "step", 1200, folder, weights, 1_234_567, ("one was passed over",))
 

@@ -67,6 +67,9 @@ ELSEWHERE = {
     "trainer export runs/bert_sample exported/verified --verify": (
         "tests/training/test_verifying.py::def test_as_a_user"
     ),
+    "trainer export runs/bert_sample exported/onnx --to onnx --verify": (
+        "tests/training/test_verifying.py::def test_as_a_user"
+    ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
     "trainer doctor bert_sample --processes 2": "tests/tools/doctor/test_doctor.py::test_a_recipe_is_resolved_first",

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from trainer.api import (
         RunResult,
         assemble,
+        export,
         load_recipe,
         plan,
+        preview,
         register_family,
         register_metric,
         register_recipes,
@@ -55,6 +57,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "assemble",
+    "export",
     "load_recipe",
     "plan",
     "preview",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.tasks.task import ImageTask, TextTask
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
+    from trainer.training.export import Exported
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ResolvedRecipe:
@@ -174,6 +175,41 @@ def preview(
     forbid_telemetry()
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
     return preview_recipe(plan_run(resolved.recipe, processes), rows, split, rank)
+
+
+def export(
+    run: str | Path,
+    folder: str | Path,
+    *,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    adapter: bool = False,
+    to: Literal["safetensors", "onnx"] = "safetensors",
+    verify_rows: int = 0,
+    overrides: Sequence[str] = (),
+) -> Exported:
+    """Write the model of a checkpoint as a Hugging Face folder, as `trainer export` does.
+
+    Args:
+        run: The folder of a checkpoint, or of a run: then its newest whole checkpoint.
+        folder: An empty or missing folder.
+        dtype: The type of the weights.
+        adapter: Whether to write the adapter alone, in the format of PEFT.
+        to: Weights for transformers, or a graph for ONNX Runtime.
+        verify_rows: The rows of the validation split on which another process compares the folder with the trained
+            model; 0: none.
+        overrides: Keys of the recipe for these rows, such as "data.validation=FILE".
+
+    Raises:
+        NotTheTrainedModelError: The folder holds another model.
+        TrainerError: The checkpoint is broken, or the folder cannot be written.
+    """
+    from trainer.training import export as exporting
+    from trainer.training.verifying import Verification
+
+    forbid_telemetry()
+    command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"
+    asked = Verification(verify_rows, tuple(overrides), command) if verify_rows else None
+    return exporting.export(Path(run), Path(folder), dtype, adapter=adapter, verification=asked, to=to)
 
 
 def _result(folder: Path, code: int) -> RunResult:

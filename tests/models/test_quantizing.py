@@ -23,10 +23,12 @@ from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe, tiny_
 from tests.models.test_adapters import _name_in_peft
 from tests.training.test_export import assert_same_folder
 from tests.training.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
+from tests.training.test_verifying import ASKED, answered_here
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
 from trainer.recipe.schema import Model
+from trainer.training import verifying
 from trainer.training.export import export
 
 LORA = {"type": "lora", "rank": 4, "alpha": 16.0}
@@ -164,7 +166,7 @@ def mean_loss(model: Any, microbatch: Any) -> float:
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_folders_hold_the_trained_model(is_folder: bool, tmp_path: Path):
+def test_folders_hold_the_trained_model(is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The merged folder and PEFT's over the quantised base have the same logits; PEFT's opens over the plain base."""
     base = exact = base_folder(tmp_path / "base", "llama", HEAD)
     adapter = STARTED
@@ -176,9 +178,11 @@ def test_folders_hold_the_trained_model(is_folder: bool, tmp_path: Path):
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | sections))
     train(recipe)
     run = tmp_path / "tuned" / "run"
+    monkeypatch.setattr(verifying, "_answered", answered_here)
+    export(run, tmp_path / "certified", verification=ASKED)
     export(run, tmp_path / "merged")
     assert_same_folder(tmp_path / "merged", run / "model")
-    export(run, tmp_path / "adapter", adapter=True)
+    export(run, tmp_path / "adapter", adapter=True, verification=ASKED)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     over_quantized = get_opened(tmp_path / "adapter", in_4_bits(base))
     assert_same_logits(over_quantized, merged)

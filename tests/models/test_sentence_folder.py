@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 import trainer
 from tests.helpers.tiny_run import write_tiny_run
+from tests.training.test_verifying import answered_here
 from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.models import sentence_folder
@@ -26,7 +27,10 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.check import check_parts
+from trainer.training import verifying
+from trainer.training.export import export
 from trainer.training.run import run
+from trainer.training.verifying import Verification
 
 SIZE, LENGTH = 16, 12
 PROMPTS = {"query": "word1 ", "document": "word2 word3 ", "other": "word4 "}
@@ -78,6 +82,18 @@ FOLDERS: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
+def test_a_graph_holds_dense_layers_and_leaves_prompts_out(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(verifying, "_answered", answered_here)
+    modules, options, _ = FOLDERS["dense"]
+    recipe = recipe_of(tmp_path, save(base, tmp_path / "model", *modules, **options), learn_temperature=True)
+    assert run(load_recipe(str(recipe), ["training.max_steps=2"]), LaunchEnvironment("none")) == ExitCode.DONE
+    certified = export(tmp_path / "run", tmp_path / "out", verification=Verification(5), to="onnx").certificate
+    assert certified is not None
+    assert certified.difference <= 1e-6
+    assert certified.metrics["mrr"][0] == pytest.approx(certified.metrics["mrr"][1])
+
+
 def embeddings_of(recipe: Path) -> torch.Tensor:
     with trainer.assemble(recipe) as parts:
         loader = EvalLoader(parts.data.validation, 5, 0, 1, parts.data.preparation.batching)
@@ -85,9 +101,10 @@ def embeddings_of(recipe: Path) -> torch.Tensor:
     return torch.cat([part for _, part in found])[torch.cat([rows for rows, _ in found]).argsort()]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "dense")) for name in FOLDERS])
+def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, monkeypatch, name):
     """Losses and embeddings are those of a plain loop of sentence-transformers."""
+    monkeypatch.setattr(verifying, "_answered", answered_here)
     modules, options, keys = FOLDERS[name]
     model = save(base, tmp_path / "model", *modules, **options)
     recipe = recipe_of(tmp_path, model, **keys)
@@ -123,6 +140,10 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, name):
     assert exported[1].get_config_dict() == theirs[1].get_config_dict()
     assert exported.prompts == theirs.prompts
     assert exported.max_seq_length == LENGTH
+    certified = export(tmp_path / "run", tmp_path / "out", verification=Verification(5)).certificate
+    assert certified is not None
+    assert certified.difference <= 1e-6
+    assert certified.metrics["mrr"][0] == pytest.approx(certified.metrics["mrr"][1])
     again = recipe_of(tmp_path / "again", tmp_path / "run" / "model", **keys)
     texts = [json.loads(line) for line in (tmp_path / "again" / "validation.jsonl").read_text().splitlines()]
     found = embeddings_of(again)

@@ -268,9 +268,9 @@ def test_the_trained_tokens_are_those_of_the_mask_of_transformers(trim_offsets, 
 @pytest.mark.parametrize(
     ("template", "notes"),
     [
-        (BLANK_TEMPLATE, []),
+        (BLANK_TEMPLATE, [r"so the assistant's turns are found by comparing texts of chats"]),
         (MARKED_BLANK_TEMPLATE, []),
-        (PLAIN_TEMPLATE, []),
+        (PLAIN_TEMPLATE, [r"has no {% generation %} marks"]),
         ("{{ raise_exception('no') }}", []),
         (
             MARKED_BLANK_TEMPLATE.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}\n{{ eos_token }}"),

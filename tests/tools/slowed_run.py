@@ -12,6 +12,7 @@ from typing import Any
 from trainer.cli import main as program
 from trainer.data.loader import TrainLoader
 from trainer.engine.native import NativeEngine
+from trainer.models import compiled
 from trainer.observe import sampling
 
 SECONDS = 0.1  # lost in each step
@@ -31,15 +32,26 @@ def _slow_disk() -> None:
     TrainLoader.__iter__ = slow  # type: ignore[method-assign]
 
 
-def _slow_rank() -> None:
+def _slow_rank(engine: Any = NativeEngine) -> None:
     """Take each step slowly on rank 1."""
-    begin_step = NativeEngine.begin_step
+    begin_step = engine.begin_step
 
-    def slow(self: NativeEngine, *args: Any) -> Any:
+    def slow(self: Any, *args: Any) -> Any:
         time.sleep(SECONDS if os.environ.get("RANK") == "1" else 0)
         return begin_step(self, *args)
 
-    NativeEngine.begin_step = slow  # type: ignore[method-assign]
+    engine.begin_step = slow
+
+
+def _slow_rank_of_zero() -> None:
+    from trainer.engine.zero import ZeroEngine
+
+    _slow_rank(ZeroEngine)
+
+
+def _many_widths() -> None:
+    """Compile for each width of a batch; the kernels of Inductor would take minutes."""
+    compiled.BACKEND = "eager"
 
 
 def shape_traffic() -> None:
@@ -54,7 +66,14 @@ def shape_traffic() -> None:
     subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *_RATE], check=True)
 
 
-CAUSES = {"disk": _slow_disk, "rank": _slow_rank, "link": shape_traffic, "none": lambda: None}
+CAUSES = {
+    "disk": _slow_disk,
+    "rank": _slow_rank,
+    "rank of zero": _slow_rank_of_zero,
+    "link": shape_traffic,
+    "widths": _many_widths,
+    "none": lambda: None,
+}
 
 
 def main(words: Sequence[str]) -> int:

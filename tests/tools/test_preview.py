@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trainer
 from tests.helpers.browser import needs_browser, open_page
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.cli import main
+from trainer.models.quantizing import weights_of_parts
 from trainer.observe.preview import Piece, ShownText
+from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
+from trainer.tools import preview as tools_preview
+from trainer.training.assembly import describe_model
 from trainer.training.data_notes import trained_notes
-from trainer.training.preview import lengths_histogram
+from trainer.training.preview import kinds, lengths_histogram
 
 
 def marked(text: ShownText, mark: str) -> str:
@@ -146,6 +153,60 @@ def test_a_histogram_counts_each_length_once():
         (20, 1),
     )
     assert lengths_histogram(np.zeros(0, int)) == ()
+
+
+ADAPTER = {"adapter": {"type": "lora", "rank": 4}}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"precision": "bf16", "weights": "bf16_stochastic"},
+        {"precision": "bf16", "model": ADAPTER},
+        {"precision": "bf16", "model": {**ADAPTER, "quantization": "nf4"}},
+        *(
+            {"parallel": {"strategy": name}, "precision": "bf16", "model": ADAPTER}
+            for name in ("zero1", "zero2", "zero3")
+        ),
+    ],
+    ids=["fp32", "16 bits", "adapter", "4 bits", "zero1", "zero2", "zero3"],
+)
+def test_the_kinds_are_those_of_an_engine(ranks: Any, keys: dict[str, Any]):
+    """DeepSpeed needs a process group, and so a process of its own."""
+    (shown, counted), *_ = ranks(1).run(kinds_of, keys) if "parallel" in keys else [kinds_of(keys)]
+    assert {(row[0], row[2]): int(row[1].replace(",", "")) for row in shown[1:]} == counted
+    assert all(row[6].endswith("fp32") for row in shown[1:] if row[0] == "trained")
+
+
+def kinds_of(keys: dict[str, Any]) -> tuple[Any, dict[tuple[str, str], int]]:
+    """Return the kinds of a preview, and the parameters of an engine by whether they are trained, and their type."""
+    recipe = tiny_recipe(**keys)
+    with tiny_training(recipe) as training:
+        shown = kinds(plan_run(recipe, 1), describe_model(recipe, training.parts.data))
+        whole = weights_of_parts([training.model])
+        counted: dict[tuple[str, str], int] = {}
+        for name, parameter in training.model.named_parameters():
+            held = "nf4" if name in whole else {torch.float32: "fp32", torch.bfloat16: "bf16"}[parameter.dtype]
+            kind = ("trained" if parameter.requires_grad else "frozen", held)
+            counted[kind] = counted.get(kind, 0) + whole.get(name, getattr(parameter, "ds_numel", parameter.numel()))
+        training.steps(1)
+        moments = [part for part in training.engine.state().parts if part.name.startswith("optimizer.")]
+        assert {box.view.dtype for part in moments for box in part.boxes if part.shape} == {torch.float32}
+    return shown, counted
+
+
+def test_windows_labels_and_a_sample_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = trainer.preview(load_recipe("qa_sample", ["data.max_length=48", "task.stride=8"]), rows=6)
+    assert [row.window for row in found.rows if row.window][:2] == ["window 1 of 2 of row 1", "window 2 of 2 of row 1"]
+    recipe = write_tiny_run(tmp_path)
+    task = {"type": "sequence_classification", "text": "text", "multi_label": True}
+    recipe.write_text(json.dumps({**json.loads(recipe.read_text()), "task": task}))
+    write_rows(tmp_path, [{"text": f"word{row}", "label": ["a", "b"] if row % 2 else []} for row in range(40)])
+    monkeypatch.setattr(tools_preview, "_MOST_ROWS", 12)
+    sample = trainer.preview(str(recipe), rows=2)
+    assert ([row.label for row in sample.rows], sample.step, sample.splits[0].rows) == (["", "a, b"], (), 12)
+    assert any(note.startswith("only the first 12 rows of") for note in sample.notes)
 
 
 @needs_browser

@@ -52,8 +52,22 @@ def shape(words: list[str]) -> int:
         pytest.param("none", 1, ["training.micro_batch_size=1"], "host", marks=SLOW),
         pytest.param("rank", 2, [], "waiting", marks=SLOW),
         pytest.param("link", 2, [], "communication", marks=SLOW),
+        pytest.param("widths", 1, ["compile=true", "training.max_steps=24"], "compilation", marks=SLOW),
+        pytest.param("rank of zero", 2, ["parallel.strategy=zero2"], "waiting", marks=SLOW),
+        pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=SLOW),
+        pytest.param("rank", 2, ["parallel.pipeline.stages=2"], "waiting", marks=SLOW),
     ],
-    ids=["slow disk", "evaluation at each step", "batches of one row", "slow rank", "slow link"],
+    ids=[
+        "slow disk",
+        "evaluation at each step",
+        "batches of one row",
+        "slow rank",
+        "slow link",
+        "a width for each batch",
+        "slow rank under zero",
+        "slow tensor rank",
+        "slow stage",
+    ],
 )
 def test_a_planted_cause_is_the_largest(
     cause: str, ranks: int, words: list[str], largest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,7 +81,9 @@ def test_a_planted_cause_is_the_largest(
     found = explained(tmp_path / "run", capsys)
     spent = {part: time for part, time in found["seconds"].items() if part not in ("computing", "sampling", "start")}
     assert max(spent, key=spent.__getitem__) == largest  # a loaded machine starts slowly
-    if cause == "rank":
+    if cause == "widths":
+        assert found["changes"][0]["override"] == "data.pad_to=16"  # all texts in one width
+    if largest == "waiting":
         assert found["slowest_rank"] == 1
     if cause == "disk":
         assert found["changes"][0]["override"] == "data.num_workers=2"

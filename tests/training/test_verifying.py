@@ -41,15 +41,15 @@ ALONE = LaunchEnvironment("none")
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer requests in this process, which has the imports."""
+    monkeypatch.setattr(verifying, "_answered", answered_here)
 
-    def answered(request: dict[str, Any], place: Path) -> dict[str, Any]:
-        (place / "request.json").write_text(json.dumps(request))
-        plain_reader.main(place)
-        reply: dict[str, Any] = json.loads((place / "reply.json").read_text())
-        return reply
 
-    monkeypatch.setattr(verifying, "_answered", answered)
+def answered_here(request: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Answer a request in this process, which has the imports."""
+    (place / "request.json").write_text(json.dumps(request))
+    plain_reader.main(place)
+    reply: dict[str, Any] = json.loads((place / "reply.json").read_text())
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]) -> N
         plant(folder)
         return compare(self, folder)
 
-    def verify_planted(model: Any, preparation: Path, recipe: Any, folder: Path, *others: Any) -> Any:
+    def verify_planted(folder: Path, *others: Any) -> Any:
         plant(folder)
-        return verify(model, preparation, recipe, folder, *others)
+        return verify(folder, *others)
 
     monkeypatch.setattr(FewRows, "compare", compare_planted)
     monkeypatch.setattr(export_module, "verify", verify_planted)
@@ -192,12 +192,13 @@ def test_rows_that_are_missing(tmp_path, here):
 
 
 @pytest.mark.slow
-def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained):
+@pytest.mark.parametrize("to", ["safetensors", "onnx"])
+def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained, to):
     export_ = [str(part) for part in ("export", trained, tmp_path / "out")]
     ended = processes.finish(warm.start([*export_, "data.validation=other"]))
     assert ended.returncode == ExitCode.USER
     assert "which only --verify reads; add --verify, or remove it" in ended.stderr
-    ended = processes.finish(warm.start([*export_, "--verify", "--rows", "4"]))
+    ended = processes.finish(warm.start([*export_, "--verify", "--to", to, "--rows", "4"]))
     assert ended.returncode == 0, ended.stderr
     assert "Another process, without `trainer`" in ended.stdout
     assert "--rows 4`" in (tmp_path / "out" / "README.md").read_text()

@@ -26,6 +26,10 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")
     ] = False,
+    to: Annotated[
+        Literal["safetensors", "onnx"],
+        typer.Option("--to", help="Weights for transformers, or a graph for ONNX Runtime, in fp32."),
+    ] = "safetensors",
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the folder, opened by another process, with the trained model.")
     ] = False,
@@ -46,7 +50,7 @@ def export(
         )
     command = without_secrets(shlex.join(["trainer", *sys.argv[1:]]))
     verification = Verification(rows, tuple(overrides or ()), command) if verify else None
-    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter, verification=verification)
+    done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter, verification=verification, to=to)
     for note in done.notes:
         typer.echo(f"note: {for_terminal(note)}", err=True)
     files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]

@@ -29,11 +29,15 @@ class ShownText:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, by its index in the split from 0; `label` is empty if its tokens have the labels."""
+    """A row, by its index in the split from 0; `label` is empty if its tokens have the labels.
+
+    `window` names the window of a long row of the source, and its place among all windows of this row.
+    """
 
     row: int
     label: str
     texts: tuple[ShownText, ...]
+    window: str = ""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLaye
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.sentence_head import SentenceHead
-from trainer.tasks.several_texts import SeveralTexts
+from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
 from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
@@ -35,6 +35,7 @@ _DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
 """Model types that predict next tokens only if they are set up so; they see all tokens by default."""
 
 _DIGITS = 9  # of cosines in fp64
+_RANDOM_SIZE = 4  # of embeddings at random, which decide no metric
 _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, which bounds the memory
 
 
@@ -153,7 +154,8 @@ class EmbeddingTask(SeveralTexts):
         )
 
     @property
-    def _head(self) -> SentenceHead:
+    def head(self) -> SentenceHead:
+        """The modules after the model of transformers."""
         return SentenceHead(
             self.poolings, self.normalize, self.dense, self.temperature if self.learns_temperature else None
         )
@@ -163,7 +165,7 @@ class EmbeddingTask(SeveralTexts):
         return self.learns_temperature or bool(self.dense)
 
     def added_module(self) -> nn.Module | None:
-        return self._head if self._adds_module else None
+        return self.head if self._adds_module else None
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         taken = inputs if self._adds_module else {name: inputs[name] for name in inputs if name != POOLED}
@@ -209,7 +211,7 @@ class EmbeddingTask(SeveralTexts):
         """Return the embeddings `[batch, texts, hidden]` in fp32; a learned temperature is one more value."""
         embeddings: Tensor = output.last_hidden_state
         if not self._adds_module:
-            embeddings = self._head(embeddings, inputs.get(POOLED, inputs["attention_mask"]).flatten(0, -2))
+            embeddings = self.head(embeddings, inputs.get(POOLED, inputs["attention_mask"]).flatten(0, -2))
         return embeddings.view(len(inputs["input_ids"]), -1, embeddings.shape[-1])
 
     def _split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,6 +280,12 @@ class EmbeddingTask(SeveralTexts):
         else:
             found, others = _cosines(embeddings), labels.numpy()
         return {name: METRICS[name].compute(found, others) for name in self.metric_names}
+
+    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+        if self.score_column is not None:
+            return {}
+        shape = (len(split.rows), len(self.text_columns), _RANDOM_SIZE)
+        return mean_of_draws(lambda draw: self._metrics(_alike(draw, split), draw, split), shape)
 
     def _retrieval(self, embeddings: Tensor, split: EvaluatedSplit) -> Retrieval:
         return Retrieval.of(embeddings, [split.rows[column] for column in self.text_columns])

@@ -25,7 +25,7 @@ NO_ANSWER = 0
 """The position that stands for no answer: the first token, which is the classification token of most encoders."""
 
 _PADDING = -1e4  # score of padding: a probability of 0, and finite in sums
-_WINDOW = "window"
+WINDOW = "window"
 _ROWS_AT_ONCE = 1000
 _METRIC_ROWS = {"f1": "token_f1"}  # the row of the table of metrics, if its name differs
 
@@ -76,7 +76,7 @@ class QuestionAnsweringTask(TextTask):
 
     auto_class_name = "AutoModelForQuestionAnswering"
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
-    beside_inputs = (_WINDOW,)
+    beside_inputs = (WINDOW,)
     cut_targets = "answers that no window holds as a whole, learned as no answer"
 
     @property
@@ -117,7 +117,7 @@ class QuestionAnsweringTask(TextTask):
                 window = cut_columns(pair.columns, (first, first + len(pair.spans)), (start, end))
                 for name, values in window.items():
                     found.setdefault(name, []).append(values)
-                found.setdefault(_WINDOW, []).append(np.array([first_row + place, first, end - start, start]))
+                found.setdefault(WINDOW, []).append(np.array([first_row + place, first, end - start, start]))
                 if self.has_answers:
                     inside = answer is not None and start <= answer[0] and answer[1] < end
                     is_cut &= not inside
@@ -159,6 +159,11 @@ class QuestionAnsweringTask(TextTask):
         arrays = [np.fromiter(values, object, len(texts)) for values in (texts, accepted)]
         return {name: METRICS[_METRIC_ROWS.get(name, name)].compute(*arrays) for name in self.metric_names}
 
+    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+        accepted = [self._accepted(row, split.where, number) for number, row in enumerate(split.rows)]
+        arrays = [np.fromiter(values, object, len(accepted)) for values in ([""] * len(accepted), accepted)]
+        return {name: METRICS[_METRIC_ROWS.get(name, name)].compute(*arrays) for name in self.metric_names}
+
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         """Return the first questions with the answers found and those accepted; an empty one means no answer."""
         if split is None:
@@ -176,11 +181,11 @@ class QuestionAnsweringTask(TextTask):
         """Yield the answer that is found in each row, and those that are accepted."""
         for number, (row, found) in enumerate(zip(split.rows, self._found(predictions, split), strict=True)):
             best = self._best(found)
-            answers = [text for text, _ in self._answers(row, split.where, number)]
-            yield (
-                "" if best is None else found.context[best.start : best.end],
-                accepted_answers(answers, self.unanswerable),
-            )
+            answer = "" if best is None else found.context[best.start : best.end]
+            yield answer, self._accepted(row, split.where, number)
+
+    def _accepted(self, row: Mapping[str, Any], where: str, number: int) -> Sequence[str]:
+        return accepted_answers([text for text, _ in self._answers(row, where, number)], self.unanswerable)
 
     def without_labels(self) -> QuestionAnsweringTask:
         return replace(self, has_answers=False)
@@ -215,7 +220,7 @@ class QuestionAnsweringTask(TextTask):
         """Merge the windows of each row; positions become characters of the context."""
         assert split.tokenizer is not None
         arrays = {name: tensor.numpy() for name, tensor in answers.items()}
-        windows = split.encoded.arrays[_WINDOW]
+        windows = split.encoded.arrays[WINDOW]
         counts = np.bincount(windows[:, 0], minlength=len(split.rows))
         bounds = [0, *counts.cumsum().tolist()]  # the windows of a row follow each other
         for first_row in range(0, len(split.rows), _ROWS_AT_ONCE):

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.several_texts import ScoredTexts
+from trainer.tasks.several_texts import ScoredTexts, mean_of_draws
 from trainer.tasks.text.columns import (
     cell,
     finite_number,
@@ -231,6 +231,11 @@ class RerankerTask(ScoredTexts):
             [np.array([found[place] for found in of_query.values()]) for of_query in ranked] for place in (0, 1)
         )
         return {name: METRICS[name].compute(scores, relevances) for name in self.metric_names}
+
+    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+        own, rows = self.for_split(split.rows, 0), split.rows
+        labels = torch.from_numpy(np.stack(own._labels(rows, self.documents_of(rows), split.where, 0))).float()
+        return mean_of_draws(lambda draw: own.split_metrics({"scores": draw, "labels": labels}, split), labels.shape)
 
     def _ranked(
         self, predictions: Mapping[str, Tensor], split: EvaluatedSplit

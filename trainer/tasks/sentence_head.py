@@ -102,7 +102,7 @@ class SentenceHead(nn.Module):
 
 def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
     """Return the embeddings `[texts, hidden]` of states `[texts, sequence, hidden]`."""
-    texts = torch.arange(len(states), device=states.device)
+    texts = torch.arange(states.shape[0], device=states.device)  # a length would be a constant of an exported graph
     if pooling == "cls":
         return states[texts, mask.int().argmax(1)]
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from trainer.base.errors import UsageError
@@ -34,6 +35,19 @@ class SeveralTexts(TextTask):
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs `[batch * texts, sequence]`."""
         return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
+
+
+_DRAWS = 5
+_MOST_DRAWN = 2_000  # rows; more would take seconds at each start
+
+
+def mean_of_draws(metrics: Callable[[Tensor], Mapping[str, float]], shape: Sequence[int]) -> dict[str, float]:
+    """Return the mean metrics of some tensors of normal numbers `[rows, ...]`; none for very many rows."""
+    if shape[0] > _MOST_DRAWN:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    found = [metrics(torch.randn(*shape, generator=generator)) for _ in range(_DRAWS)]
+    return {name: sum(one[name] for one in found) / _DRAWS for name in found[0]}
 
 
 class ScoredTexts(SeveralTexts):

@@ -176,6 +176,10 @@ class Scores(ABC):
         """
         return {}
 
+    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+        """Return what `baselines` does, for tasks with metrics that need the split; a ranking is one at random."""
+        return {}
+
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.
 

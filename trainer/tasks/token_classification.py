@@ -230,7 +230,15 @@ class TokenClassificationTask(NamedClasses, TextTask):
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         """Return metrics over all words; a word without a token is predicted as `O`, or wrong if there is no `O`."""
         num_words, true = self._labelled_words(split)
-        predicted = self._predicted(predictions, split.encoded, num_words)
+        return self._computed(self._predicted(predictions, split.encoded, num_words), true, num_words)
+
+    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+        num_words, true = self._labelled_words(split)
+        names = self._known_class_names
+        constant = names.index("O") if "O" in names else np.bincount(true[true != _NO_CLASS]).argmax()
+        return self._computed(np.full_like(true, constant), true, num_words)
+
+    def _computed(self, predicted: Indices, true: Indices, num_words: Indices) -> dict[str, float]:
         computed = dict.fromkeys(self.metric_names, 0.0)  # the order of the recipe
         scheme = scheme_of(self._known_class_names)
         if scheme is not None:

@@ -22,8 +22,9 @@ from trainer.tools.report.preview_blocks import preview_blocks, split_table
 from trainer.training.assembly import batches_of, describe_model
 from trainer.training.preview import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.training.row_encoding import TextPreparation
-from trainer.training.run_data import PreparedData, prepare_data
+from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 
+_MOST_ROWS = 20_000  # of each split; more would be encoded for minutes
 _MOST_UNCUT = 1_000  # rows that are encoded without a maximum length
 _NO_LIMIT = 10**6  # tokens
 _STYLES = {"trained": "green", "masked": "magenta", "input": "", "padding": "dim", "cut": "red"}
@@ -43,7 +44,10 @@ def preview_recipe(plan: RunPlan, rows: int = 3, split: str = "training", data_r
         TrainerError: the data cannot be prepared, there is no such split, or the model cannot be described.
     """
     recipe = plan.recipe
-    data = prepare_data(recipe)
+    try:
+        data = prepare_data(recipe, _MOST_ROWS)
+    except UnknownClassesError:  # the first rows lack some classes
+        data = prepare_data(recipe)
     if split not in data.splits:
         raise UsageError(f"`--split` is {split}, but the recipe has {' and '.join(data.splits)}")
     shown = data.splits[split]
@@ -51,7 +55,8 @@ def preview_recipe(plan: RunPlan, rows: int = 3, split: str = "training", data_r
         raise UsageError(
             f"`--rank` must be below the data-parallel size {plan.batch.data_parallel_size}, but is {data_rank}"
         )
-    preview = step_of_run(plan, data, batches_of(plan, data, data_rank), rows)
+    loader = batches_of(plan, data, data_rank) if data.is_whole else None
+    preview = step_of_run(plan, data, loader, rows)
     uncut = _uncut(plan, data) if shown.num_cut else None
     longer = None if uncut is None else uncut.splits[split]
     splits = [
@@ -107,6 +112,7 @@ def preview_lines(preview: Preview) -> Iterator[Text]:
 
 def _row_lines(row: ShownRow) -> Iterator[Text]:
     label = f"  label {row.label}" if row.label else ""
+    label += f"  {row.window}" if row.window else ""
     for number, text in enumerate(row.texts):
         line = Text(f"row {row.row + 1}" if number == 0 else "", style="bold")
         line.append(f" {text.role}, {text.tokens} tokens{label if number == 0 else ''}: ", style="dim")

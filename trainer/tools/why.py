@@ -39,7 +39,7 @@ _LEAST_SHARE = 0.01  # of the wall time; a smaller gain is not offered
 _LARGE_SHARE = 0.05  # of the wall time; a smaller part is no reason to plan changes of it
 _LITTLE = 0.02  # the share of evaluations and checkpoints after a change
 _WORKERS = 2  # twice the processes that prepare batches, and these without any
-_WIDTH = 64  # tokens; a multiple to which texts of compiled models are padded
+_WIDTH = 64  # tokens; texts of compiled models are padded to a multiple of at most this
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,10 @@ class _Advisor:
         compiled = seconds.get(COMPILATION, 0.0)
         graphs = ((self._run.metrics.end or {}).get("compilation") or {}).get("graphs") or 0
         longest = getattr(recipe.data, "max_length", None)
-        if compiled and longest and graphs > (widths := ceil(longest / _WIDTH)):
-            gain = compiled * (1 - widths / graphs)
-            yield (
-                f"data.pad_to={_WIDTH}",
-                gain,
-                f"at most {widths} widths of texts to compile, instead of {graphs} graphs",
-            )
+        width = next(size for size in range(min(_WIDTH, longest or 1), 0, -1) if (longest or 1) % size == 0)
+        if compiled and longest and graphs > (widths := longest // width):
+            basis = f"at most {widths} width{'s' * (widths != 1)} of texts to compile, instead of {graphs} graphs"
+            yield f"data.pad_to={width}", compiled * (1 - widths / graphs), basis
         if recipe.evaluation.patience is None and recipe.evaluation.every is not None:
             yield from self._rarer("evaluation.every", recipe.evaluation.every, EVALUATION)
         if recipe.checkpoint.every is not None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,7 @@ from trainer.models.adapters import MergedWeights, adapt
 from trainer.models.added import is_added, values_of, without_added, write_added
 from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
-from trainer.models.quantizing import quantized_base
+from trainer.models.quantizing import quantized_base, quantized_in
 from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
@@ -41,6 +41,7 @@ from trainer.recipe.schema import Adapter, Model, Recipe
 from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
 from trainer.training.certificate import Certificate
 from trainer.training.model_card import complete_folder
+from trainer.training.onnx_graph import require_onnx, to_onnx
 from trainer.training.row_encoding import with_folder
 from trainer.training.verifying import Opened, Verification, kind_of, verify
 
@@ -69,6 +70,7 @@ def export(
     largest_file_bytes: int = LARGEST_FILE_BYTES,
     adapter: bool = False,
     verification: Verification | None = None,
+    to: Literal["safetensors", "onnx"] = "safetensors",
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
@@ -79,6 +81,7 @@ def export(
         largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
         adapter: Whether to write the adapter alone, in the format of PEFT.
         verification: The comparison with the trained model; None: there is none.
+        to: The format of the model: weights for transformers, or a graph for ONNX Runtime.
 
     Raises:
         NotTheTrainedModelError: Another program that opens the folder gets other outputs.
@@ -90,6 +93,8 @@ def export(
     config, beside = _beside_weights(state.folder, state.file_names)
     if adapter:
         _require_adapter(state)
+    if to == "onnx":
+        require_onnx(config, dtype, adapter)
     shapes: dict[str, Sequence[int]] = {}
     keys: dict[str, str] = {}
     for key, shape in state.shapes.items():
@@ -129,9 +134,12 @@ def export(
             weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
         frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
         write_added(frozen | {name: _read(state, key) for name, key in added.items()}, temporary, type_)
+        if to == "onnx":
+            weights = [to_onnx(temporary, type(described), _whole_recipe(state) if _task_type(state) else None)]
         certificate = None
         if verification is not None:
-            certificate = _verified_folder(state, described, temporary, dtype, adapter, verification)
+            opened = _opened(state, described, dtype, adapter, to)
+            certificate = _verified_folder(state, described, temporary, opened, verification)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate)
     except UnknownModelError as error:
         raise UsageError(
@@ -152,7 +160,7 @@ def export(
 
 
 def _verified_folder(
-    state: SavedState, described: Any, folder: Path, dtype: PrecisionName, adapter: bool, verification: Verification
+    state: SavedState, described: Any, folder: Path, opened: Opened, verification: Verification
 ) -> Certificate:
     """Compare a new folder with the model of its checkpoint, as another program opens both.
 
@@ -165,32 +173,56 @@ def _verified_folder(
         raise UsageError(
             f"`--verify` needs the recipe of the training, but {state.folder / FACTS} has none; leave it out"
         )
-    if any(is_added(name.removeprefix(MODEL_PREFIX)) for name in state.shapes):
+    names = [name for key in state.shapes if is_added(name := key.removeprefix(MODEL_PREFIX))]
+    added = {name: _read(state, f"{MODEL_PREFIX}{name}") for name in names}
+    preparation = state.folder / MODEL_FOLDER
+    return verify(folder, opened, verification, _trained_model(state, described), added, preparation, recipe)
+
+
+def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bool, to: str) -> Opened:
+    """Return how another program opens the new folder.
+
+    Raises:
+        UsageError: no other program computes the outputs of the training.
+    """
+    if to == "onnx":
+        return Opened("onnx", dtype)
+    if not adapter:
+        return Opened(kind_of(_task_type(state)), dtype)
+    origin = _origin_model(state)
+    assert origin.name_or_path is not None, "it was checked"
+    quantization: dict[str, Any] | None = None
+    if any(is_added(key.removeprefix(MODEL_PREFIX)) for key in state.shapes):
         raise UsageError(
-            "`--verify` compares models of transformers, but this embedding has dense layers or a learned temperature;"
-            " leave --verify out"
+            "`--verify` with `--adapter` opens the folder with PEFT, which has no dense layers and no temperature of"
+            " embeddings; leave one of them out"
         )
-    origin = _origin_model(state) if adapter else None
-    if origin is not None and origin.quantization is not None:
+    if origin.quantization == "int8":
         raise UsageError(
-            f"`--verify` with `--adapter` needs a base in fp32, but `model.quantization` is {origin.quantization};"
-            " leave one of them out"
+            "`--verify` with `--adapter` compares logits of PEFT, but over `model.quantization` int8 other programs"
+            " round the inputs of layers too; leave one of them out"
         )
-    opened = Opened(
-        "peft" if origin else kind_of(str(_group(recipe, "task").get("type"))),
-        dtype,
-        origin.name_or_path if origin else None,
-        origin.revision if origin else None,
-    )
-    return verify(_trained_model(state, described), state.folder / MODEL_FOLDER, recipe, folder, opened, verification)
+    if origin.quantization is not None:
+        adapted = copy.deepcopy(described)
+        adapt(adapted, origin, 0, [])
+        layers = {name for name, module in described.named_modules() if isinstance(module, torch.nn.Linear)}
+        whole = layers - {name.rpartition(".")[0] for name in quantized_in(adapted)}
+        quantization = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": origin.quantization == "nf4",
+            "llm_int8_skip_modules": sorted(whole),
+        }
+    return Opened("peft", dtype, origin.name_or_path, origin.revision, quantization)
 
 
 def _trained_model(state: SavedState, described: Any) -> Any:
-    """Return the model of a checkpoint on the CPU, with its adapters apart from the weights.
+    """Return the model of a checkpoint on the CPU, with its adapters apart from the weights; it has no added module.
 
     Raises:
-        UsageError: the base of an adapter is missing, or its files are quantised.
+        UsageError: the base of an adapter is missing.
     """
+    quantized: Mapping[str, Mapping[str, Tensor]] = {}
     if _group(state.facts.identity, "model").get(FROZEN_WEIGHTS) is None:
         with no_init_weights():
             model = type(described)(described.config)
@@ -198,17 +230,15 @@ def _trained_model(state: SavedState, described: Any) -> Any:
     else:
         recipe, seed = _origin_model(state), int(state.facts.identity["training"]["seed"])
         model, drawn, quantized = build_base(described, recipe, seed)
-        if quantized:
-            raise UsageError(
-                f"`--verify` needs a base whose files hold whole weights, but {recipe.name_or_path} is quantised; leave"
-                " --verify out"
-            )
         adapt(model, recipe, seed, drawn)
     tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.named_parameters()}
     tensors |= {f"{BUFFER_PREFIX}{name}": tensor for name, tensor in persistent_buffers(model).items()}
     with torch.no_grad():
+        for name, parts in quantized.items():
+            for part, tensor in parts.items():
+                tensors[f"{MODEL_PREFIX}{name}.{part}"].copy_(tensor.view_as(tensors[f"{MODEL_PREFIX}{name}.{part}"]))
         for key in state.shapes:
-            if key.startswith((MODEL_PREFIX, BUFFER_PREFIX)):
+            if key in tensors:
                 tensors[key].copy_(_read(state, key))
     return model
 
@@ -222,6 +252,16 @@ def _require_adapter(state: SavedState) -> None:
             "`--adapter` needs a run with `model.name_or_path`, because the folder names its base, but the run has"
             " `model.config`; leave it out, which writes the merged model"
         )
+
+
+def _task_type(state: SavedState) -> str:
+    """Return the type of the task; empty if the checkpoint has no recipe."""
+    return str(_group(_group(state.facts.origin, "recipe"), "task").get("type", ""))
+
+
+def _whole_recipe(state: SavedState) -> Recipe:
+    with _reading(state, "its recipe"):
+        return Recipe.model_validate(state.facts.origin["recipe"])
 
 
 def _origin_model(state: SavedState) -> Model:
@@ -251,8 +291,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
         adapted = copy.deepcopy(described)
         adapt(adapted, recipe, seed, drawn)
         base = quantized_base(adapted, base, quantized)
-    with _reading(state, "its recipe"):
-        whole = Recipe.model_validate(state.facts.origin["recipe"])
+    whole = _whole_recipe(state)
     added = values_of(with_folder(build_task(whole.task), whole).added_module())
     base |= {name: value for name, value in added.items() if name not in saved}
     parts = [

@@ -23,6 +23,7 @@ from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.recipe.reading.trained import RECIPE_FILE
 from trainer.tasks.registry import LIBRARIES, PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
 from trainer.training.certificate import Certificate
+from trainer.training.plain_reader import ONNX_NAME
 
 CARD_NAME = "README.md"
 
@@ -60,14 +61,18 @@ def write_card(
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     file = folder / ADAPTER_CONFIG_NAME
     adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    card = _card(config, adapter, origin, progress)
+    card = _card(folder, config, adapter, origin, progress)
     if certificate is not None:
         card += "\n" + "\n".join(["## Verification", "", *certificate.lines()]) + "\n"
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
 def _card(
-    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, origin: Mapping[str, Any], progress: Progress
+    folder: Path,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any] | None,
+    origin: Mapping[str, Any],
+    progress: Progress,
 ) -> str:
     recipe = _part(origin, "recipe")
     layout, versions = _part(origin, "layout"), _part(origin, "versions")
@@ -84,6 +89,9 @@ def _card(
     if adapter is not None:
         model = f"A LoRA adapter of PEFT in `{config['dtype']}` for the `{architecture}` of its base model"
         lines = _use_adapter(architecture, adapter)
+    if (folder / ONNX_NAME).is_file():
+        model = f"A `{architecture}` as a graph of ONNX in `{config['dtype']}`"
+        lines = _use_graph(tag == PIPELINE_TAGS["image_classification"])
     use = "\n".join(lines)
     decay = _part(recipe, "training").get("ema_decay")
     averages = f"\n- weights: exponential moving averages with a decay of {_plain(decay)}" if decay is not None else ""
@@ -166,6 +174,20 @@ def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     strategy = _part(recipe, "parallel").get("strategy")
     degrees = [f"{_plain(axis)} {_plain(degree)}" for axis, degree in layout.items() if degree != 1] or ["one process"]
     return f"{' x '.join(degrees)}, `{_plain(strategy)}`, `{_plain(recipe.get('precision'))}`"
+
+
+def _use_graph(takes_images: bool) -> list[str]:
+    processor, rows = ("AutoImageProcessor", "[image]") if takes_images else ("AutoTokenizer", '["..."]')
+    return [
+        "from onnxruntime import InferenceSession",
+        f"from transformers import {processor}",
+        "",
+        'folder = "path/to/this/folder"',
+        f'inputs = {processor}.from_pretrained(folder)({rows}, return_tensors="np")',
+        f'session = InferenceSession(f"{{folder}}/{ONNX_NAME}")',
+        "outputs = session.run(None, {one.name: inputs[one.name] for one in session.get_inputs()})",
+        "print(dict(zip([one.name for one in session.get_outputs()], outputs)))",
+    ]
 
 
 def _use_adapter(architecture: str, adapter: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,23 @@ from typing import Any
 
 import numpy as np
 
+ONNX_NAME = "model.onnx"
+EMBEDDINGS = "sentence_embedding"
+
+
+def open_onnx(request: dict[str, Any]) -> Any:
+    """Return a function as `open_model` does, for the graph of a folder."""
+    from onnxruntime import InferenceSession
+
+    session = InferenceSession(str(Path(request["folder"]) / ONNX_NAME), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    outputs = [one.name for one in session.get_outputs()]
+
+    def computed(inputs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(outputs, session.run(outputs, {name: inputs[name] for name in names}), strict=True))
+
+    return computed
+
 
 def open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     """Return a function from the inputs of a batch, arrays by name, to the outputs of the model."""
@@ -24,8 +41,17 @@ def open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     if request["kind"] == "peft":
         from peft import PeftModel
 
+        keys = {"revision": request["revision"]}
         config = transformers.AutoConfig.from_pretrained(request["folder"])
-        base = auto.from_pretrained(request["base"], revision=request["revision"], config=config, dtype=torch.float32)
+        of_base = transformers.AutoConfig.from_pretrained(request["base"], **keys)
+        if hasattr(of_base, "quantization_config"):
+            config.quantization_config = of_base.quantization_config
+        elif request["quantization"]:
+            keys["quantization_config"] = transformers.BitsAndBytesConfig(**request["quantization"])
+        base = auto.from_pretrained(request["base"], **keys, config=config, dtype=torch.float32, device_map="cpu")
+        for module in base.modules():  # for evaluations, bitsandbytes would round scales to bf16
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
         model = PeftModel.from_pretrained(base, request["folder"])
     else:
         model, loading = auto.from_pretrained(request["folder"], dtype=torch.float32, output_loading_info=True)
@@ -97,7 +123,7 @@ def main(folder: Path) -> None:
     if request["kind"] in ("sentence-transformers", "cross-encoder"):
         np.savez(folder / "outputs-0.npz", **sentence_outputs(request))
     else:
-        outputs = open_model(request, reply)
+        outputs = open_onnx(request) if request["kind"] == "onnx" else open_model(request, reply)
         for number, inputs in enumerate(batches(folder, request)):
             np.savez(folder / f"outputs-{number}.npz", **outputs(inputs))
     reply["versions"] = {"python": platform.python_version()} | {name: version(name) for name in request["packages"]}

@@ -19,16 +19,17 @@ from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.describe import ModelDescription
+from trainer.models.quantizing import weights_of_parts
 from trainer.observe.preview import Mark, Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.preference import PreferenceTask
-from trainer.tasks.question_answering import QuestionAnsweringTask
+from trainer.tasks.question_answering import WINDOW, QuestionAnsweringTask
 from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.words import WORD
+from trainer.tasks.text.words import ROW, WORD
 from trainer.tasks.token_classification import TokenClassificationTask
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import PreparedData
@@ -37,14 +38,12 @@ _MOST_COUNTED = 20_000_000  # tokens of a split
 _BINS = 10
 
 
-def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader, most: int) -> Preview:
-    """Describe the first rows of the first microbatch of a rank in step 1, the splits and the classes."""
-    microbatch = loader.batch(0).microbatches[0]
-    ids = loader.row_ids(0)
-    places = microbatch.rows.tolist()
-    if microbatch.filler:
-        places = []
-    rows = list(of_microbatch(microbatch, [ids[place] for place in places[:most]], data))
+def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader | None, most: int) -> Preview:
+    """Describe the first rows of the first microbatch of a rank in step 1, the splits and the classes.
+
+    Without a loader, it has no microbatch.
+    """
+    rows = [] if loader is None else list(_step_rows(loader, data, most))
     length = plan.recipe.data.max_length
     return Preview(
         name=plan.recipe.name,
@@ -53,6 +52,12 @@ def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader, most: in
         splits=tuple(shown_split(name, split, data, length) for name, split in data.splits.items()),
         classes=shown_classes(data),
     )
+
+
+def _step_rows(loader: TrainLoader, data: PreparedData, most: int) -> Iterator[ShownRow]:
+    microbatch, ids = loader.batch(0).microbatches[0], loader.row_ids(0)
+    places = [] if microbatch.filler else microbatch.rows.tolist()
+    return of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
 
 
 def shown_split(name: str, split: EncodedSplit, data: PreparedData, max_length: int) -> ShownSplit:
@@ -92,7 +97,7 @@ def shown_rows(
     for row in rows:
         ids = np.array([row])
         batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking, epoch=0)
-        (shown,) = of_microbatch(batch, [row], data)
+        (shown,) = of_microbatch(batch, [row], data, split)
         found.append(_with_rest(shown, split, uncut, data) if uncut is not None else shown)
     return tuple(found)
 
@@ -114,7 +119,9 @@ def _with_rest(shown: ShownRow, split: EncodedSplit, uncut: EncodedSplit, data: 
     return replace(shown, texts=tuple(texts))
 
 
-def of_microbatch(batch: Microbatch, rows: Sequence[int], data: PreparedData) -> Iterator[ShownRow]:
+def of_microbatch(
+    batch: Microbatch, rows: Sequence[int], data: PreparedData, split: EncodedSplit
+) -> Iterator[ShownRow]:
     """Yield the rows of a microbatch; `rows` are their indices in the split."""
     inputs, task = batch.inputs, data.task
     if "input_ids" not in inputs:
@@ -135,7 +142,18 @@ def of_microbatch(batch: Microbatch, rows: Sequence[int], data: PreparedData) ->
             texts.append(_text(role, part, of_text if by_token else None, labels, data))
         if "decoder_input_ids" in own:
             texts.append(_target(labels, data))
-        yield ShownRow(row, "" if by_token or "decoder_input_ids" in own else _label(task, labels), tuple(texts))
+        label = "" if by_token or "decoder_input_ids" in own else _label(task, labels)
+        yield ShownRow(row, label, tuple(texts), _window(split, row))
+
+
+def _window(split: EncodedSplit, row: int) -> str:
+    """Return the place of a window among those of its row; empty if the row has no other."""
+    of_answers = split.arrays.get(WINDOW)
+    owners = split.scalars.get(ROW) if of_answers is None else of_answers[:, 0]
+    if owners is None:
+        return ""
+    own = np.flatnonzero(owners == owners[row]).tolist()
+    return f"window {own.index(row) + 1} of {len(own)} of row {int(owners[row]) + 1}" if len(own) > 1 else ""
 
 
 def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: Tensor, data: PreparedData) -> ShownText:
@@ -176,7 +194,7 @@ def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: T
         ]
     pieces = list(_pieces(tokens, data))
     if padding := len(inputs["input_ids"]) - number:
-        pieces.append(Piece("padding", f"{padding} tokens of padding"))
+        pieces.append(Piece("padding", f"{padding} token{'s' * (padding != 1)} of padding"))
     return ShownText(role, number, tuple(pieces))
 
 
@@ -207,7 +225,7 @@ def _target(labels: Tensor, data: PreparedData) -> ShownText:
     known = labels[labels != IGNORED_LABEL]
     pieces = [Piece("trained", _decoded(data, known.tolist()))]
     if padding := len(labels) - len(known):
-        pieces.append(Piece("padding", f"{padding} tokens of padding"))
+        pieces.append(Piece("padding", f"{padding} token{'s' * (padding != 1)} of padding"))
     return ShownText("target", len(known), tuple(pieces))
 
 
@@ -259,23 +277,25 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     recipe = plan.recipe
     model = description.on_meta()
     description.adapt(model)
-    in_16_bits = rounded_by_autocast(model) if recipe.weights != "fp32" else set()
-    counted: dict[tuple[bool, bool], list[int]] = {}
+    counted: dict[tuple[bool, str], int] = {}
+    rounded, whole = rounded_by_autocast(model), weights_of_parts([model])
     for name, parameter in model.named_parameters():
-        counted.setdefault((parameter.requires_grad, name in in_16_bits), []).append(parameter.numel())
+        if name in whole:
+            held = str(recipe.model.quantization)
+        elif parameter.requires_grad:
+            held = "bf16" if recipe.weights != "fp32" and name in rounded else "fp32"
+        else:  # as `store_frozen` does
+            is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.zero_stage
+            held = recipe.precision if is_narrow else "fp32"
+        kind = (parameter.requires_grad, held)
+        counted[kind] = counted.get(kind, 0) + whole.get(name, parameter.numel())
     rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
     master = {"bf16_compensated": "16 bits in the optimizer", "bf16_stochastic": "none, rounded at random"}
     sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
     state = "8 bits" if "8bit" in recipe.optimizer.name else "fp32"
-    for (is_trained, in_bf16), sizes in sorted(counted.items(), reverse=True):
-        weights = "bf16" if in_bf16 and is_trained else "fp32"
-        stored = recipe.model.quantization if recipe.model.quantization and not is_trained else weights
-        whole = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
-        rows.append(
-            (
-                "trained" if is_trained else "frozen", f"{sum(sizes):,}", stored, recipe.precision,
-                *((master[recipe.weights] if in_bf16 else whole, "fp32", f"{recipe.optimizer.name}, {state}", sent)
-                  if is_trained else ("", "", "", "")),
-            )
-        )  # fmt: skip
+    for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
+        kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
+        kept = master[recipe.weights] if is_trained and held == "bf16" else kept
+        own = (kept, "fp32", f"{recipe.optimizer.name}, {state}", sent) if is_trained else ("", "", "", "")
+        rows.append(("trained" if is_trained else "frozen", f"{number:,}", held, recipe.precision, *own))
     return tuple(rows)

@@ -45,7 +45,7 @@ class PreparedData:
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
     step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
-    rows, encoded.
+    rows, encoded. `is_whole` is false if only the first rows of a split are here.
     """
 
     task: Task
@@ -57,6 +57,7 @@ class PreparedData:
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
     unit: str = "rows"
     stream: StreamedSplit | None = None
+    is_whole: bool = True
 
     @property
     def num_train_rows(self) -> int:
@@ -209,7 +210,7 @@ def prepare_data(
         *bounded,
         *mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)),
     )
-    return replace(prepared, data_notes=notes, unit=unit)
+    return replace(prepared, data_notes=notes, unit=unit, is_whole=not bounded)
 
 
 def _streamed(

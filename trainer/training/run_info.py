@@ -127,10 +127,13 @@ def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
     return MajorityClass(str(names[int(counts.argmax())]), float(counts.max() / counts.sum()))
 
 
-def _baselines(task: Task, split: EncodedSplit | None, models: Sequence[nn.Module]) -> dict[str, float]:
+def _baselines(data: PreparedData, models: Sequence[nn.Module]) -> dict[str, float]:
+    task, split = data.task, data.validation
     labels = None if split is None or "labels" not in split.scalars else torch.tensor(split.scalars["labels"])
     config = getattr(models[0], "config", None)
     found = task.baselines(labels, getattr(config, "vocab_size", None))
+    if data.evaluated is not None:
+        found |= task.untaught(data.evaluated)
     return {name: value for name, value in found.items() if isfinite(value)}  # a constant has no correlation
 
 
@@ -198,7 +201,7 @@ def run_info(
         num_validation_rows=None if validation is None else len(validation),
         unit=data.unit,
         majority=_majority(task, validation),
-        baselines=_baselines(task, validation, models),
+        baselines=_baselines(data, models),
         classes=class_counts(task, train) if data.stream is None else (),
         positive=task.positive_class if isinstance(task, NamedClasses) else None,
         steps_per_epoch=plan.steps_per_epoch(data.num_train_rows),

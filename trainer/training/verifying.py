@@ -26,12 +26,15 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import for_terminal
+from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
 from trainer.engine.forward import without_cache
+from trainer.models.added import add_module, write_added
 from trainer.models.image_processor import ImageProcessor
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
 from trainer.recipe.schema import Recipe
+from trainer.recipe.sentence import POOLED
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.reranker import RerankerTask
 from trainer.tasks.task import Task
@@ -48,6 +51,7 @@ from trainer.training.certificate import (
 )
 from trainer.training.evaluate import with_class_names
 from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.plain_reader import EMBEDDINGS
 from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 
@@ -58,6 +62,7 @@ _PACKAGES = {
     "peft": ["peft"],
     "sentence-transformers": ["sentence-transformers"],
     "cross-encoder": ["sentence-transformers"],
+    "onnx": ["onnxruntime"],
 }
 
 
@@ -77,33 +82,37 @@ class Verification:
 class Opened:
     """How another program opens the exported folder.
 
-    `kind` is "transformers", "peft", "sentence-transformers" or "cross-encoder". `dtype` is the type of the
-    weights. `base` and `revision` are the model below an adapter.
+    `kind` is "transformers", "peft", "sentence-transformers", "cross-encoder" or "onnx". `dtype` is the type of the
+    weights. `base` and `revision` are the model below an adapter, and `quantization` has the keys with which
+    transformers quantises it.
     """
 
     kind: str
     dtype: str
     base: str | None = None
     revision: str | None = None
+    quantization: Mapping[str, Any] | None = None
 
 
 def verify(
-    model: nn.Module,
-    preparation: Path,
-    recipe: Mapping[str, Any],
     folder: Path,
     opened: Opened,
     asked: Verification,
+    model: nn.Module,
+    added: Mapping[str, Tensor],
+    preparation: Path,
+    recipe: Mapping[str, Any],
 ) -> Certificate:
     """Compare a folder, opened by another process, with the trained model on rows of the validation split.
 
     Args:
-        model: the trained model, whole and on the CPU.
-        preparation: the folder with the configuration and the tokenizer or image processor of the training.
-        recipe: the recipe of the training.
         folder: the exported folder.
         opened: how to open it.
         asked: the rows.
+        model: the trained model, whole and on the CPU, without an added module.
+        added: the tensors of the added module, by their names in the model.
+        preparation: the folder with the configuration and the tokenizer or image processor of the training.
+        recipe: the recipe of the training.
 
     Raises:
         NotTheTrainedModelError: outputs or tokens differ.
@@ -111,11 +120,13 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         place = Path(name)
-        data, trained = _data(preparation, recipe, asked, place)
+        data, trained = _data(preparation, added, recipe, asked, place)
         assert data.evaluated is not None
+        if (module := data.task.added_module()) is not None:
+            add_module(model, module)
         expected = _Expected(model, data, trained)
         request = _request(data, folder, opened, expected)
-        _write_inputs(data, expected, place)
+        _write_inputs(data, opened.kind, expected, place)
         reply = _answered(request, place)
         require_same_labels(data.preparation.config.id2label, reply["labels"])
         if "tokens" in reply:
@@ -123,7 +134,7 @@ def verify(
             require_same_tokens(request["texts"], own, reply["tokens"])
         found = _outputs(data, opened, expected, place)
         there: Sequence[Mapping[str, Tensor]] = expected.outputs
-        if opened.kind in _BY_TEXTS:
+        if "scores" in found[0]:
             there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
         difference, largest = compared(found, there, expected.batches)
         require_same(difference, largest, opened.dtype, reply["lost"])
@@ -140,6 +151,7 @@ _OPENERS = {
     "peft": "PEFT",
     "sentence-transformers": "`SentenceTransformer`",
     "cross-encoder": "`CrossEncoder`",
+    "onnx": "ONNX Runtime",
 }
 
 
@@ -153,11 +165,12 @@ def _name_of_rows(where: str) -> str:
 
 
 def _data(
-    preparation: Path, recipe: Mapping[str, Any], asked: Verification, place: Path
+    preparation: Path, added: Mapping[str, Tensor], recipe: Mapping[str, Any], asked: Verification, place: Path
 ) -> tuple[PreparedData, Recipe]:
     """Return the rows, prepared as in the training, and their recipe."""
     folder = place / "preparation"
     shutil.copytree(preparation, folder)
+    write_added(added, folder, torch.float32)
     plain: dict[str, Any] = {"precision": "fp32", "weights": "fp32"}
     if recipe["task"]["type"] == "causal_lm":  # other programs read one document in a row
         plain["task"] = {**recipe["task"], "packing": "none"}
@@ -197,7 +210,7 @@ def _recording(recipe: Recipe) -> Preparation:
 
 
 class _Expected:
-    """Batches of rows and the outputs of the trained model for them."""
+    """Batches of rows and the outputs of the trained model for them; the first batch is one row of a later one."""
 
     def __init__(self, model: nn.Module, data: PreparedData, recipe: Recipe) -> None:
         assert data.validation is not None
@@ -209,18 +222,20 @@ class _Expected:
         self.outputs: list[dict[str, Tensor]] = []
         num_bytes = 0
         model.eval()
-        for batch in loader:
+        alone = np.array([int(np.argmin(data.validation.lengths))])  # its own length, and a batch of one row
+        batching = data.preparation.batching
+        for batch in (collate(data.validation, alone, batching, alone, masking=data.masking), *loader):
             inputs = task.model_inputs(batch.inputs)
             with torch.no_grad():
                 output = model(**inputs, **constants)
             outputs = {name: output[name].float() for name in OUTPUTS if output.get(name) is not None}
             num_bytes += sum(tensor.nbytes for tensor in outputs.values())
-            if self.batches and num_bytes > _MOST_BYTES:
+            if len(self.batches) > 1 and num_bytes > _MOST_BYTES:
                 break
             self.batches.append(batch)
             self.inputs.append(inputs)
             self.outputs.append(outputs)
-        self.is_whole = len(self.batches) == len(loader)
+        self.is_whole = len(self.batches) == 1 + len(loader)
 
     def scores(self, task: Task, number: int) -> Tensor:
         """Return the scores of the task for a batch."""
@@ -242,6 +257,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "folder": str(folder),
         "base": opened.base,
         "revision": opened.revision,
+        "quantization": opened.quantization,
         "auto_class": task.auto_class_name,
         "outputs": list(expected.outputs[0]),
         "texts": texts,
@@ -261,11 +277,13 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
     return request
 
 
-def _write_inputs(data: PreparedData, expected: _Expected, place: Path) -> None:
+def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Path) -> None:
     evaluated = data.evaluated
     assert evaluated is not None
     for number, (batch, inputs) in enumerate(zip(expected.batches, expected.inputs, strict=True)):
         arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
+        if kind == "onnx" and POOLED in batch.inputs:
+            arrays[POOLED] = batch.inputs[POOLED].flatten(0, -2).numpy()
         if isinstance(data.preparation, ImagePreparation):
             assert isinstance(data.preparation.processor, _Recorder)
             seen = data.preparation.processor.seen[-len(evaluated.rows) :]
@@ -308,17 +326,26 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Path) -> list[dict[str, Tensor]]:
-    """Return the outputs of the other program for each batch; of sentence-transformers, the scores of the task."""
-    if opened.kind not in _BY_TEXTS:
-        return [_stored(place, number) for number in range(len(expected.batches))]
-    (whole,) = _stored(place, 0).values()
-    if isinstance(data.task, RerankerTask):
-        assert data.evaluated is not None
-        lengths = torch.tensor([len(of_row) for of_row in data.task.documents_of(data.evaluated.rows)])
-        padded = torch.zeros(len(lengths), data.task.for_split(data.evaluated.rows, 0).num_texts)
-        padded[torch.arange(padded.shape[1]) < lengths[:, None]] = whole.float()
-        whole = padded
-    return [{"scores": whole[batch.rows].float()} for batch in expected.batches]
+    """Return the outputs of the other program for each batch; of embeddings and texts, the scores of the task."""
+    if opened.kind in _BY_TEXTS:
+        (whole,) = _stored(place, 0).values()
+        if isinstance(data.task, RerankerTask):
+            assert data.evaluated is not None
+            lengths = torch.tensor([len(of_row) for of_row in data.task.documents_of(data.evaluated.rows)])
+            padded = torch.zeros(len(lengths), data.task.for_split(data.evaluated.rows, 0).num_texts)
+            padded[torch.arange(padded.shape[1]) < lengths[:, None]] = whole.float()
+            whole = padded
+        found = [{"scores": whole[batch.rows].float()} for batch in expected.batches]
+    else:
+        found = [_stored(place, number) for number in range(len(expected.batches))]
+        for one, batch in zip(found, expected.batches, strict=True):
+            if (embeddings := one.pop(EMBEDDINGS, None)) is not None:
+                one["scores"] = embeddings.view(len(batch.rows), -1, embeddings.shape[-1])
+    if isinstance(data.task, EmbeddingTask) and data.task.learns_temperature:  # other programs do not read it
+        for number, one in enumerate(found):
+            temperature = expected.scores(data.task, number)[..., -1:]
+            one["scores"] = torch.cat([one["scores"], temperature], -1)
+    return found
 
 
 def _stored(place: Path, number: int) -> dict[str, Tensor]:
@@ -333,10 +360,10 @@ def _metrics(
     task = data.task.for_evaluation()
     if task.has_reference:
         return {}
-    of_model = [expected.scores(task, number) for number in range(len(expected.batches))]
+    of_model = [expected.scores(task, number) for number in range(1, len(expected.batches))]
     of_folder = [
         one["scores"] if "scores" in one else task.scores(SimpleNamespace(**one), batch.inputs, batch.labels)
-        for one, batch in zip(found, expected.batches, strict=True)
+        for one, batch in zip(found[1:], expected.batches[1:], strict=True)
     ]
     trained, exported = (_metrics_of(task, data, expected, scores) for scores in (of_model, of_folder))
     return {name: (exported[name], value) for name, value in trained.items()}
@@ -347,7 +374,7 @@ def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Seq
     assert data.evaluated is not None
     loss_sum = num_valid = 0.0
     rows = RowTensors()
-    for batch, of_batch in zip(expected.batches, scores, strict=True):
+    for batch, of_batch in zip(expected.batches[1:], scores, strict=True):
         if not task.rows_depend:
             loss_sum += float(task.loss_sum(of_batch, batch.labels))
             num_valid += float(task.num_valid(batch.labels))

@@ -212,9 +212,9 @@ def _trained(spans: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]])
 
 
 def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
-    """Return notes on the first token of an answer and the end token behind it, if they are not trained.
+    """Return notes on a template without `{% generation %}` marks, and on tokens that its marks leave out.
 
-    Such a token stands outside of the template's `{% generation %}` marks.
+    These are the first token of an answer, and the end token behind it.
     """
     question, answer = "What is it?", "Nothing."
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
@@ -238,6 +238,11 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
         elif start <= behind < end and token in special:
             notes.append(f"the token {text[behind:end]!r} behind an answer is not trained, so answers may not end")
     where = f"the chat template of `{tokenizer.name_or_path}`"
+    if not _GENERATION_MARK.search(tokenizer.get_chat_template()):
+        return [
+            f"{where} has no {{% generation %}} marks, so the assistant's turns are found by comparing texts of chats;"
+            " see them in `trainer preview`"
+        ]
     return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
 
 

@@ -24,7 +24,7 @@ Kind = Literal["layout", "precision", "training"]
 """The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
-_UNREAD_DATA = {"cache", "num_workers"}
+_UNREAD_DATA = {"cache", "num_workers", "pad_to", "packing"}  # which change no training
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ def preview_blocks(preview: Mapping[str, Any]) -> Iterator[Any]:
     for title, rows in (("step 1, first microbatch of a rank: row", preview["step"]), ("row", preview["rows"])):
         for row in rows:
             label = f", label {row['label']}" if row["label"] else ""
+            label += f", {row['window']}" if row["window"] else ""
             for text in row["texts"]:
                 role = "" if len(row["texts"]) == 1 else f", {text['role']}"
                 pieces = [(piece["mark"], piece["text"], piece["note"]) for piece in text["pieces"]]

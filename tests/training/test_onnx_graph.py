@@ -1,0 +1,176 @@
+"""`trainer export --to onnx`: graphs that ONNX Runtime runs with the outputs of the trained model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import transformers
+from onnx import numpy_helper
+from transformers import AutoConfig
+
+from tests.helpers.families import CONFIGS
+from tests.helpers.tiny_run import write_tiny_run
+from tests.training.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
+from trainer.base.errors import UsageError
+from trainer.training import export as export_module
+from trainer.training import onnx_graph, verifying
+from trainer.training.certificate import NotTheTrainedModelError
+from trainer.training.export import export
+from trainer.training.onnx_graph import require_onnx, to_onnx
+from trainer.training.plain_reader import open_onnx
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "_answered", answered_here)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains a tiny model once, and writes its graph beside the run."""
+
+    @cache
+    def make(name: str) -> Path:
+        place = tmp_path_factory.mktemp(name)
+        recipe = write_tiny_run(place)
+        recipe.write_text(json.dumps({**json.loads(recipe.read_text()), **SECTIONS[name]}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verifying, "_answered", answered_here)
+            train(recipe)
+            export(place / "run", place / "graph", verification=ASKED, to="onnx")
+        return place
+
+    return make
+
+
+SECTIONS: dict[str, dict[str, Any]] = {"classes": {}, "embeddings": {"task": EMBEDDING}}
+EMBEDDED = pytest.param("embeddings", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["classes", EMBEDDED])
+def test_a_sound_graph_has_a_certificate(made: Callable[[str], Path], name: str) -> None:
+    graph = made(name) / "graph"
+    assert not list(graph.rglob("*.safetensors"))
+    card = (graph / "README.md").read_text()
+    assert "Another process, without `trainer`, with ONNX Runtime on the CPU in fp32, opened this folder" in card
+    assert "onnxruntime" in card
+    assert 'InferenceSession(f"{folder}/model.onnx")' in card
+
+
+def _edited(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        model = onnx.load(folder / "model.onnx")
+        change(model.graph)
+        onnx.save(model, folder / "model.onnx")
+
+    return plant
+
+
+def _permute_head(graph: Any) -> None:
+    (head,) = [one for one in graph.initializer if one.name.endswith("classifier.weight")]
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head)[::-1].copy(), head.name))
+
+
+def _lose_head(graph: Any) -> None:
+    graph.output[0].name = "other"
+    for node in graph.node:
+        node.output[:] = ["other" if name == "logits" else name for name in node.output]
+
+
+def _lose_normalisation(graph: Any) -> None:
+    (last,) = [node for node in graph.node if "sentence_embedding" in node.output]
+    assert last.op_type == "Div"
+    last.op_type = "Identity"
+    del last.input[1:]
+
+
+GRAPH_FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a permuted head": ("classes", _edited(_permute_head), "must compute the outputs of the trained one, but differs"),
+    "a lost head": ("classes", _edited(_lose_head), "but differs by inf"),
+    "a lost normalisation": ("embeddings", _edited(_lose_normalisation), "but differs by"),
+    **{name: ("classes", *FAULTS[name]) for name in ("permuted labels", "another tokenizer")},
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[pytest.mark.slow] * (row[0] == "embeddings")) for name, row in GRAPH_FAULTS.items()],
+)
+def test_a_planted_fault_is_caught_and_nothing_is_left(
+    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Path], fault: str
+) -> None:
+    name, plant, message = GRAPH_FAULTS[fault]
+
+    def copied(folder: Path, *others: Any) -> Path:
+        return Path(shutil.copy(made(name) / "graph" / "model.onnx", folder))
+
+    monkeypatch.setattr(export_module, "to_onnx", copied)
+    planted(monkeypatch, plant)
+    with pytest.raises(NotTheTrainedModelError, match=message):
+        export(made(name) / "run", tmp_path / "out", verification=ASKED, to="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"bert", "t5", "bart"}))
+def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    """Numbers of rows and of tokens are free; causal models compute logits without a cache."""
+    is_causal = "num_key_value_heads" in CONFIGS[family] or family == "gpt2"
+    auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForTokenClassification
+    auto = transformers.AutoModelForImageClassification if family == "vit" else auto
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(family, **CONFIGS[family])).eval()
+    folder = tmp_path / family
+    shutil.copytree(made("classes") / "graph", folder, ignore=shutil.ignore_patterns("model.onnx"))
+    if family == "vit":
+        transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    model.save_pretrained(folder)
+    to_onnx(folder, type(model), None)
+    computed = open_onnx({"folder": str(folder)})
+    for rows, tokens in ((1, 7), (3, 12), (4, 1)):
+        inputs = {"input_ids": torch.randint(5, 99, (rows, tokens)), "attention_mask": torch.ones(rows, tokens).long()}
+        inputs["attention_mask"][1:, 5:] = 0
+        if family == "vit":
+            inputs = {"pixel_values": torch.randn(rows, 3, 16, 16)}
+        is_token = inputs.get("attention_mask", torch.ones(rows)) == 1
+        beside = {"token_type_ids": torch.zeros(rows, tokens).long()}
+        with torch.no_grad():
+            expected = model(**inputs).logits[is_token]
+        arrays = {name: tensor.numpy() for name, tensor in (beside | inputs).items()}
+        found = torch.from_numpy(computed(arrays)["logits"])[is_token]
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_what_a_graph_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"`--dtype` must be fp32 with `--to onnx`, but is bf16; convert"):
+        require_onnx({}, "bf16", adapter=False)
+    with pytest.raises(UsageError, match=r"`--adapter` and `--to onnx` exclude each other: a graph holds"):
+        require_onnx({}, "fp32", adapter=True)
+    with pytest.raises(UsageError, match=r"t5 generates with two, an encoder and a decoder with a cache; leave --to"):
+        require_onnx({"is_encoder_decoder": True, "model_type": "t5"}, "fp32", adapter=False)
+    monkeypatch.setattr(onnx_graph, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'needs the package onnx, .* \(pip install "recipe-trainer\[onnx\]"\)'):
+        require_onnx({}, "fp32", adapter=False)
+
+
+def test_a_model_that_the_exporter_does_not_support_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Path]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.onnx.OnnxExporterError("step 1") from ValueError("no such operation:\n  aten::odd")
+
+    monkeypatch.setattr(torch.onnx, "export", fails)
+    message = (
+        r"`--to onnx` cannot write a BertFor.*: the exporter of torch .* fails: no such operation: aten::odd; leave"
+    )
+    with pytest.raises(export_module.TrainerError, match=message):
+        export(made("classes") / "run", tmp_path / "out", to="onnx")
+    assert not list(tmp_path.iterdir())

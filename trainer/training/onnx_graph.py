@@ -1,0 +1,161 @@
+"""Turn an exported folder into one with an ONNX graph instead of weights, by the exporter of torch."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+
+from trainer.base.distribution import install_command
+from trainer.base.errors import TrainerError, UsageError
+from trainer.engine.forward import without_cache
+from trainer.models.fill import without_report
+from trainer.models.sentence_folder import sentence_folder
+from trainer.recipe.schema import Model, Recipe
+from trainer.recipe.sentence import POOLED
+from trainer.tasks.embedding import EmbeddingTask
+from trainer.tasks.registry import build_task
+from trainer.training.certificate import OUTPUTS
+from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
+
+_SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
+
+_MOST_REASON = 300  # letters
+
+
+class _Graph(nn.Module):
+    """A model from its inputs, in the order of their names, to its outputs; of an embedding, to the embeddings."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], head: nn.Module | None) -> None:
+        super().__init__()
+        self.model, self.head, self._inputs = model, head, tuple(inputs)
+        self._constants = without_cache(model)
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        inputs = dict(zip(self._inputs, tensors, strict=True))
+        pooled = inputs.pop(POOLED, inputs.get("attention_mask"))
+        output = self.model(**inputs, **self._constants)
+        if self.head is not None:
+            return {EMBEDDINGS: self.head(output.last_hidden_state, pooled)}
+        return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
+
+
+def require_onnx(config: Mapping[str, Any], dtype: str, adapter: bool) -> None:
+    """Refuse an export to ONNX that is not possible.
+
+    Raises:
+        UsageError: a package is missing, or the graph cannot hold what is asked.
+    """
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise UsageError(
+            f"`--to onnx` needs the package {missing[0]}, which is not installed;"
+            f" install it ({install_command('onnx')})"
+        )
+    if dtype != "fp32":
+        raise UsageError(f"`--dtype` must be fp32 with `--to onnx`, but is {dtype}; convert the graph afterwards")
+    if adapter:
+        raise UsageError(
+            "`--adapter` and `--to onnx` exclude each other: a graph holds the merged model; leave one out"
+        )
+    if config.get("is_encoder_decoder"):
+        raise UsageError(
+            f"`--to onnx` writes one graph, but {config.get('model_type')} generates with two, an encoder and a decoder"
+            " with a cache; leave --to out"
+        )
+
+
+def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | None) -> Path:
+    """Replace the weights of an exported folder by a graph, and return its file.
+
+    The numbers of rows and of tokens are free. The graph of an embedding holds pooling, dense layers and
+    normalisation.
+
+    Args:
+        folder: a folder with weights in fp32.
+        model_class: the class of its model.
+        recipe: the recipe of the training; None: it is unknown, and no embedding.
+
+    Raises:
+        TrainerError: the exporter does not support the model.
+    """
+    head = None
+    with without_report():
+        model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        inputs = _sample(folder, model)
+    if recipe is not None and isinstance(task := build_task(recipe.task), EmbeddingTask):
+        own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
+        found = sentence_folder(own)
+        assert found is not None, "it was written"
+        task = replace(task.in_sentence_folder(found), learns_temperature=False)
+        head = task.head
+        if not task.pools_prompt:
+            inputs[POOLED] = inputs["attention_mask"].clone()
+    graph = _Graph(model, list(inputs), head)
+    with torch.no_grad():
+        outputs = list(graph(*inputs.values()))
+    free = tuple(
+        dict.fromkeys(range(1 if tensor.is_floating_point() else tensor.dim()), Dim.DYNAMIC)
+        for tensor in inputs.values()
+    )
+    try:
+        with _quietly():
+            program = torch.onnx.export(
+                graph,
+                tuple(inputs.values()),
+                input_names=list(inputs),
+                output_names=outputs,
+                dynamic_shapes=(free,),
+                dynamo=True,
+                verbose=False,
+            )
+        assert program is not None
+        program.save(folder / ONNX_NAME)
+    except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:_MOST_REASON] or type(cause).__name__
+        raise TrainerError(
+            f"`--to onnx` cannot write a {model_class.__name__}: the exporter of torch {torch.__version__} fails:"
+            f" {reason}; leave --to out"
+        ) from error
+    for pattern in ("*.safetensors", "*.safetensors.index.json"):
+        for file in folder.rglob(pattern):
+            file.unlink()
+    return folder / ONNX_NAME
+
+
+def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return inputs of a model by name: ids `[rows, tokens]`, `[rows, choices, tokens]`, or images."""
+    parameters = inspect.signature(type(model).forward).parameters
+    if model.main_input_name == "pixel_values":
+        size, channels = AutoImageProcessor.from_pretrained(folder).size, int(model.config.num_channels)
+        return {"pixel_values": torch.zeros(_SAMPLE[0], channels, int(size["height"]), int(size["width"]))}
+    rows, choices, tokens = _SAMPLE
+    shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
+    names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
+    values = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+    return values | {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Hide the remarks of the exporter on packages that it would use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
