@@ -68,6 +68,7 @@ class TestDevices:
         [
             ("8xA1000", "did you mean A100-80 or"),
             ("8xA100", "did you mean A100-40 or A100-80. Known"),
+            ("8xcuda", "known as 'cuda'; known are"),
             ("0x80GiB", "write a number"),
             ("", "write a number"),
             ("4xToaster", "known are"),

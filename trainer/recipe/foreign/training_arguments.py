@@ -195,7 +195,7 @@ OLD_NAMES: dict[str, Counterpart] = {
     "early_stopping_patience": renamed("evaluation.patience", note="counted in evaluations"),
     "early_stopping_threshold": none("any improvement counts", 0.0, 0),
     "logging_dir": none("logs are in checkpoint.folder", None),
-    **alike(launcher(say.DEVICE, False), "no_cuda use_mps_device"),
+    **alike(launcher(say.DEVICE, False), "no_cuda use_mps_device device"),
     "group_by_length": renamed("data.group_by_length", False),
     "save_safetensors": same("weights are always safetensors", True),
     "include_inputs_for_metrics": none("task.metrics names the metrics", False),

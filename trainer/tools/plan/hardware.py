@@ -257,8 +257,9 @@ def _known(text: str, kind: str) -> Path:
     names = {name.lower(): name for name in known_devices()}
     name = names.get(kind.lower())
     if name is None:
+        cutoff = 1.0 if kind.lower() in ("cuda", "gpu") else 0.4  # no device in particular; `cuda` is near to CPU
         begin = [found for found in names if found.startswith(f"{kind.lower()}-")]
-        near = [names[found] for found in begin or get_close_matches(kind.lower(), names, n=3, cutoff=0.4)]
+        near = [names[found] for found in begin or get_close_matches(kind.lower(), names, n=3, cutoff=cutoff)]
         hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
         raise UsageError(
             f"`--gpus` is {text!r}, but no device is known as {kind!r}; {hint} are"
