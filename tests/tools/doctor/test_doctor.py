@@ -66,6 +66,5 @@ def test_this_machine_has_no_problem():
     found = {check["name"]: check["value"] for check in answer["checks"]}
     assert found["torch"].startswith(torch.__version__)
     assert found["deepspeed"] == version("deepspeed")
-    assert "built at installation" in found["operations"]
     assert found["gloo"].startswith("two processes connected on ")
     assert found["recipe"].startswith("bert_sample: ddp, ")
