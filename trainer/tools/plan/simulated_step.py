@@ -25,7 +25,7 @@ from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_
 from trainer.models.quantizing import weights_of_parts
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
@@ -138,6 +138,7 @@ class _Simulation:
     def run(self, built: Sequence[PlacedModel], longer: int | None = None) -> StepPlan:
         """Run two steps, and return the result of the second; see `shorten` for `longer`."""
         with self.opened(built, longer) as (engine, ledger, batch):
+            positions(batch.microbatches)  # the loop counts them before a step, which then has them
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
             label_model(ledger, engine, built, self.offload)
             gc.collect(0)  # cycles of the first step
