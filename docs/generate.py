@@ -30,7 +30,7 @@ from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
 from trainer.recipe.foreign.accelerate import ACCELERATE
-from trainer.recipe.foreign.counterpart import Counterpart, Kind
+from trainer.recipe.foreign.counterpart import Counterpart
 from trainer.recipe.foreign.deepspeed import DEEPSPEED
 from trainer.recipe.foreign.megatron import MEGATRON
 from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
@@ -294,19 +294,13 @@ def _check(check: Check) -> str:
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
-    """Return a table of the keys that have a counterpart in a recipe, then lists of the others by kind."""
+    """Return a list of the keys that have a counterpart in a recipe; `trainer convert` explains the others."""
     found: dict[tuple[str, str], list[str]] = {}
-    others: dict[str, list[str]] = {}
     for key, row in table.items():
-        if row.key is None:
-            reason = f" ({row.note})" if row.kind is Kind.REFUSED else ""
-            others.setdefault(row.kind.value, []).append(f"`{key}`{reason}")
-        else:
+        if row.key is not None:
             here = "parallel.deepspeed" if row.key.startswith("parallel.deepspeed.") else row.key
             found.setdefault((here, _LISTED_VALUES.sub("", row.note)), []).append(f"`{key}`")
-    rows = [(", ".join(keys), f"`{here}`", note) for (here, note), keys in found.items()]
-    lists = [f"- {kind}: {', '.join(keys)}" for kind, keys in others.items()]
-    return f"{_table(('there', 'here', 'remark'), rows)}\n\n" + "\n".join(lists)
+    return "\n".join(f"- {', '.join(keys)}: `{here}`{note and f', {note}'}" for (here, note), keys in found.items())
 
 
 def _read(file: Path) -> Any:
@@ -367,7 +361,7 @@ def with_spread(quartiles: Sequence[float]) -> str:
 
 
 def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
-    """Return a table for each device, from the results of `make gpu`."""
+    """Return a table for each device, from the results of `make gpu`; the usual keys of a training are left out."""
     found = []
     for result in results:
         note = f" ({result['note']})" if "note" in result else ""
@@ -377,27 +371,34 @@ def gpu_figures(results: Iterable[Mapping[str, Any]]) -> str:
 
 def _gpu_table(result: Mapping[str, Any]) -> str:
     header = (
-        "training", "samples/s", "tokens/s", "MFU", "ms a step", "launches", "peak memory", "planned",
-        "of a plain loop", "of transformers' Trainer",
-    )  # fmt: skip
+        "training",
+        "samples/s",
+        "MFU",
+        "ms a step",
+        "launches",
+        "peak memory",
+        "of a plain loop",
+        "of transformers' Trainer",
+    )
     return _table(header, [_gpu_row(name, row, result) for name, row in result["training"].items()])
+
+
+_USUAL = ", bf16, ddp, keyed dropout"
 
 
 def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     if "rows" not in row:
-        return name, row.get("not_run") or row["error"].splitlines()[0], *"--------"
-    mfu, peak, planned = (row.get(key) for key in ("mfu", "peak_bytes", "planned_peak_bytes"))
+        return name, row.get("not_run") or row["error"].splitlines()[0], *"------"
+    mfu, peak = row.get("mfu"), row.get("peak_bytes")
     same_batches = name.replace(", CUDA graphs", "")
     peers = [result.get(peer, {}).get(same_batches, {}).get("rows_per_second") for peer in ("plain", "transformers")]
     return (
-        name,
+        name.replace(_USUAL, ""),
         f"{row['rows_per_second']:,.0f}",
-        f"{row['tokens_per_second']:,.0f}",
         "-" if mfu is None else f"{mfu:.1%}",
         f"{1000 * row['step_seconds']:.1f}",
         str(row["launches"]),
         "-" if peak is None else _size(peak),
-        "-" if planned is None else _size(planned),
         *("-" if peer is None else f"{row['rows_per_second'] / peer:.2f}" for peer in peers),
     )
 

@@ -25,7 +25,14 @@ def test_the_examples_give_what_the_page_shows(
     first, second = re.findall(r"^trainer (convert .*)$", PAGE, re.MULTILINE)
     assert main(first.split()) == ExitCode.DONE
     assert Path("mrpc.json").read_text(encoding="utf-8") == recipe
-    assert capsys.readouterr().err == report
+    assert has_lines(capsys.readouterr().err, report)
     assert main(second.split()) == ExitCode.DONE
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == (alone, alone_report)
+    assert shown.out == alone
+    assert has_lines(shown.err, alone_report)
+
+
+def has_lines(text: str, page: str) -> bool:
+    """Whether `text` has the lines of the page in their order, and others only where the page has `...`."""
+    parts = [re.escape(part) for part in re.split(r"^  \.\.\.\n", page, flags=re.MULTILINE)]
+    return re.fullmatch("(?:.*\n)*?".join(parts), text) is not None

@@ -103,7 +103,7 @@ PUBLISHED: Sequence[Work] = (
 
 
 def row(work: Work) -> str:
-    """Return a row of the table of the documentation."""
+    """Return a row of the table of `times.md`."""
     found = work.plan()
     likely, least, most = (work.rows / seconds for seconds in (found.likely, found.most, found.least))
     unit = 1 if work.config is not _LLAMA_8B else work.length

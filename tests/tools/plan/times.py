@@ -30,7 +30,7 @@ from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.reference import engine_and_batch, seconds_of_steps
 from trainer.tools.plan.timing import step_time
 
-PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+PAGE = Path(__file__).with_suffix(".md")
 TURNS = 3
 _WARM, _STEPS = 3, 9
 LENGTH = 64
@@ -162,7 +162,7 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def page(rows: Sequence[Row]) -> list[str]:
-    """Return the table and the summary of the documentation."""
+    """Return the table and the summary of `times.md`."""
     lines = ["| layout | planned, ms | range, ms | measured, ms | plan / measured |", "|---|---|---|---|---|"]
     for row in rows:
         ends = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
@@ -183,7 +183,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def published() -> list[Row]:
-    """Return the rows of the documentation."""
+    """Return the rows of `times.md`."""
     text = PAGE.read_text(encoding="utf-8").split("| layout | planned, ms |")[1].split("\n\n")[0]
     rows = []
     for line in text.splitlines()[2:]:
