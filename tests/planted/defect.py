@@ -24,8 +24,9 @@ class Defect:
         return self.file.partition("/")[0].removesuffix(".py")
 
     @property
-    def module(self) -> str:
-        return f"trainer.{self.file.removesuffix('.py').replace('/', '.')}"
+    def module(self) -> str | None:
+        """The changed module; None for a file of data."""
+        return f"trainer.{self.file[:-3].replace('/', '.')}" if self.file.endswith(".py") else None
 
     def occurrences(self, tree: Path = ROOT) -> int:
         file = tree / "trainer" / self.file

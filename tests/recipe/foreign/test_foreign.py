@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.recipe.foreign.accelerate import ACCELERATE
-from trainer.recipe.foreign.deepspeed import DEEPSPEED
-from trainer.recipe.foreign.formats import FORMATS
-from trainer.recipe.foreign.megatron import MEGATRON
-from trainer.recipe.foreign.peft import LORA_CONFIG
-from trainer.recipe.foreign.spellings import counterpart
-from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import (
+    ACCELERATE,
+    DEEPSPEED,
+    FORMATS,
+    LORA_CONFIG,
+    MEGATRON,
+    TRAINING_ARGUMENTS,
+    counterpart,
+)
 from trainer.recipe.reading.keys import known_keys
 
 TABLES = {

@@ -12,11 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.deepspeed import DEEPSPEED
-from trainer.recipe.foreign.fsdp import FSDP
-from trainer.recipe.foreign.training_arguments import FIELDS, OLD_NAMES, TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FIELDS, FSDP, OLD_NAMES, TRAINING_ARGUMENTS
 
 
 def test_every_field_of_training_arguments_has_its_row_and_no_row_is_left_over():

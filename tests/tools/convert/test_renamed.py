@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.recipe.foreign.spellings import counterpart
+from trainer.recipe.foreign.tables import counterpart
 from trainer.recipe.schema import Linear
 from trainer.tools.convert.convert import convert
 

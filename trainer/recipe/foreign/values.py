@@ -78,20 +78,10 @@ def switch(on: str) -> Value:
     return lambda value: on if flag(value) else "none"
 
 
-def chosen(values: Mapping[str, Any], names: str) -> Value:
-    """Return the conversion of one text to another; `names` are the texts of the recipe."""
-    return lambda value: values.get(text(value), Todo(f"{value} has no counterpart: {names}"))
-
-
 def above_zero(value: object) -> float | None:
     """Return a number above 0; None for any other, which turns the feature off."""
     found = 0 if value is None else number(value)
     return found if found > 0 else None
-
-
-def unless_auto(convert: Value) -> Value:
-    """Return the conversion of values other than "auto", which TrainingArguments replace."""
-    return lambda value: ... if value == "auto" else convert(value)
 
 
 def device(offloaded: str) -> Value:
@@ -134,3 +124,25 @@ def optimizer(value: object) -> Converted | Todo:
 
 def optimizer_of_deepspeed(value: object) -> Converted | Todo:
     return optimizer(text(value).lower())
+
+
+def _above_zero_unless_auto(value: object) -> Any:
+    return ... if value == "auto" else above_zero(value)  # TrainingArguments replace "auto"
+
+
+_CONVERSIONS: Mapping[str, Value] = {
+    "number": number,
+    "positive": positive,
+    "text": text,
+    "above_zero": above_zero,
+    "above_zero_unless_auto": _above_zero_unless_auto,
+    "optimizer": optimizer,
+    "optimizer_of_deepspeed": optimizer_of_deepspeed,
+}
+_CONVERSIONS_TO: Mapping[str, Callable[[str], Value]] = {"switch": switch, "device": device}
+
+
+def named(words: str) -> Value:
+    """Return a conversion by its name in the tables, perhaps with an argument: `number`, `switch full`."""
+    name, _, argument = words.partition(" ")
+    return _CONVERSIONS_TO[name](argument) if argument else _CONVERSIONS[name]

@@ -19,9 +19,7 @@ import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
-from trainer.recipe.foreign.accelerate import ACCELERATE
-from trainer.recipe.foreign.deepspeed import DEEPSPEED
-from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, TRAINING_ARGUMENTS
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading.explaining import Finding, explain, findings
 from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from trainer.recipe.foreign.spellings import counterpart
+from trainer.recipe.foreign.tables import counterpart
 from trainer.recipe.paths import KeyPath, dotted, shown_key, shown_value
 from trainer.recipe.reading.keys import kinds, known_keys
 from trainer.recipe.reading.parser import Node, Problem

@@ -12,11 +12,8 @@ from typing import Any
 import yaml
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.recipe.foreign.accelerate import ACCELERATE
 from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.deepspeed import DEEPSPEED
-from trainer.recipe.foreign.formats import FORMATS
-from trainer.recipe.foreign.training_arguments import TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import read_file, shown_path
 from trainer.recipe.reading.parser import Node, Origin

@@ -1,0 +1,127 @@
+"""The tables of other tools' keys, from the JSON files beside this module.
+
+A file has sections of rows. The name of a row is one spelling, or several with spaces between; dots descend into
+sections of the tool's file. A row has its kind, in small letters, with the key of the recipe or the reason why there is
+none; `defaults`, the tool's own first; a `note`; and the function of `values.py` that converts the value (`by`), with
+its argument. `$NAME` is a note of `notes.json`, or of `_NOTES`.
+
+Tests compare names and defaults with the pinned versions of transformers, accelerate and DeepSpeed. Megatron-LM is not
+a dependency, so no test compares its flags. The formats are those that `trainer convert` does not read; they have the
+keys that decide what such a file trains and that no other table has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainer.recipe.deepspeed_keys import FREE_KEYS, FREE_ZERO_KEYS
+from trainer.recipe.foreign import values
+from trainer.recipe.foreign.counterpart import Counterpart, Kind
+from trainer.recipe.strategies import STRATEGY_NAMES
+
+Table = dict[str, Counterpart]
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+_NOTES = _read("notes") | {
+    "strategies": f"one of {', '.join(STRATEGY_NAMES)}",
+    "optimizer_names": values.OPTIMIZER_NAMES,
+}
+
+
+def _note(text: str) -> str:
+    return str(_NOTES[text[1:]]) if text.startswith("$") else text
+
+
+def _row(fields: Mapping[str, Any]) -> Counterpart:
+    kind = next(kind for kind in Kind if kind.name.lower() in fields)
+    has_key = kind in (Kind.RENAMED, Kind.MAPPED)
+    text = fields[kind.name.lower()]
+    return Counterpart(
+        text if has_key else None,
+        _note(fields.get("note", "") if has_key else text),
+        kind,
+        tuple(fields.get("defaults", ())),
+        values.named(fields["by"]) if "by" in fields else None,
+    )
+
+
+def _sections(name: str) -> dict[str, Table]:
+    return {
+        section: {key: row for keys, fields in rows.items() for row in [_row(fields)] for key in keys.split()}
+        for section, rows in _read(name).items()
+    }
+
+
+def _prefixed(prefixes: str, rows: Mapping[str, Counterpart]) -> Table:
+    return {f"{prefix}{key}": row for prefix in prefixes.split() or [""] for key, row in rows.items()}
+
+
+def _flat(name: str) -> Table:
+    """Return the rows of a file whose sections are prefixes, which apply to all their rows."""
+    return {key: row for prefixes, rows in _sections(name).items() for key, row in _prefixed(prefixes, rows).items()}
+
+
+def _passed_on(prefix: str, names: Iterable[str]) -> Table:
+    """Return the rows of keys that `parallel.deepspeed` passes to DeepSpeed."""
+    keys = [f"{prefix}{name}" for name in names if name != "zero_optimization"]
+    return {key: _row({"mapped": f"parallel.deepspeed.{key}", "note": "under zero1 to zero3"}) for key in keys}
+
+
+FSDP = _flat("fsdp")
+"""Keys of `fsdp_config`, which accelerate writes with the prefix `fsdp_` and TrainingArguments without."""
+
+ACCELERATE = _flat("accelerate") | _prefixed("fsdp_config.fsdp_", FSDP)
+"""Keys of the YAML file of `accelerate config`."""
+
+DEEPSPEED = _passed_on("", FREE_KEYS) | _passed_on("zero_optimization.", FREE_ZERO_KEYS) | _flat("deepspeed")
+"""Keys of a DeepSpeed JSON."""
+
+MEGATRON = _flat("megatron_lm")
+"""Flags of Megatron-LM."""
+
+LORA_CONFIG = _flat("lora_config")
+"""Keys of PEFT's `LoraConfig`."""
+
+_ARGUMENTS = _sections("training_arguments")
+FIELDS, OLD_NAMES = _ARGUMENTS["fields"], _ARGUMENTS["old_names"]
+"""The fields of `transformers.TrainingArguments`; and those of earlier versions, with common misspellings."""
+
+TRAINING_ARGUMENTS = {
+    **FIELDS,
+    **_prefixed("fsdp_config.", FSDP),
+    **{key: row for section, rows in _ARGUMENTS.items() if section != "fields" for key, row in rows.items()},
+}
+"""All of these, and arguments of run_glue.py, run_classification.py, run_mlm.py and run_image_classification.py."""
+
+FORMATS = _sections("formats")
+"""Tables of formats that `trainer convert` refuses, by the name of the tool."""
+
+
+def _normal(spelling: str) -> str:
+    return spelling.lstrip("-").replace("-", "_")
+
+
+@cache
+def _spellings() -> Table:
+    tables = (LORA_CONFIG, ACCELERATE, MEGATRON, DEEPSPEED, TRAINING_ARGUMENTS)  # the last one takes precedence
+    return {_normal(spelling): row for table in tables for spelling, row in table.items()}
+
+
+def counterpart(path: str) -> Counterpart | None:
+    """Return the row of another tool's key; None if no tool has it.
+
+    Args:
+        path: A dotted key path, with dashes or underscores. The longest known suffix counts, so that
+            `parallel.zero_optimization.stage` gives the row of `zero_optimization.stage`.
+    """
+    parts = _normal(path).split(".")
+    return next((row for start in range(len(parts)) if (row := _spellings().get(".".join(parts[start:])))), None)
