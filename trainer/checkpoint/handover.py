@@ -136,7 +136,6 @@ def _inspect(root: Path | None) -> _Inspection:
 
 
 def _plan(looks: list[Any], num_training: int) -> _Plan:
-    """Plan from the looks of all ranks, None for one that does not act."""
     found = {rank: _Inspection(*look) for rank, look in enumerate(looks) if look is not None}
     problems = [f"rank {rank}: {look.problem}" for rank, look in found.items() if look.problem]
     leaders = [rank for rank in found if rank < num_training]

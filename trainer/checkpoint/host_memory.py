@@ -228,7 +228,6 @@ class HostMemory(WritingTier[None]):
         return ranks[part % len(ranks)]
 
     def _open_share(self, found: FoundShares, part: int) -> _Share:
-        """Verify a share on this host, and return its blocks and facts."""
         folder = self._root / _share_folder(found, part)
         verify(folder)
         facts = read_facts(folder, found.step)
@@ -333,7 +332,6 @@ class HostMemory(WritingTier[None]):
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank is the first of its host."""
         return self._hosts.ranks_on(self._hosts.own)[0] == self._mesh.rank
 
     def _store(self, rank: int) -> CheckpointStore:

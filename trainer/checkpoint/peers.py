@@ -129,7 +129,6 @@ class Peers:
         return tensor
 
     def _send(self, message: bytes, rank: int, tag: int) -> None:
-        """Send a message to a rank, and wait until it is taken."""
         self._group.send([torch.tensor([len(message)])], rank, tag).wait()
         if message:
             self._group.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], rank, tag).wait()

@@ -210,7 +210,6 @@ class CheckpointStore:
             self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove temporary, replaced and removed checkpoints, and markers."""
         for mark in (UNFINISHED, REPLACED, _REMOVED, _MARKER):
             for path in self.folder.glob(f"{mark}*"):
                 remove(path)

@@ -146,8 +146,6 @@ class EntryWriter:
 
 
 class _ArrayFile:
-    """One array that grows on disk, with its running checksum."""
-
     def __init__(self, path: Path, role: str, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self._role = role
         self._row_shape = row_shape
@@ -164,7 +162,6 @@ class _ArrayFile:
         self._file.write(raw)
 
     def close(self) -> dict[str, Any]:
-        """Close the file and return the description of the array."""
         self._file.close()
         return {
             "role": self._role,

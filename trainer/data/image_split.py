@@ -124,7 +124,6 @@ def _hash_images(rows: Dataset, folders: Sequence[Path]) -> str:
 
 
 def _columns_with_paths(rows: Dataset) -> list[str]:
-    """Return the columns whose values may name image files, in the form of `datasets`."""
     import datasets
 
     return [

@@ -228,8 +228,6 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArr
 
 @dataclass(frozen=True)
 class _TrainBatches:
-    """This rank's part of each global batch, indexed by the step from 0."""
-
     rows: TrainingRows
     plan: BatchPlan
     data_rank: int
@@ -254,7 +252,6 @@ class _TrainBatches:
         return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), found.place)
 
     def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
-        """Return this rank's microbatches of a global batch."""
         plan = self.plan
         if plan.micro_batch_tokens is not None:
             widths = split.widths(row_ids, padded=not plan.packs)
@@ -267,8 +264,6 @@ class _TrainBatches:
 
 @dataclass(frozen=True)
 class _EvalBatches:
-    """This rank's microbatches of a whole split, indexed from 0."""
-
     split: EncodedSplit
     row_ids: IndexArray  # the longest first
     chunks: Sequence[RowChunk]
@@ -352,7 +347,6 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 
 
 def _dead(workers: Sequence[BaseProcess]) -> list[BaseProcess]:
-    """Return the dead workers, after a short wait for workers that are about to exit."""
     for sentinel in wait([worker.sentinel for worker in workers], _DEATH_SECONDS):
         next(worker for worker in workers if worker.sentinel == sentinel).join(_DEATH_SECONDS)
     return [worker for worker in workers if worker.exitcode is not None]

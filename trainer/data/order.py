@@ -190,8 +190,6 @@ class GlobalOrder:
 
 
 class _ArrayOrder:
-    """The rows of an epoch in an array."""
-
     def __init__(self, num_rows: int, lengths: Lengths | None, size: int, draws: np.random.Philox) -> None:
         self._size = size
         self._rows = permutation(draws, num_rows)

@@ -309,7 +309,6 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
 
 
 def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
-    """Return the first rows of the stream as training split."""
     train = row_map = None
     notes: list[str] = []
     entries = [data.train] if isinstance(data.train, str) else data.train

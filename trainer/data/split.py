@@ -172,7 +172,6 @@ def joined_rows(parts: Sequence[tuple[EncodedSplit, IndexArray]]) -> EncodedSpli
 
 
 def _places(offsets: IndexArray, owners: IndexArray) -> IndexArray:
-    """Return the places of the values of owners in a flat column, owner after owner."""
     starts, ends = offsets[owners], offsets[owners + 1]
     return np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
 

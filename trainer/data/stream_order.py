@@ -107,7 +107,6 @@ class StreamOrder:
         return parts, place
 
     def _after(self, place: StreamPlace) -> StreamPlace:
-        """Return the start of the next window."""
         if place.window + 1 < len(self._split.windows):
             return StreamPlace(place.epoch, place.window + 1)
         return StreamPlace(place.epoch + 1)

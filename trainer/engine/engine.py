@@ -190,12 +190,10 @@ class Engine(ABC):
                 yield from self._parts(label)
 
     def _show(self) -> None:
-        """Put the weights for evaluations into the model, which for most optimizers are those of the training."""
         if self.optimizer.show():
             self._use_changed_weights()
 
     def _hide(self) -> None:
-        """Put the weights of the training back."""
         if self.optimizer.hide():
             self._use_changed_weights()
 

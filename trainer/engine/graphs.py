@@ -54,8 +54,6 @@ class CudaCapture:
 
 
 class _Numbers:
-    """The scalars of a step, in memory that graphs read and write."""
-
     def __init__(self, denominator: Tensor, scale: Tensor | None) -> None:
         self.denominator = torch.empty_like(denominator)
         self.scale = None if scale is None else torch.empty_like(scale)

@@ -317,7 +317,6 @@ def build_pipelined(
 def _tied_gradients(
     built: Sequence[PlacedModel], placements: Placements, mesh: ParallelMesh, plan: RunPlan
 ) -> TiedGradients:
-    """Return the parameters with copies on several stages, and the groups of their ranks."""
     pipeline = plan.pipeline
     assert pipeline is not None
     holders = {name: stages for stage in built for name, stages in _part(stage).holders.items()}

@@ -73,7 +73,6 @@ class RoundedWeights:
         return run
 
     def _recorded(self) -> Iterator[Tensor]:
-        """Yield the copies of trained weights, from which autograd reaches the weights."""
         copies = iter(self._copies(self._trained))
         for group in self._groups:
             yield from _Rounded.apply([next(copies) for _ in group], *group)  # type: ignore[no-untyped-call]

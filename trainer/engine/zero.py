@@ -326,7 +326,6 @@ class ZeroEngine(Engine):
         return mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start
 
     def _bounds(self, parameter: Any) -> tuple[int, int]:
-        """Return start and length of this rank's partition of a parameter of stage 3."""
         size = parameter.ds_tensor.ds_numel
         start = size * self._mesh.index("dp_shard")
         return start, min(size, max(0, parameter.ds_numel - start))
@@ -364,7 +363,6 @@ class ZeroEngine(Engine):
         return total
 
     def _moments(self) -> list[str]:
-        """Return the keys of the optimizer's moments; empty before the first step."""
         return sorted({key for state in self.optimizer.state.values() for key in state} - {_STEP})
 
     def _step_count(self) -> Tensor | None:

@@ -83,7 +83,6 @@ def _wait(child: subprocess.Popen[bytes]) -> None:
 
 
 def _outcome(folder: Path, code: int) -> int:
-    """Return the exit code, or raise the error that the process left."""
     file = folder / "error.json"
     if file.exists():
         raise error_of_values(json.loads(file.read_text(encoding="utf-8")))

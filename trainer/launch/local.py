@@ -207,7 +207,6 @@ def _asked_of_accelerate() -> int:
 
 
 def _arguments_of_accelerate() -> list[str] | None:
-    """Return the arguments of the nearest ancestor that is `accelerate launch`."""
     names = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
     for ancestor in psutil.Process().parents():
         with suppress(psutil.Error):

@@ -124,7 +124,6 @@ class _Rank:
         return self.process.pid
 
     def look(self) -> None:
-        """Record the end of the process."""
         if self.ended is None and self.process.exitcode is not None:
             self.ended = Ended(self.number, self.pid, self.process.exitcode)
 

@@ -66,7 +66,6 @@ def adapt(
 
 
 def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:
-    """Refuse a frozen embedding with new tokens."""
     if recipe.new_tokens is not None and not model.get_input_embeddings().weight.requires_grad:
         raise UsageError(
             f"`model.freeze` must leave the embedding to train with `model.new_tokens`, but {listed(freeze, 3)}"
@@ -200,7 +199,6 @@ def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
 
 
 def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tensor) -> TrainedRows:
-    """Attach rows to an embedding or a head, and return them."""
     is_scaled = type(layer).__name__.endswith("ScaledWordEmbedding")
     if isinstance(layer, nn.Embedding) and (is_scaled or type(layer).forward is nn.Embedding.forward):
         padding = ids.index(layer.padding_idx) if layer.padding_idx in ids else None
@@ -224,7 +222,6 @@ def _logits_with_rows(head: Any, hidden: Tensor) -> Tensor:
 
 
 def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) -> list[int]:
-    """Return the ids of tokens in ascending order."""
     texts = [token for token in tokens if isinstance(token, str)]
     known = load_tokenizer(recipe).get_vocab() if texts else {}
     problems = Problems()
@@ -250,7 +247,6 @@ def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) 
 
 
 def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:
-    """Refuse a pattern of ranks or alphas that matches no adapted layer."""
     problems = Problems()
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):

@@ -150,12 +150,10 @@ class _Inputs(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the scores."""
         return (*self.query.shape[:3], self.key.shape[2])
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the type in which autocast computes matrix products."""
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
@@ -223,7 +221,6 @@ def _tiles(whole: Tensor | None, mask: Tensor | None, inputs: _Inputs) -> tuple[
 
 
 def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Return `tensor` with the last two sizes of `shape`, without a copy."""
     if tensor is None:
         return None
     tensor = tensor[(None,) * (len(shape) - tensor.dim())]

@@ -138,7 +138,6 @@ def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
 
 
 def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Build the configuration from a recipe's `model.config`."""
     keys = dict(described)
     model_type = keys.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -158,7 +157,6 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
 
 
 def _require_known(config: Any, keys: Iterable[str]) -> None:
-    """Refuse keys that the configuration's model type does not read."""
     declared = {*(field.name for field in fields(config)), *config.attribute_map}
     known = declared | _read_keys(type(config)) | _undeclared(config)
     for key in keys:
@@ -214,7 +212,6 @@ def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> A
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of a configuration's base model."""
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(copy.deepcopy(config))
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -275,7 +272,6 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
 
 
 def _add_tokens(config: Any, recipe: Model, tokens: Sequence[str]) -> None:
-    """Raise the size of the vocabulary in a configuration to that of the new tokens."""
     size = vocabulary_size(config)
     if size is None:
         raise UsageError(

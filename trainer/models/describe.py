@@ -209,7 +209,6 @@ def _attention(model_class: Any, is_keyed: bool) -> str:
 
 
 def _freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze the parameters of modules of the base model; names that it does not have are skipped."""
     base: Any = model.base_model
     for name, module in base.named_children():
         if name in names:

@@ -206,7 +206,6 @@ def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _generator_states() -> list[Tensor]:
-    """Return the states of the CPU's generator and of the current GPU's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())

@@ -101,7 +101,6 @@ def build_model(
 def _place_whole(
     described: ModelDescription, cut: ModelCut, loading: Loading, reason: CannotLoadPartsError
 ) -> PlacedModel:
-    """Load a model as transformers does, and place it then."""
     keys = described.new_keys()
     with loading() as gather:
         is_partitioned = gather is not whole_already
@@ -145,7 +144,6 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
 
 
 def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
-    """Return the tensors of a model if they are not those of its files; None if they are."""
     recipe = described.recipe
     if recipe.new_tokens is None and recipe.quantization is None:
         return None
@@ -372,7 +370,6 @@ def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights
 
 
 def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:
-    """Return the model on meta as transformers loads it, with weights tied as in the checkpoint, and its sources."""
     with without_report():
         model, loading = described.model_class.from_pretrained(
             None,
@@ -474,7 +471,6 @@ class _Parts:
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
 
     def holds(self, name: str) -> bool:
-        """Return whether this model has the parameter `name` of the whole model, or a copy of it."""
         return name in self._own
 
     def read(self, stored: StoredWeights, renamed: Mapping[str, str]) -> None:
@@ -526,12 +522,10 @@ class _Parts:
                 replace_in(whole, name, empty)
 
     def is_filled(self, name: str) -> bool:
-        """Return whether a parameter of the whole model that this model holds has its weights."""
         own = self._own[name][0]
         return not self.model.get_parameter(own).is_meta if self.shards is None else own in self.shards
 
     def check_filled(self) -> None:
-        """Refuse a model that still has tensors on meta."""
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta if self.shards is None else name not in self.shards:
                 raise CannotLoadPartsError(f"it is not clear where {name} comes from")
@@ -557,7 +551,6 @@ class _Parts:
             self._fill(name, self._shard(self.placed.cut.part(whole, self._placement(name))))
 
     def _shard(self, part: Tensor) -> Tensor:
-        """Return the own rows of this rank's part of a tensor."""
         shard = self.placed.cut.shard
         if shard is None or not part.dim():
             return part
@@ -586,7 +579,6 @@ class _Parts:
             self._set([f"{name}.{own}"], self._shard(part))
 
     def _set(self, names: Sequence[str], part: Tensor) -> None:
-        """Fill a parameter of this model, which has these names."""
         empty = self.model.get_parameter(names[0])
         if self.shards is not None:
             assert part.shape[1:] == empty.shape[1:], f"{names[0]} is {tuple(part.shape)}, of {tuple(empty.shape)}"

@@ -168,7 +168,6 @@ def _require_plain_loss(model: Any, name: str, auto_class_name: str) -> None:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two tensors, relative to the largest expected value."""
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     return float((found - expected).abs().max() / largest)
 
@@ -185,7 +184,6 @@ def _logits(
 
 
 def _scores(output: Any) -> Tensor:
-    """Return the logits of an output, of both ends of answers; or the last states, if the model has no head."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     scores: Tensor = output.logits if "logits" in output else output.last_hidden_state

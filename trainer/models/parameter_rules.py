@@ -112,7 +112,6 @@ def _table(
 
 
 def _matched(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Return the first names of the parameters of a group."""
     any_names = matched_parameters(model, patterns, key)
     found = {names[0]: parameter for parameter, names in aliases(model).items() if any_names.intersection(names)}
     if not any(parameter.requires_grad for parameter in found.values()):

@@ -174,7 +174,6 @@ class _Folder:
         self.pools_prompt = True
 
     def require_modules(self) -> None:
-        """Require the modules that the task computes, with the normalisation of the recipe."""
         others = self._names[:-1] if self.normalizes else self._names
         if others[:2] != ["Transformer", "Pooling"] or set(others[2:]) - {"Dense"}:
             raise UsageError(
@@ -234,7 +233,6 @@ class _Folder:
         return layer
 
     def temperature(self) -> float | None:
-        """Return the temperature that an earlier training has learned."""
         file = find_file(self._recipe.model, f"{SCALE_FOLDER}/{SAFE_WEIGHTS_NAME}")
         if file is None:
             return None
@@ -310,7 +308,6 @@ class _Folder:
         return int(longest) if isinstance(longest, int | float) and 1 < longest < _NO_LIMIT else None
 
     def notes(self) -> Iterator[str]:
-        """Iterate over notes on similarity and maximum length."""
         name = self._recipe.model.name_or_path
         if self._similarity != "cosine":
             yield (

@@ -202,7 +202,6 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
 
 
 def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
-    """Return the multiplications of a forward pass before the layers, in each layer, and after the layers."""
     costs = dict.fromkeys(layers, 0.0)
     before = after = 0.0
     plan = plan_of(model)
@@ -258,11 +257,9 @@ class _StagedModel:
         ]
 
     def relative(self, name: str) -> str:
-        """Return the name of a module as in patterns."""
         return relative_name(self.model, name)
 
     def stage(self, name: str) -> int:
-        """Return the stage of the module with this name in the model."""
         relative = self.relative(name)
         for number, layer in enumerate(self.split.layers):
             if _within(relative, layer):

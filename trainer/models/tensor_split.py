@@ -46,8 +46,6 @@ _HEADS_DIM = 1  # in attention probabilities `[batch, heads, queries, keys]`
 
 @dataclass(frozen=True)
 class _Place:
-    """A module and its position in the model."""
-
     owner: nn.Module
     attribute: str
     name: str  # relative to the model
@@ -99,7 +97,6 @@ def context_notes(config: Any, degree: int) -> list[str]:
 
 
 def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
-    """Yield the counts of heads that a degree must divide, with their names."""
     for key in plan.heads:
         heads = getattr(config, key)
         kind = "attention head" if key != "num_key_value_heads" else "key and value head"
@@ -107,7 +104,6 @@ def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
 
 
 def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int, str]]:
-    """Yield the counts of features that a degree must divide, with their names."""
     columns = [(pattern, 0, blocks) for pattern, blocks in plan.columns.items()]
     for pattern, dim, blocks in [*columns, *((pattern, 1, 1) for pattern in plan.rows)]:
         for place in places:
@@ -254,7 +250,6 @@ class _Cutting:
             change_inputs(place.module, partial(shared, self._cut_of(place)), _INPUTS)
 
     def divide_attributes(self) -> None:
-        """Divide sizes by the number of ranks."""
         size = group_size(self._group)
         for pattern, attributes in self._plan.divided.items():
             for place in self._matching([pattern]):
@@ -332,7 +327,6 @@ def _stacks(model: nn.Module, group: Group, context: bool) -> Stacks:
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
-    """Yield all modules but the model itself and the stand-ins for modules of other stages."""
     for name, module in model.named_modules():
         if name and not isinstance(module, Absent):
             parent, _, attribute = name.rpartition(".")

@@ -59,7 +59,6 @@ def load_tokenizer(recipe: Model) -> Any:
 
 
 def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer with a normaliser that makes long texts of short ones."""
     normalizer = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
     growth = prod(max(1, len(str(rule["content"]))) for rule in _rules(normalizer) if rule.get("type") == "Replace")
     if growth > _MOST_GROWTH:
@@ -70,7 +69,6 @@ def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
 
 
 def _rules(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a normaliser, and those in it."""
     yield normalizer
     for one in normalizer.get("normalizers", ()):
         yield from _rules(one)

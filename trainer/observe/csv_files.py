@@ -41,7 +41,6 @@ def _line(cells: Iterable[object]) -> str:
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield the lines of a file, without an incomplete last line."""
     for line in iter(partial(file.readline, _LONGEST_LINE), b""):
         if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
             return

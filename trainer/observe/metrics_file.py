@@ -231,7 +231,6 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
 
 
 def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecord | BadStepRecord | dict[str, Any]:
-    """Return the content of a line; a dictionary of a start or an end."""
     if "run" in line:
         _START.validate_json(json.dumps(line["run"]), strict=True)
         _require_equal(len(row) or None for row in line["run"].get("ranks", ()))
@@ -261,7 +260,6 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
 
 
 def _numbers(values: Any) -> dict[str, Any]:
-    """Return an object of finite numbers."""
     if not isinstance(values, dict) or not all(math.isfinite(_number(value)) for value in values.values()):
         raise ValueError
     return values

@@ -213,7 +213,6 @@ def _inside(whole: Interval, found: Iterable[Interval]) -> Iterator[Interval]:
 
 
 def _length(found: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(found):
         length += max(0.0, end - max(begin, reached))

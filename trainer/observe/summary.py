@@ -52,7 +52,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    """Return a label and its text, wrapped between words with a hanging indent."""
     return textwrap.wrap(
         text,
         _TEXT_WIDTH,

@@ -160,7 +160,6 @@ class Tracker(Observer):
             self._note(self._notes.get())
 
     def _work(self) -> None:
-        """Run the thread until the end of the run or of the process."""
         end: EndRecord | None = None
         while end is None:
             end = self._receive()

@@ -270,8 +270,6 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
 
 
 class _Streams(NamedTuple):
-    """The streams that draw the mask of activations."""
-
     shape: tuple[int, ...]  # the shape of the activations, `[batch, ..., features]`
     offsets: list[int]  # the start of each dimension in that of one process
     row_keys: Tensor  # the keys of the rows, int64 `[batch]`
@@ -279,7 +277,6 @@ class _Streams(NamedTuple):
     tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def mask(self, probability: float) -> Tensor:
-        """Return the mask of kept elements, uint8 of `shape`."""
         rows, positions = self.tokens
         if rows is None or positions is None:
             keys = element_keys(self.row_keys, self.shape[1:-1], self.offsets[1:-1])
@@ -333,7 +330,6 @@ class DropoutSite:
         return self._streams(shape, keys).mask(probability).view(tuple(shape))
 
     def _streams(self, shape: Sequence[int], keys: Tensor | None) -> _Streams:
-        """Return the streams of activations of `shape`."""
         packed = self.keys.packed if self.packed else None
         if packed is not None:
             keys = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))

@@ -44,7 +44,6 @@ def load_package() -> Any:
 
 @cache
 def _nested_values(device: torch.device) -> Tensor:
-    """Return the 256 values of quantised scales on a device."""
     with _disable_current_modes():
         values: Tensor = load_package().name2qmap["dynamic"].to(device)
         return values

@@ -28,7 +28,6 @@ _FLOAT64_BITS = 53  # bits of the integers that float64 holds exactly
 
 
 def _signed(word: int) -> int:
-    """Return the int64 with the last 64 bits of `word`."""
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

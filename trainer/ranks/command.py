@@ -28,7 +28,6 @@ def command_line(environment: LaunchEnvironment) -> str:
 
 
 def _readable(words: list[str]) -> list[str]:
-    """Leave out the interpreter of a console script."""
     if len(words) > 1 and Path(words[1]).name in _LAUNCHERS:
         return [_shortest(words[1]), *words[2:]]
     return words

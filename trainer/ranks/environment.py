@@ -237,7 +237,6 @@ def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSet
 
 
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
-    """Read the variables of torchrun, which accelerate and deepspeed set too."""
     launcher: Launcher
     if "TORCHELASTIC_RUN_ID" in environ:
         launcher = "accelerate" if accelerate else "torchrun"
@@ -300,7 +299,6 @@ def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> Laun
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Read the variables of a task of `srun`; None in a shell inside an allocation."""
     if "SLURM_PROCID" not in environ:
         return None
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"

@@ -336,7 +336,6 @@ class _Peer:
 
 
 def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
-    """Connect to the socket of another machine."""
     problem = _connection_problem(other.address, other.port, 2 * _ATTEMPT_SECONDS)[1]
     if problem:
         raise TrainerError(
@@ -402,7 +401,6 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
 
 
 def _listen_for_ranks(environment: LaunchEnvironment) -> int:
-    """Listen at the address of rank 0; returns the file descriptor."""
     address = listening_address(environment.master_addr, one_machine=environment.num_nodes == 1)
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET

@@ -115,7 +115,6 @@ def _of_old_torch(torch: str) -> Iterator[tuple[Condition, str, str]]:
 
 
 def _of_others(first: Condition, able: tuple[str, ...]) -> Exclusion:
-    """Return the row of a key that only the strategies `able` use."""
     names = f"{', '.join(able[:-1])} and {able[-1]}" if len(able) > 1 else able[0]
     return Exclusion(
         first,
@@ -152,7 +151,6 @@ def _of_schedules() -> Iterator[Exclusion]:
 
 
 def _excludes(first: Condition, *others: tuple[Condition, str, str], form: str = "") -> Iterator[Exclusion]:
-    """Yield the rows of a condition: each other condition, the reason and the remedy."""
     for second, reason, remedy in others:
         usual = _NO_PIPELINE if second.key == _STAGES else _DOES_NOT_COMBINE
         yield Exclusion(first, second, reason, remedy, form.replace("{key}", second.key) or usual)

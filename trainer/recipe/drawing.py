@@ -24,8 +24,6 @@ class StageContents:
 
 @dataclass(frozen=True)
 class _Axis:
-    """A column of the drawing."""
-
     title: str
     cells: tuple[str, ...]  # one for each rank along the axis
     size: int

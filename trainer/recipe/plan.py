@@ -162,7 +162,6 @@ def _sizes_near(size: int, divisor: int) -> str:
 
 
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:
-    """Return the layout of a strategy, or raise `RecipeError` if it does not support this number of ranks."""
     strategy = STRATEGIES[parallel.strategy]
     tensor, stages = parallel.tensor_ranks, parallel.pipeline.stages
     context = parallel.context > 1
@@ -258,7 +257,6 @@ def texts_of_a_row(task: TaskSection) -> int | None:
 
 
 def _most_rows(recipe: Recipe) -> int:
-    """Return the rows of the maximum length that one forward pass takes, at least 1."""
     training = recipe.training
     if training.micro_batch_tokens is None:
         assert training.micro_batch_size is not None, "a rule requires one of them"

@@ -304,7 +304,6 @@ class CausalLMTask(TokenLabels):
         }
 
     def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
-        """Return the tokens of texts; an empty text has none and is left out."""
         end = end_token(tokenizer)
         texts = [text for text in texts if text]
         if not texts:

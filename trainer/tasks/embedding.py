@@ -369,7 +369,6 @@ def _angle_similarity(embeddings: Tensor) -> Tensor:
 
 
 def _is_causal(config: Any) -> bool:
-    """Return whether a token of the model sees earlier tokens only."""
     from transformers.models.auto import modeling_auto
 
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):

@@ -99,7 +99,6 @@ def _decode(value: bytes) -> Image:
 
 
 def _from_lists(value: list[Any], shape: tuple[int, ...] | None) -> Image:
-    """Convert lists of integers from 0 to 255 to an image."""
     import PIL.Image
 
     try:

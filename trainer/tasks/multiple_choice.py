@@ -139,7 +139,6 @@ class MultipleChoiceTask(TextTask):
         return columns, {places[place][0] for place in long}
 
     def _choices(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
-        """Return the choices of each row."""
         lists = texts_of_rows(rows, self.choice_columns, _texts)
         for place, found in enumerate(lists):
             if len(found) < 2:
@@ -169,7 +168,6 @@ class MultipleChoiceTask(TextTask):
         return texts
 
     def _questions(self, rows: Dataset, where: str, first_row: int) -> list[str]:
-        """Return the text before each choice; empty without a question."""
         if self.question_column is None:
             return [""] * len(rows)
         questions = self._texts(rows, self.question_column, where, first_row)
@@ -191,7 +189,6 @@ class MultipleChoiceTask(TextTask):
         return f"{question} {choice}".strip()
 
     def _labels(self, rows: Dataset, choices: Sequence[Sequence[str]], where: str, first_row: int) -> list[int]:
-        """Return the index of the right choice of each row."""
         labels = []
         named = rows[self.choice_columns[0]]  # may hold the labels of the choices
         for place, (label, of_row, value) in enumerate(zip(rows[self.label_column], choices, named, strict=True)):

@@ -331,7 +331,6 @@ def _require_values(rows: Dataset, column: str, where: str, first_row: int) -> N
 
 
 def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:
-    """Return 1 for each desirable row, else 0."""
     for place, value in enumerate(rows[column]):
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(f"{cell(column, first_row + place, where)} must be true or false, but is {value!r}")

@@ -178,7 +178,6 @@ class QuestionAnsweringTask(TextTask):
     def _answered(
         self, predictions: Mapping[str, Tensor], split: EvaluatedSplit
     ) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yield the answer that is found in each row, and those that are accepted."""
         for number, (row, found) in enumerate(zip(split.rows, self._found(predictions, split), strict=True)):
             best = self._best(found)
             answer = "" if best is None else found.context[best.start : best.end]
@@ -304,7 +303,6 @@ class QuestionAnsweringTask(TextTask):
         return windows(size, room, stride)
 
     def _answers(self, row: Mapping[str, Any], where: str, number: int) -> list[tuple[str, int]]:
-        """Return the texts of a row's answers and their first characters."""
         place = cell(self.answer_columns[0], number, where)
         texts, starts = _texts_and_starts([row[column] for column in self.answer_columns])
         if len(texts) != len(starts):

@@ -139,7 +139,6 @@ class RerankerTask(ScoredTexts):
         return self._documents(rows, "", 0)
 
     def _documents(self, rows: Dataset, where: str, first_row: int) -> list[list[str]]:
-        """Return the documents of each row."""
         lists = texts_of_rows(rows, self.document_columns, _listed)
         if len(self.document_columns) > 1:
             for place, name in enumerate(self.document_columns):

@@ -185,7 +185,6 @@ class TokenClassificationTask(NamedClasses, TextTask):
             yield found
 
     def _labels(self, rows: Dataset, texts: Sequence[TokenisedText], where: str, first_row: int) -> list[list[int]]:
-        """Return the class of each word of each row."""
         if self.text_column is None:
             return self._classes_of_tags(rows, where, first_row)
         values = zip(rows[self.text_column], rows[self.label_column], texts, strict=True)
@@ -308,7 +307,6 @@ class TokenClassificationTask(NamedClasses, TextTask):
         return num_words, joined(split.encoded.tokens["labels"], split.encoded, num_words, _NO_CLASS)
 
     def _words(self, rows: Dataset, split: EvaluatedSplit) -> tuple[list[Any], list[Any]]:
-        """Return the input of each row, a text or a list of words, and the start and end of each of its words there."""
         inputs = list(rows[self.input_column])
         if self.text_column is None:
             return inputs, [[(word, word + 1) for word in range(len(words))] for words in inputs]

@@ -163,7 +163,6 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 
 def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
-    """Return the plan of a child."""
     try:
         text, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

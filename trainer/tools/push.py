@@ -96,7 +96,6 @@ def _exported(source: Path) -> Path:
 
 
 def _plain_files(folder: Path) -> list[str]:
-    """Return the files below a folder."""
     names = []
     for place, folders, files in os.walk(folder):
         for name in sorted([*folders, *files]):

@@ -76,8 +76,6 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Job:
-    """The values of one job."""
-
     source: str  # the recipe on the command line
     overrides: Sequence[str]
     resolved: ResolvedRecipe
@@ -174,7 +172,6 @@ class _File:
         self.text = text
 
     def assign(self, **values: object) -> None:
-        """Replace the values of shell variables by quoted texts."""
         for name, value in values.items():
             self._replace(rf"^{name}=.*$", f"{name}={value}")
 

@@ -144,7 +144,6 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
 
 
 def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
-    """Return the devices of a run as one machine; None if no speed is known for them."""
     words = re.split(r"[\s-]+", str(run.info.get("device", "")).upper())
     names = [name for name in known_devices() if name.upper().split("-")[0] in words]
     name = hardware or (names[0] if names else None)
@@ -152,8 +151,6 @@ def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
 
 
 class _Advisor:
-    """The changes of a run."""
-
     def __init__(self, recipe: str, run: Run, parts: TimeParts, devices: Devices | None) -> None:
         self._recipe, self._run, self._parts, self._devices = recipe, run, parts, devices
         self._own = load_recipe(recipe).recipe
@@ -268,7 +265,6 @@ class _Advisor:
             return None
 
     def _mean_length(self) -> int | None:
-        """Return the mean width of texts, with padding; None if rows have none."""
         steps = self._run.metrics.steps
         if not steps or not steps[-1].tokens or not steps[-1].samples:
             return None

@@ -373,7 +373,6 @@ def assemble(
 
 
 def _files_beside_weights(data: PreparedData, recipe: Recipe, model: nn.Module) -> dict[str, bytes]:
-    """Return the other files of a Hugging Face folder by path: configurations, tokenizer or image processor."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         folder = Path(name)
         save_configuration(model, folder)

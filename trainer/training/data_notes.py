@@ -227,7 +227,6 @@ def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
 
 
 def _texts(split: EncodedSplit) -> Iterator[bytes]:
-    """Yield the tokens of each row."""
     ids, ends = split.tokens["input_ids"], split.offsets[:: split.texts_per_row].tolist()
     for start, end in itertools.pairwise(ends):
         yield ids[start:end].tobytes()

@@ -105,8 +105,6 @@ def progress_bar(shows: bool) -> Progress:
 
 
 class _Shown(Observer):
-    """Progress of an evaluation on a bar."""
-
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._task = bar.add_task("evaluating", total=None)

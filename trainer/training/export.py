@@ -244,7 +244,6 @@ def _trained_model(state: SavedState, described: Any) -> Any:
 
 
 def _require_adapter(state: SavedState) -> None:
-    """Refuse a checkpoint that a folder of PEFT cannot hold."""
     if not _group(state.facts.identity, "model").get("adapter"):
         raise UsageError(f"`--adapter` needs a run with `model.adapter`, but {state.folder} has none; leave it out")
     if _origin_model(state).name_or_path is None:
@@ -255,7 +254,6 @@ def _require_adapter(state: SavedState) -> None:
 
 
 def _task_type(state: SavedState) -> str:
-    """Return the type of the task; empty if the checkpoint has no recipe."""
     return str(_group(_group(state.facts.origin, "recipe"), "task").get("type", ""))
 
 
@@ -307,7 +305,6 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
 
 
 def _adapter(state: SavedState) -> Adapter | None:
-    """Return the adapter of the training; None without one."""
     adapter = _group(state.facts.identity, "model").get("adapter")
     if not adapter:
         return None
@@ -316,7 +313,6 @@ def _adapter(state: SavedState) -> Adapter | None:
 
 
 def _group(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a group of facts; empty where a checkpoint lacks it."""
     group = facts.get(key)
     return group if isinstance(group, Mapping) else {}
 

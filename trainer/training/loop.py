@@ -73,8 +73,6 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class _BegunStep:
-    """A step with numbers that the host has not read yet."""
-
     number: int  # from 1
     batch: RankBatch
     read: Callable[[], StepResult]
@@ -242,7 +240,6 @@ class Loop:
             self._report(lambda: self.observers.checkpoint(record))
 
     def _flush(self) -> None:
-        """Flush the observers, or raise the error of one that could not write."""
         if self._failure is not None:
             raise self._failure
         self.observers.flush()
@@ -265,7 +262,6 @@ class Loop:
             self._hidden, self._places = self._hidden + hidden, self._places + places
 
     def _due(self, every: Interval | None) -> bool:
-        """Return whether an interval ends with this step; the last step ends every interval."""
         if every is None:
             return False
         steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)

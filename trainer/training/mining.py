@@ -203,7 +203,6 @@ class _Texts:
 
     @classmethod
     def of(cls, request: Request, section: DataMap, query: str, document: str) -> _Texts:
-        """Read the pairs of a file."""
         queries: dict[str, int] = {}
         documents: dict[str, int] = {}
         pairs: dict[tuple[int, int], None] = {}

@@ -127,7 +127,6 @@ def _card(
 
 
 def _part(values: Any, key: str) -> Mapping[str, Any]:
-    """Return a group of values; empty where a checkpoint lacks it."""
     part = values.get(key) if isinstance(values, Mapping) else None
     return part if isinstance(part, Mapping) else {}
 

@@ -157,7 +157,6 @@ def _window(split: EncodedSplit, row: int) -> str:
 
 
 def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: Tensor, data: PreparedData) -> ShownText:
-    """Describe one text by the inputs, and perhaps labels, of its tokens `[sequence]`."""
     task = data.task
     assert isinstance(task, TextTask)
     number = int(inputs["attention_mask"].sum())

@@ -87,7 +87,6 @@ def _train(
     tools: Sequence[Any],
     saves: bool,
 ) -> Results:
-    """Train on the joined ranks."""
     recipe, observers = plan.recipe, session.observers
     mesh = open_mesh(plan.layout, device)
     session.take_folder(mesh)

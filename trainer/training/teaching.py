@@ -173,7 +173,6 @@ def _require_all(recipe: Recipe, lacking: Any) -> None:
 
 
 def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, config: Any) -> None:
-    """Require a teacher that reads the same inputs as the student."""
     assert recipe.distillation is not None
     described, name = described_teacher(recipe), recipe.distillation.teacher
     if isinstance(recipe.task, ImageKeys):

@@ -201,7 +201,6 @@ class _Recorder(ImageProcessor):
 
 
 def _recording(recipe: Recipe) -> Preparation:
-    """Load the preparation of a recipe; that of images keeps what it prepares."""
     preparation = load_preparation(recipe)
     if not isinstance(preparation, ImagePreparation):
         return preparation
@@ -238,7 +237,6 @@ class _Expected:
         self.is_whole = len(self.batches) == 1 + len(loader)
 
     def scores(self, task: Task, number: int) -> Tensor:
-        """Return the scores of the task for a batch."""
         batch = self.batches[number]
         return task.scores(SimpleNamespace(**self.outputs[number]), batch.inputs, batch.labels)
 
@@ -356,7 +354,6 @@ def _stored(place: Path, number: int) -> dict[str, Tensor]:
 def _metrics(
     data: PreparedData, expected: _Expected, found: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, tuple[float, float]]:
-    """Return loss and metrics of both models; none if a loss compares with the model before the training."""
     task = data.task.for_evaluation()
     if task.has_reference:
         return {}

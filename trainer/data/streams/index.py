@@ -250,7 +250,6 @@ class RowReader:
             yield self._parsed(index.shard, lines, row)
 
     def _parsed(self, shard: Shard, lines: Sequence[bytes], first_row: int) -> Dataset:
-        """Return the rows of lines; `first_row` is that of the first line in the shard."""
         import datasets
 
         rows = []
@@ -285,7 +284,6 @@ def _rows_at_once(row_bytes: float) -> int:
 
 
 def _lines(shard: Shard, start: int) -> Iterator[bytes]:
-    """Yield the lines from a byte on that are not empty."""
     rest = b""
     for block in shard.blocks(start):
         *whole, rest = (rest + block).split(b"\n")

@@ -76,7 +76,6 @@ class Adafactor(EngineOptimizer):
 
 
 def _zeros_for(gradient: Tensor) -> dict[str, Tensor]:
-    """Return the first state for a whole gradient."""
     step = torch.zeros((), device=gradient.device)
     if gradient.dim() < 2:
         return {"step": step, "variance": torch.zeros_like(gradient)}

@@ -169,7 +169,6 @@ def _flat(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def _write(tensors: list[Tensor], values: Tensor) -> None:
-    """Copy consecutive values into flat tensors."""
     torch._foreach_copy_(tensors, _split_like(tensors, values))
 
 

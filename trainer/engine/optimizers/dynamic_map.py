@@ -37,7 +37,6 @@ class DynamicMap:
 
     @property
     def _edges(self) -> list[float]:
-        """The lower edges of the cells of the codes from 1 on."""
         cells = [2**decade if self.signed else 2 ** (decade + 1) for decade in range(_DECADES)]
         cells[-1] -= self.signed  # for the code of -1
         lows = [10.0 ** (decade - _DECADES) for decade in range(_DECADES)]

@@ -245,7 +245,6 @@ class _Part:
         return first, second.clamp_(max=_LARGEST)  # infinite moments would leave no number in their block
 
     def _stored(self, rows: Rows, key: str, factor: float) -> Tensor:
-        """Return the stored moments of some rows, multiplied by `factor`."""
         place = list(MAPS).index(key)
         codes = rows.of(self.state[key])
         numbers = self.tables.values[place].index_select(0, codes.view(torch.uint8).int().view(-1)).view(codes.shape)

@@ -44,7 +44,6 @@ class WholeAccess:
             yield from batches(group, lambda one: prod(self.placement(one).shape), most)
 
     def _cut_over(self, batch: Sequence[nn.Parameter]) -> ParallelMesh | None:
-        """Return the mesh if its ranks have parts of the parameters of a batch."""
         mesh, first = self.mesh, batch[0]
         return None if mesh is None or is_whole(first, self.placements[first], mesh) else mesh
 

@@ -133,7 +133,6 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
 
 
 def _inside(blocks: Iterable[str], name: str) -> str | None:
-    """Return the name of the block that contains a module, or None if there is none."""
     parts = name.split(".")
     starts = (".".join(parts[: block.count(".") + 1]) for block in blocks)
     return next((start for block, start in zip(blocks, starts, strict=True) if matches(block, start)), None)

@@ -113,7 +113,6 @@ def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str,
 
 
 def _extent(total: int, dim: int, splits: Sequence[Split], mesh: ParallelMesh) -> int:
-    """Return the size of a dimension on each tensor rank, with padding."""
     for split in splits:
         if split.dim == dim:
             width, _ = ranges_of_part(total, split, mesh.index(split.axis), mesh.size(split.axis))

@@ -82,7 +82,6 @@ def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor
 
 
 def _dim_and_block(split: Split, total: int) -> tuple[int, int]:
-    """Return the split dimension, and the size of each of its blocks."""
     assert split.dim is not None, "a flattened parameter is cut by who flattened it"
     assert total % split.blocks == 0, f"{total} is not {split.blocks} equal blocks"
     return split.dim, total // split.blocks

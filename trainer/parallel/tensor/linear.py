@@ -78,7 +78,6 @@ class _ParallelLinear(nn.Module):
 
     @property
     def whole_out_features(self) -> int:
-        """The output size of the whole layer, without padding."""
         return self.whole_shape[1 if self.transposed else 0]
 
     def placements(self, prefix: str = "") -> Placements:

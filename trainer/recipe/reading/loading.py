@@ -255,7 +255,6 @@ def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:
 
 
 def _completed(recipe: Recipe) -> Recipe:
-    """Fill in the values that depend on other values."""
     folder = os.path.abspath(os.path.expanduser(recipe.checkpoint.folder.replace("{name}", recipe.name)))
     updates: dict[str, Section] = {"checkpoint": recipe.checkpoint.model_copy(update={"folder": folder})}
     if recipe.data.validation is None:

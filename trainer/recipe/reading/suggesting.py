@@ -62,7 +62,6 @@ def _words(name: str) -> set[str]:
 
 
 def _other_kind(path: KeyPath, section: type[Section]) -> str | None:
-    """Return the message for a key of another kind of the same section."""
     field = Recipe.model_fields[str(path[0])] if len(path) == 2 else None
     models = kinds(field) if field else {}
     owner = next((tag for tag, model in models.items() if path[1] in model.model_fields), None)

@@ -59,7 +59,6 @@ def read_words(
 
 
 def _ranges(words: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the characters of each word in the text of all words, joined by spaces."""
     ranges, start = [], 0
     for word in words:
         ranges.append((start, start + len(word)))

@@ -72,7 +72,6 @@ def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
 
 
 def _planned(trained: Sequence[Result], name: str) -> list[tuple[str, list[float]]]:
-    """Return the planned MiB of each result, zero without a plan; nothing if none has one."""
     values = [0 if one.plan is None else getattr(one.plan, name) / 2**20 for one in trained]
     return [("planned", values)] if any(values) else []
 

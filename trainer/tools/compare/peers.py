@@ -138,15 +138,12 @@ class _PyTorch:
             self.model = DistributedDataParallel(training.model, gradient_as_bucket_view=True)
 
     def passes(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context of the passes of one microbatch of a step."""
         return self.model.no_sync() if self._is_parallel and not is_last else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of one microbatch."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> Any:
-        """Update the weights, and return the gradient norm before clipping."""
         norm = self._clip()
         self._optimizer.step()
         self._schedule.step()
@@ -183,7 +180,6 @@ class _Accelerate(_PyTorch):
         assert (plugin is None) != isinstance(self.model, FSDPModule), "accelerate ignored the plugin"
 
     def _plugin(self, training: PeerTraining) -> FullyShardedDataParallelPlugin | None:
-        """Return the settings of FSDP2; None: DistributedDataParallel."""
         return None
 
     def passes(self, is_last: bool) -> AbstractContextManager[Any]:

@@ -151,7 +151,6 @@ def _finite(value: Any) -> Any:
 
 
 def _row(result: Result) -> dict[str, Any]:
-    """Return the values of a result by the columns of the CSV file; None where there is no value."""
     low, middle, high = result.step_seconds or (None, None, None)
 
     def values(prefix: str, owner: Any, *names: str) -> dict[str, Any]:

@@ -154,7 +154,6 @@ class Comparison:
         return metrics
 
     def _kept(self, trial: Trial, folder: Path) -> Metrics | None:
-        """Return the records of a complete turn; None if it is not complete, or its files are damaged."""
         if not (folder / _COMPLETE).exists():
             return None
         try:
@@ -165,7 +164,6 @@ class Comparison:
         return metrics if metrics.steps else None
 
     def _metrics(self, trial: Trial, folder: Path) -> Metrics:
-        """Return the records of a turn, without the steps of the probe."""
         metrics = read_metrics(folder / METRICS_FILE_NAME)
         return replace(metrics, steps=[step for step in metrics.steps if step.step <= self._last_step(trial)])
 

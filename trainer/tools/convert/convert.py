@@ -174,7 +174,6 @@ def _recipe(draft: Draft) -> dict[str, Any]:
 
 
 def _default(path: str, draft: Draft) -> Any:
-    """Return the default of a key as a JSON value; `...` if it has none."""
     model: Any = Recipe
     parts = path.split(".")
     for part in parts[:-1]:
@@ -217,7 +216,6 @@ def _refuse_impossible(recipe: dict[str, Any], lines: Sequence[Line]) -> None:
 
 
 def _with_origins(value: Any, path: str, lines: Sequence[Line]) -> Node:
-    """Return the recipe as a tree with the origin of each value."""
     if isinstance(value, dict):
         members = {key: _with_origins(inner, f"{path}.{key}" if path else key, lines) for key, inner in value.items()}
         return Node(members, Origin("converted recipe"))

@@ -98,7 +98,6 @@ def _accumulation(draft: Draft) -> list[Item]:
 
 
 def _ranks(draft: Draft) -> int | None:
-    """Return the number of data-parallel ranks; None if the number of processes is unknown."""
     item = draft.sources.written(_AC, "num_processes")
     count = draft.processes
     if item is not None and count is not None and item.value != count:
@@ -225,7 +224,6 @@ def _named(draft: Draft, item: Item, name: str, schedules: dict[str, str]) -> No
 
 
 def _arguments(draft: Draft, name: str, kind: Item) -> None:
-    """Convert the further arguments of a schedule of transformers."""
     item = draft.sources.get(_TA, "lr_scheduler_kwargs")
     given = dict(item.value) if item is not None and isinstance(item.value, dict) else {}
     source = kind if item is None or item.is_default else item

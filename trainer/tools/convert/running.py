@@ -62,7 +62,6 @@ def _folder(draft: Draft) -> None:
 
 
 def _interval(draft: Draft, strategy: Item, steps: Item | None, path: str) -> None:
-    """Propose the interval of a strategy and a number of steps."""
     kind = draft.text(strategy, "no")
     if kind in ("no", "epoch"):
         draft.unread(f"{strategy.key} is {kind}", steps)

@@ -154,7 +154,6 @@ def _add_items(sources: Sources, tool: Tool, tree: Node, path: str) -> None:
 
 
 def _leaves(tool: Tool, node: Node, path: str) -> Iterator[tuple[str, Node]]:
-    """Yield the keys of the tool's table, with their values."""
     descends = not path or any(key.startswith(f"{path}.") for key in tool.table)
     if not (descends and node.members):
         yield path, node

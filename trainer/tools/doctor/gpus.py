@@ -181,7 +181,6 @@ def _sign_of_gpu(machine: Machine) -> str | None:
 
 
 def _hiding(machine: Machine) -> str | None:
-    """Return the variable that selects GPUs, with its value."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return next((f"{name}={machine.environ[name]!r}" for name in names if name in machine.environ), None)
 

@@ -171,7 +171,6 @@ def _has_verbs() -> bool:
 
 
 def _wanted_of_hub(machine: Machine) -> list[str] | None:
-    """Return the names of the recipe on the hub; None without a recipe."""
     if machine.recipe is None:
         return None
     model, data = machine.recipe.model, machine.recipe.data
@@ -180,7 +179,6 @@ def _wanted_of_hub(machine: Machine) -> list[str] | None:
 
 
 def _head(endpoint: str) -> int:
-    """Return the HTTP status of a HEAD request to the hub."""
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": f"trainer/{__version__}"})
     try:
         with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:

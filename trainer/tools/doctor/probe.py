@@ -87,7 +87,6 @@ class ProcessProbe:
             return
 
     def _receive(self, connection: Connection, kind: type[Facts]) -> Facts | str:
-        """Return the next answer or error."""
         try:
             if connection.poll(kind.limit):
                 answer: Facts | str = connection.recv()

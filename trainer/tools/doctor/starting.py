@@ -119,7 +119,6 @@ def parts(machine: Machine) -> Finding:
 
 
 def _ranks(machine: Machine) -> tuple[int, int]:
-    """Return the number of ranks of the run, and of this machine."""
     assert machine.strategy is not None
     if machine.processes is not None:
         return machine.processes, machine.processes

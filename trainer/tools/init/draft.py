@@ -98,7 +98,6 @@ class Draft:
         return recipe_text({key: values[key] for key in dict.fromkeys((*order, *values))}, self.comments, title)
 
     def _placed(self, layer: Node) -> Node:
-        """Return the values beneath a layer; all paths are relative to the recipe."""
         folder = Path(os.path.abspath(self.request.output)).parent
         proposed = parse(json.dumps(self.values), Origin("proposal"), places=False)[0]
         return parse(json.dumps(merged(proposed, layer).plain()), Origin("proposal", folder=folder), places=False)[0]

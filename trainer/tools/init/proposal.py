@@ -164,7 +164,6 @@ def _sample(kind: str) -> Recipe:
 
 
 def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
-    """Set model, epochs and learning rate, and return the line on them."""
     hub, rate = _HUB_MODELS.get(kind, _USUAL_HUB_MODEL), _RATES.get(kind, _USUAL_RATE)
     name = draft.request.model
     if name is None and not any(key.startswith("model.") for key in draft.request.given):
@@ -216,7 +215,6 @@ def _is_here(draft: Draft) -> tuple[bool, bool]:
 
 
 def _put_length(draft: Draft, most: int, data: PreparedData | None) -> str:
-    """Set the maximum length by the lengths of the rows, and return the line on it."""
     if data is None:
         draft.put("data.max_length", min(most, 128), "a guess: the rows could not be read")
         return f"{min(most, 128)} tokens, a guess: the rows could not be read"
@@ -232,7 +230,6 @@ def _put_length(draft: Draft, most: int, data: PreparedData | None) -> str:
 
 
 def _put_batch(draft: Draft, devices: Devices) -> str:
-    """Set the largest microbatch that fits a device, and return the line on it."""
     key, total = "training.micro_batch_size", draft.get("training.global_batch_size")
     if key in draft.request.given:
         return "as given"

@@ -59,7 +59,6 @@ class _Columns:
         self._by_name = {column.name.lower(): column for column in columns}
 
     def get(self, kinds: Sequence[Kind], *names: str) -> Column | None:
-        """Return the first column with one of these names and kinds."""
         found = (self._by_name.get(name) for name in names)
         return next((column for column in found if column is not None and column.kind in kinds), None)
 
@@ -206,7 +205,6 @@ def _of_label(label: Column, keys: dict[str, Any]) -> Iterator[Shape]:
 
 
 def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
-    """Return the columns that may hold labels, the likeliest first."""
     scalars: tuple[Kind, ...] = ("text", "integer", "number", "boolean")
     named = [column for name in _LABELS if (column := columns.get(scalars, name))]
     declared = [column for column in columns.all if column.names]

@@ -97,14 +97,12 @@ def _memory_bytes(device: str) -> int:
 
 
 def _of_ranks(device: str, number: int) -> list[dict[str, Any]]:
-    """Return the measurements of `number` ranks that work at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_measure_rank, (number, device, folder), nprocs=number)  # type: ignore[no-untyped-call]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(number)]
 
 
 def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the measurements of several ranks."""
     return {
         **{
             table: {name: _median([rank[table][name] for rank in found]) for name in found[0][table]}

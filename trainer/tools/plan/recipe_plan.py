@@ -75,7 +75,6 @@ class RecipePlan:
 
     @cached_property
     def _hosts(self) -> list[list[StepPlan]]:
-        """The plans of the ranks of each machine."""
         layout, local = self.plan.layout, self.devices.number
         ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
         return [ranks[first : first + local] for first in range(0, len(ranks), local)]

@@ -96,7 +96,6 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
 
 
 def _beside_answers(section: Preference, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return the columns that the model does not take."""
     beside: dict[str, Tensor] = {"reference": torch.zeros(shape[:2])} if section.loss.has_reference else {}
     if section.loss.type == "orpo":
         beside["answer"] = torch.ones(shape, dtype=torch.long)
@@ -129,14 +128,11 @@ def copied_ahead(batch: RankBatch, ledger: Ledger) -> RankBatch:
 
 
 class _Copies:
-    """The copies of microbatches on a GPU, two at most."""
-
     def __init__(self, microbatches: Sequence[Microbatch], ledger: Ledger) -> None:
         self._microbatches, self._ledger = microbatches, ledger
         self._following: dict[int, Microbatch] = {}
 
     def take(self, index: int) -> Microbatch:
-        """Return the copy of a microbatch, and copy the next one."""
         present, following = self._following.pop(index, None), (index + 1) % len(self._microbatches)
         self._following.clear()
         with self._ledger.creating(BATCH):
@@ -146,8 +142,6 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The place of one microbatch in `_Copies`."""
-
     copies: _Copies
     index: int
 

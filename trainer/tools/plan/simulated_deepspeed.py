@@ -146,7 +146,6 @@ def _tensors(owner: Any, name: str) -> Iterable[Tensor]:
 
 
 def _listed(found: Any) -> Iterable[Tensor]:
-    """Return a tensor, or the tensors of a list or dictionary, or none."""
     if isinstance(found, dict):
         found = found.values()
     return [found] if isinstance(found, Tensor) else [t for t in found or () if isinstance(t, Tensor)]

@@ -114,8 +114,6 @@ def updates_in_batches(plan: RunPlan) -> bool:
 
 @dataclass(frozen=True)
 class _Simulation:
-    """The simulation of one rank."""
-
     plan: RunPlan  # the recipe and its layout
     task: Task
     mesh: ParallelMesh  # the simulated mesh
@@ -131,7 +129,6 @@ class _Simulation:
         return self.plan.recipe.parallel.offload if self.cuda else "none"  # on a CPU, the device is the host
 
     def build(self) -> list[PlacedModel]:
-        """Return the parts of the model on this rank, without memory."""
         described = planned_model(self.plan)
         return [place_empty(described, cut) for cut in planned_cuts(self.plan, self.mesh)]
 
@@ -161,7 +158,6 @@ class _Simulation:
             )
 
     def update(self) -> tuple[Peak, Totals]:
-        """Run the update alone, with all layers, and return its peak and its totals."""
         built = self.build()
         with self.opened(built) as (engine, ledger, _):
             assert isinstance(engine, NativeEngine)
@@ -181,7 +177,6 @@ class _Simulation:
     def opened(
         self, built: Sequence[PlacedModel], longer: int | None = None
     ) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
-        """Open the engine, with its ledger and its batch."""
         plan, task = self.plan, self.task
         splits = self.offload != "none"
         stacks = self.stacks or [[] for _ in built]
@@ -213,7 +208,6 @@ class _Simulation:
 
 
 def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
-    """Return the teacher of the recipe with its memory; None if this rank needs none."""
     recipe = plan.recipe
     if recipe.distillation is None or not has_teacher(plan, mesh):
         return None
@@ -260,7 +254,6 @@ def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[Nati
 
 
 def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
-    """Make the inputs of an update: gradients, and the flag of a bad step."""
     for parameter in engine.parameters.values():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)

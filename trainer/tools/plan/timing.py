@@ -77,7 +77,6 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
 
 
 def _ideal_seconds(work: Work, machine: Machine) -> float:
-    """Return the seconds of the model's floating-point operations at the peak of the device."""
     return sum(
         amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work.items() if kind.phase != RECOMPUTED
     )
@@ -175,8 +174,6 @@ def waiting_kind(operation: str, axis: str) -> str:
 
 
 class _Collective(NamedTuple):
-    """The calls of a collective in a step, and their seconds."""
-
     operation: str
     axis: str
     phase: str
@@ -205,7 +202,6 @@ class _Estimate:
         }, timeline
 
     def _compute(self, step: StepPlan) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds of the device in each phase, and those in which it waits for the host."""
         device, issued = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
         for kind, amount in step.totals.work.items():
             if not amount.number:
@@ -226,7 +222,6 @@ class _Estimate:
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
 
     def _collectives(self, step: StepPlan) -> list[_Collective]:
-        """Return the collectives of a step with their seconds."""
         found = []
         for collective, traffic in step.totals.traffic.items():
             if traffic.calls > 0:
@@ -237,7 +232,6 @@ class _Estimate:
         return found
 
     def _waiting(self, collectives: Iterable[_Collective]) -> float:
-        """Return the measured seconds that a rank loses beside collectives."""
         seconds = 0.0
         for one in collectives:
             calls = float(one.calls)

@@ -260,7 +260,6 @@ def _metric(runs: Sequence[Run], name: str) -> go.Figure:
 
 
 def _logged(runs: Sequence[Run]) -> Section:
-    """Return the numbers that callbacks have logged."""
     names = dict.fromkeys(name for run in runs for one in run.metrics.logged for name in one.numbers)
     blocks = []
     for name in names:

@@ -82,7 +82,6 @@ def write_page(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def _keys(result: Mapping[str, Any]) -> Iterator[go.Figure]:
-    """Yield the value of each trial over each key, and the importance of the keys."""
     complete = [one for one in result["trials"] if one["state"] == "complete"]
     if result["importance"]:
         shares = [100 * share for share in result["importance"].values()]

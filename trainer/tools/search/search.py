@@ -87,7 +87,6 @@ def _checked_metric(recipe: Recipe) -> str:
 
 
 def _facts(recipe: Recipe, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values that all trials of a search have in common."""
     facts = recipe.model_dump(mode="json", exclude={"checkpoint", "logging", "parallel", "name"})
     for key in keys:
         *sections, last = key.split(".")

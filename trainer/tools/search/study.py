@@ -44,8 +44,6 @@ _RULES, _SURPLUS, _SCORE = "rules", "surplus", "score"
 
 @with_config(ConfigDict(strict=True))
 class _Attributes(TypedDict, total=False):
-    """The attributes of a trial."""
-
     overrides: list[str]
     reason: str | None
     step: int | None

@@ -206,7 +206,6 @@ class Workers:
         return [one for one in self._study.trials if one.state == TrialState.COMPLETE]
 
     def _order(self, trial: FrozenTrial, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the order of trials: those of most seeds, then the best mean."""
         return -len(values), -self._study.sign * fmean(values), trial.number
 
     def ranked(self, seeds: int) -> list[tuple[FrozenTrial, list[float]]]:
@@ -221,7 +220,6 @@ class Workers:
         return sorted(((one, values[one.number]) for one in self._complete()), key=lambda pair: self._order(*pair))
 
     def _score(self, best: FrozenTrial, split: str) -> None:
-        """Score a trial on a third split, once."""
         if (self._study.score.get("trial"), self._study.score.get("split")) == (best.number, split):
             return
         command = [sys.executable, "-m", "trainer", "evaluate", str(self._study.place(best.number)), "--json"]
