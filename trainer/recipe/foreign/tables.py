@@ -1,9 +1,9 @@
 """The tables of other tools' keys, from the JSON files beside this module.
 
 A file has sections of rows. The name of a row is one spelling, or several with spaces between; dots descend into
-sections of the tool's file. A row has its kind, in small letters, with the key of the recipe or the reason why there is
-none; `defaults`, the tool's own first; a `note`; and the function of `values.py` that converts the value (`by`), with
-its argument. `$NAME` is a note of `notes.json`, or of `_NOTES`.
+sections of the tool's file. A row has its kind, in small letters, with the key of the recipe (`*`: the whole name) or
+the reason why there is none; `defaults`, the tool's own first; a `note`; and the function of `values.py` that converts
+the value (`by`), with its argument. `$NAME` is a note of `notes.json`, or of `_NOTES`.
 
 Tests compare names and defaults with the pinned versions of transformers, accelerate and DeepSpeed. Megatron-LM is not
 a dependency, so no test compares its flags. The formats are those that `trainer convert` does not read; they have the
@@ -13,12 +13,12 @@ keys that decide what such a file trains and that no other table has.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.recipe.deepspeed_keys import FREE_KEYS, FREE_ZERO_KEYS
 from trainer.recipe.foreign import values
 from trainer.recipe.foreign.counterpart import Counterpart, Kind
 from trainer.recipe.strategies import STRATEGY_NAMES
@@ -62,18 +62,13 @@ def _sections(name: str) -> dict[str, Table]:
 
 
 def _prefixed(prefixes: str, rows: Mapping[str, Counterpart]) -> Table:
-    return {f"{prefix}{key}": row for prefix in prefixes.split() or [""] for key, row in rows.items()}
+    names = ((f"{prefix}{key}", row) for prefix in prefixes.split() or [""] for key, row in rows.items())
+    return {name: replace(row, key=row.key.replace("*", name)) if row.key else row for name, row in names}
 
 
 def _flat(name: str) -> Table:
     """Return the rows of a file whose sections are prefixes, which apply to all their rows."""
     return {key: row for prefixes, rows in _sections(name).items() for key, row in _prefixed(prefixes, rows).items()}
-
-
-def _passed_on(prefix: str, names: Iterable[str]) -> Table:
-    """Return the rows of keys that `parallel.deepspeed` passes to DeepSpeed."""
-    keys = [f"{prefix}{name}" for name in names if name != "zero_optimization"]
-    return {key: _row({"mapped": f"parallel.deepspeed.{key}", "note": "under zero1 to zero3"}) for key in keys}
 
 
 FSDP = _flat("fsdp")
@@ -82,7 +77,7 @@ FSDP = _flat("fsdp")
 ACCELERATE = _flat("accelerate") | _prefixed("fsdp_config.fsdp_", FSDP)
 """Keys of the YAML file of `accelerate config`."""
 
-DEEPSPEED = _passed_on("", FREE_KEYS) | _passed_on("zero_optimization.", FREE_ZERO_KEYS) | _flat("deepspeed")
+DEEPSPEED = _flat("deepspeed")
 """Keys of a DeepSpeed JSON."""
 
 MEGATRON = _flat("megatron_lm")
