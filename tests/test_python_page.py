@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ROOT, environment, kill
-from tests.helpers.processes import finish as finished
+from tests.helpers import processes, warm
+from tests.helpers.processes import ROOT, environment, finish
+from tests.helpers.warm import WarmProcess
 
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
@@ -29,23 +31,23 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *command: str) -> str:
+def ended(process: subprocess.Popen[str] | WarmProcess) -> str:
     """What a program writes, which must end well."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        ended = finished(process, 240)
-    finally:
-        kill(process)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    found = finish(process, 240)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def run_script(words: list[str]) -> int:
+    """Run a script of the page in its folder, as `python` does."""
+    os.chdir(words[0])
+    sys.path.insert(0, words[0])
+    runpy.run_path(words[1], run_name="__main__")
+    return 0
+
+
+def script(folder: Path, name: str) -> str:
+    return ended(warm.start([folder, name], program="tests.test_python_page:run_script"))
 
 
 def test_every_block_is_run_here():
@@ -87,7 +89,7 @@ def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_a_callback_stops_two_ranks_and_starts_again(scripts: Path):
-    first, second = (start(scripts, "train_watched.py").splitlines() for _ in range(2))
+    first, second = (script(scripts, "train_watched.py").splitlines() for _ in range(2))
     assert ("from step 0" in first, first[-1]) == (True, "stopped 1 []")
     assert ("from step 1" in second, second[-1]) == (True, "stopped 2 [2]")
     assert "the callback `Target` asks to stop" in second
@@ -96,7 +98,8 @@ def test_a_callback_stops_two_ranks_and_starts_again(scripts: Path):
 @pytest.mark.slow
 def test_an_own_loop_on_two_ranks(scripts: Path):
     assert len(SCRIPTS["own_loop.py"].splitlines()) <= 60
-    shown = start(scripts, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "own_loop.py")
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "own_loop.py"]
+    shown = ended(processes.start([sys.executable, *torchrun], scripts))
     assert re.findall(r"^step (\d): loss \d\.\d+, gradient norm \d", shown, re.MULTILINE) == list("123456")
     assert len(re.findall(r"^accuracy 0\.\d+", shown, re.MULTILINE)) == 2
     assert (scripts / "runs" / "own_loop" / "model" / "model.safetensors").exists()
@@ -104,5 +107,5 @@ def test_an_own_loop_on_two_ranks(scripts: Path):
 
 @pytest.mark.slow
 def test_a_registered_task_and_metric_on_two_ranks(scripts: Path):
-    shown = start(scripts, "train_smooth.py")
+    shown = script(scripts, "train_smooth.py")
     assert re.search(r"BestMetric\(name='error_rate', value=0\.\d+, step=4, loss=\d\.\d+\)", shown), shown

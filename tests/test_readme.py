@@ -233,20 +233,19 @@ def quick_commands(page: Page) -> list[str]:
     return [command for command in page.to_run() if QUICK.search(command)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page)], ids=str)
-def test_commands_that_train_nothing(page: Page, clone: Path, request: pytest.FixtureRequest):
-    if f"{test_a_page_can_be_followed.__name__}[{page}]" in {item.name for item in request.session.items}:
-        pytest.skip("the whole page is run")
-    # Of the tutorial, which makes it by commands that are not quick.
-    (clone / "all.csv").write_text("sentence,topic\n" + "it was good,good\nit was bad,bad\n" * 20)
+def trains(page: Page) -> bool:
+    """Whether the whole page is run, and not its quick commands alone."""
+    return any(not QUICK.search(command) for command in page.to_run())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page) and not trains(page)], ids=str)
+def test_commands_that_train_nothing(page: Page, clone: Path):
     run_commands(clone, quick_commands(page), 60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(not QUICK.search(command) for command in page.to_run())], ids=str
-)
+@pytest.mark.parametrize("page", filter(trains, PAGES), ids=str)
 def test_a_page_can_be_followed(page: Page, clone: Path):
     write_small_bert(clone / "google-bert" / "bert-base-uncased")
     shown = run_commands(clone, page.to_run(), 500)

@@ -129,7 +129,7 @@ def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "the checkpoint of step 2 was downloaded" in text
 
 
-@pytest.mark.parametrize("changes", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [8, pytest.param(40, marks=pytest.mark.nightly)])
 def test_damaged_copies_are_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: int):
     """Each file of the newest copy is damaged in many ways; the run takes the copy before it."""
     monkeypatch.setattr(mirror, "sync", lambda path: None)
@@ -245,7 +245,7 @@ def test_a_server_that_goes_away_in_a_download_has_no_damaged_copies(
     assert "skipped" not in text
 
 
-@pytest.mark.parametrize("resume", ["auto", pytest.param("never", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resume", [pytest.param("auto", marks=pytest.mark.slow), "never"])
 def test_a_server_that_is_away_at_the_start_is_not_an_empty_place(
     tmp_path: Path, server: WebHdfs, capsys: pytest.CaptureFixture[str], resume: str
 ):
@@ -281,6 +281,7 @@ def test_a_stop_is_obeyed_while_a_server_is_silent(tmp_path: Path, server: WebHd
     assert "stopped by a signal" in shown(capsys)
 
 
+@pytest.mark.slow
 def test_a_server_that_falls_silent_at_the_end_is_waited_for_no_longer(
     tmp_path: Path, server: WebHdfs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -294,7 +294,7 @@ class TestSavedState:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.nightly)])
 def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
     """SIGKILL during saves: the newest checkpoint is complete, has files of one step only, and is never lost."""
     draw, last = random.Random(0), 0

@@ -135,7 +135,7 @@ def test_a_place_goes_on_without_a_read_from_the_start(folder, monkeypatch):
         loaders(recipe, progress=Progress(1, 12, place=(0, 9, 12)))
 
 
-@pytest.mark.parametrize("packing", ["none", "documents", "joined"])
+@pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow), "joined"])
 def test_tasks_that_change_the_number_of_rows(folder, packing):
     from transformers import AutoTokenizer
 
@@ -235,7 +235,7 @@ def test_a_changed_shard_is_named(folder):
         list(loader)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", pytest.param(".parquet", marks=pytest.mark.slow)])
 def test_a_server_that_comes_back(folder, monkeypatch, capfd, ending):
     waits = []
     with webhdfs(folder) as server:

@@ -155,12 +155,17 @@ def working_bytes(strategy: str, measured: Measured, world_size: int) -> int:
     return 0
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "strategy",
+    ("world_size", "strategy"),
     [
-        pytest.param(name, marks=() if name in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
-        for name in RANK_STRATEGIES
+        *(
+            pytest.param(2, name, marks=() if name in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
+            for name in RANK_STRATEGIES
+        ),
+        *(
+            pytest.param(3, name, marks=pytest.mark.slow if name in ("fsdp", "zero3") else pytest.mark.nightly)
+            for name in RANK_STRATEGIES
+        ),
     ],
 )
 def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_size):

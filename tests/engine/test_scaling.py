@@ -148,8 +148,15 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        *((2, name) for name in ("ddp", "fsdp", "zero2")),
+        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("zero1", "zero3")),
+        pytest.param(4, "hsdp", marks=pytest.mark.slow),  # two axes
+        *(pytest.param(4, name, marks=pytest.mark.nightly) for name in RANK_STRATEGIES if name != "hsdp"),
+    ],
+)
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: RankPools, strategy, world_size):
     stories = ranks(world_size).run(overflow_in_the_third_step, fp16(strategy, world_size))
     for story in stories:

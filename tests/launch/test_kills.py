@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +18,8 @@ STEPS = 120
 
 
 def start(recipe: Path, *options: str) -> warm.WarmProcess:
-    command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "2", *options]
-    return processes.start(
-        [*command, "checkpoint.every=3 steps", "evaluation.every=null", f"training.max_steps={STEPS}"]
-    )
+    keys = ["checkpoint.every=3 steps", "evaluation.every=null", f"training.max_steps={STEPS}"]
+    return warm.start(["run", recipe, "--processes", "2", *options, *keys])
 
 
 def weights(recipe: Path) -> bytes:

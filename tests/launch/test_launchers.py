@@ -187,13 +187,16 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def programs(folder: Path) -> str:
-    """Return a PATH with the stand-ins for Slurm's programs first, then the programs of this environment."""
-    folder.mkdir(exist_ok=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(stat.S_IRWXU)
-    return os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
+@contextmanager
+def programs(folder: Path) -> Iterator[str]:
+    """Yield a PATH with the stand-ins for Slurm's programs, and a `trainer` that starts warm."""
+    folder.mkdir()
+    with warm.door() as warmed:
+        trainer = f'#!/bin/sh\nexec {warmed["trainer"]} "$@"\n'
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("trainer", trainer)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(stat.S_IRWXU)
+        yield os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
 
 
 def shadowing(folder: Path) -> Path:
@@ -254,7 +257,8 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
 )
 def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     case, folder, strategy = CASES[name], tmp_path / "run", "zero3" if name in UNDER_ZERO3 else "ddp"
-    assert set(launch(case, folder, f"parallel.strategy={strategy}", path=programs(tmp_path / "bin"))) == {0}
+    with programs(tmp_path / "bin") as path:
+        assert set(launch(case, folder, f"parallel.strategy={strategy}", path=path)) == {0}
     header = metrics(folder)[0]["run"]
     assert header["world_size"] == 2
     assert header["recipe"]["parallel"]["strategy"] == strategy
@@ -288,7 +292,9 @@ def test_every_file_of_launchers_is_started_by_a_test():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [*OF_CLUSTERS, "ray"])
+@pytest.mark.parametrize(
+    "target", [pytest.param(n, marks=pytest.mark.nightly if n == "jobset" else ()) for n in (*OF_CLUSTERS, "ray")]
+)
 def test_nodes_of_a_cluster_learn_what_one_process_learns(target, one_process, tmp_path):
     """Start the file of `trainer launch-script` here, on each node with the variables that the cluster would set."""
     file, more = tmp_path / "job.py", {"skypilot": ["--accelerator", "H100"], "ray": ["--cpus", "1"]}
@@ -309,7 +315,7 @@ def test_nodes_of_a_cluster_learn_what_one_process_learns(target, one_process, t
         script = re.sub(r"MASTER_ADDR=\S+-0\.\S+", "MASTER_ADDR=127.0.0.1", script)
         command, variables, places = [*program, script, *rest, *container["args"]], {}, [OF_CLUSTERS[target]] * 2
     port = free_port()
-    with warm_programs(tmp_path / "bin") as path:
+    with programs(tmp_path / "bin") as path:
         nodes = [
             start(
                 command,
@@ -336,16 +342,6 @@ def containers(value: Any) -> Iterator[list[dict[str, Any]]]:
             yield from containers(inner)
 
 
-@contextmanager
-def warm_programs(folder: Path) -> Iterator[str]:
-    """Yield a PATH with a `trainer` that starts warm."""
-    folder.mkdir()
-    with warm.door() as programs:
-        (folder / "trainer").write_text(f'#!/bin/sh\nexec {programs["trainer"]} "$@"\n')
-        (folder / "trainer").chmod(stat.S_IRWXU)
-        yield os.pathsep.join([str(folder), str(BIN), os.environ["PATH"]])
-
-
 @pytest.mark.slow
 def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
     """Use the script that `trainer launch-script` writes."""
@@ -353,8 +349,8 @@ def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
     words = [str(RECIPE), *overrides(folder), "training.stop_at_step=2"]
     assert main(["launch-script", *words, "--on", "slurm", "--nodes", "1", "--gpus", "2", "-o", str(file)]) == 0
     variables = SLURM_TASK | {"MASTER_PORT": free_port(), "SLURM_TASK_PID": "1", "PROGRAM_FOLDER": str(tmp_path)}
-    variables |= {"PATH": programs(tmp_path / "bin"), "SLURM_CPUS_PER_TASK": "1"}
-    assert run(["bash", file], **variables).returncode == 75
+    with programs(tmp_path / "bin") as path:
+        assert run(["bash", file], PATH=path, SLURM_CPUS_PER_TASK="1", **variables).returncode == 75
     assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
     assert [line["step"] for line in metrics(folder) if "loss" in line] == [1, 2]
 
@@ -362,7 +358,8 @@ def test_a_batch_job_that_was_stopped_is_queued_again(tmp_path):
 @pytest.mark.slow
 def test_a_flag_of_accelerate_that_contradicts_the_recipe_is_refused(tmp_path):
     flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", free_port()]
-    ended = run([*ACCELERATE, *flags, *PROGRAM, RECIPE, *overrides(tmp_path / "run")], PATH=programs(tmp_path / "bin"))
+    with programs(tmp_path / "bin") as path:
+        ended = run([*ACCELERATE, *flags, *PROGRAM, RECIPE, *overrides(tmp_path / "run")], PATH=path)
     assert ended.returncode != 0
     assert "`parallel.strategy` is ddp" in ended.stderr
     assert "--use_fsdp" in ended.stderr

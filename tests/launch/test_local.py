@@ -46,7 +46,7 @@ def test_alone_without_a_number_one_process_runs():
     assert ended.stdout.count("rank 0 of 1, started by none") == 1
 
 
-@pytest.mark.parametrize("how", [(), pytest.param(SPAWNED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [(), pytest.param(SPAWNED, marks=pytest.mark.nightly)])
 def test_local_ranks_start(how):
     ended = program("report", "--processes", "2", *how)
     assert ended.returncode == 0, ended.stderr
@@ -198,8 +198,8 @@ def test_what_contradicts_is_refused_before_anything_starts(arguments, variables
     ("flags", "ranks"),
     [
         (["--num_processes", "2"], 2),
-        (["--num-processes=2"], 2),
-        (["--num_processes", "1"], 1),
+        pytest.param(["--num-processes=2"], 2, marks=pytest.mark.nightly),
+        pytest.param(["--num_processes", "1"], 1, marks=pytest.mark.nightly),
         ([], 1),
     ],
 )

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.hostile import Trap
-from tests.helpers.processes import ROOT, finish, start
+from tests.helpers.processes import ROOT, finish
 from tests.helpers.tiny_run import write_tiny_run
 
 PROGRAM = [sys.executable, ROOT / "tests" / "launch" / "program.py"]
@@ -35,7 +35,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 @pytest.mark.slow
 def test_nobody_outside_can_connect_to_local_ranks(tmp_path):
     recipe = write_tiny_run(tmp_path, training={"max_steps": 100_000}, evaluation={"every": None})
-    process = start([sys.executable, "-m", "trainer", "run", recipe, "--processes", "2"])
+    process = warm.start(["run", recipe, "--processes", "2"])
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 120

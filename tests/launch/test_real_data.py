@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.helpers import warm
 from tests.helpers.processes import ROOT, finish
-from tests.launch.test_launchers import CASES, LOSS_TOLERANCE, launch, losses, metrics, overrides, programs
+from tests.launch.test_launchers import CASES, LOSS_TOLERANCE, launch, losses, metrics, overrides
 
 DATA = ROOT.parent / "shared" / "data"
 STEPS = 8
@@ -54,7 +55,7 @@ def one_process(request, tmp_path_factory) -> tuple[Path, list[float]]:
 )
 def test_each_launcher_gives_the_same_curve(launcher, one_process, tmp_path):
     recipe, expected = one_process
-    codes = launch(CASES[launcher], tmp_path / "run", path=programs(tmp_path / "bin"), recipe=recipe, steps=STEPS)
+    codes = launch(CASES[launcher], tmp_path / "run", path=os.environ["PATH"], recipe=recipe, steps=STEPS)
     assert set(codes) == {0}
     assert metrics(tmp_path / "run")[0]["run"]["world_size"] == 2
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=LOSS_TOLERANCE)

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from tests.helpers.families import CONFIGS, HEADS, LABELS, build, has_head
+from tests.helpers.families import CONFIGS, HEADS, LABELS, NEAR_FAMILIES, build, has_head
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
 from trainer.models.describe import CannotLoadPartsError, ModelUse, describe
@@ -39,7 +39,11 @@ CASES = [
     pytest.param(
         model_type,
         head,
-        marks=() if model_type in ("bert", "albert", "gpt2", "llama", "t5", "vit") else pytest.mark.slow,
+        marks=pytest.mark.nightly
+        if model_type in NEAR_FAMILIES
+        else ()
+        if model_type in ("bert", "albert", "gpt2", "llama", "t5", "vit")
+        else pytest.mark.slow,
     )
     for model_type in CONFIGS
     for head in HEADS

@@ -16,6 +16,7 @@ from tests.helpers.families import (
     CONFIGS,
     HEADS,
     LENGTH,
+    NEAR_FAMILIES,
     ROWS,
     SHIPPED,
     VARIANTS,
@@ -170,7 +171,15 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
 @pytest.mark.parametrize(
     ("model_type", "sequence"),
     [
-        pytest.param(model_type, sequence, marks=() if model_type in ("bert", "t5", "llama") else pytest.mark.slow)
+        pytest.param(
+            model_type,
+            sequence,
+            marks=pytest.mark.nightly
+            if model_type in NEAR_FAMILIES
+            else ()
+            if model_type in ("bert", "t5", "llama")
+            else pytest.mark.slow,
+        )
         for sequence in (False, True)
         for model_type in STAGED
         if model_type in SEQUENCE or not sequence

@@ -48,7 +48,6 @@ def watched(tmp_path_factory):
     program = processes.ROOT / "tests" / "helpers" / "watched_run.py"
     runs = [json.dumps([*words, "training.stop_at_step=5"]), json.dumps(words)]
     prefix = no_network()
-    before = set(psutil.pids())
     done = subprocess.run(
         [*prefix, sys.executable, str(program), str(folder / "report.json"), *runs],
         cwd=folder / "elsewhere",
@@ -59,13 +58,13 @@ def watched(tmp_path_factory):
     )
     print(done.stdout, done.stderr, sep="\n")
     assert done.returncode == 0
-    left = [p for p in psutil.process_iter(["name"]) if p.pid not in before and "wandb" in (p.info["name"] or "")]
+    home = variables["HOME"]  # beside runs of other tests
+    left = [p for p in psutil.process_iter(["name", "environ"]) if (p.info["environ"] or {}).get("HOME") == home]
     assert left == [], "wandb-core is left behind"
     report = json.loads((folder / "report.json").read_text())
     return folder, report | {"counted": bool(prefix)}
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_asks_nothing_of_the_network(watched):
     folder, report = watched
@@ -75,7 +74,6 @@ def test_a_run_asks_nothing_of_the_network(watched):
     assert list((folder / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_the_kernel_saw_no_attempt_of_any_of_its_processes(watched):
     _, report = watched
@@ -89,7 +87,6 @@ def expected(metrics: Metrics, name: str) -> dict[int, float]:
     return {record.step: getattr(record, name) for record in metrics.steps}
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_every_tracker_has_the_numbers_of_metrics_jsonl_over_both_parts(watched):
     from mlflow.tracking import MlflowClient

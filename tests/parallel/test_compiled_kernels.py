@@ -180,8 +180,14 @@ def test_every_kernel(row, capability):
     assert [problem for case in GRID[row]() for problem in problems(case, capability)] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one == (9, 0) else pytest.mark.nightly)
+        for one in ((8, 0), (9, 0), (12, 0))
+    ],
+    ids=str,
+)
 def test_the_kernels_of_most_trainings(capability):
     """BERT with padding and dropout, and moments in 8 bits."""
     cases = [*attention("bf16", 64, "padding"), next(dropout()), next(eight_bits())]

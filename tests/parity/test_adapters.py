@@ -148,14 +148,16 @@ QUICK |= {("masked-lm", "tensor-sequence-accumulated"), ("dora", "zero3"), ("sta
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 NIGHTLY = {
+    "bert": ("ddp", "zero1", "context", "fsdp-tensor-pipeline"),
     "masked-lm": ("zero3", "fsdp-tensor-pipeline"),
     "tokens": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
     "dora": ("fsdp-accumulated", "pipeline"),
-    "started": ("zero3", "pipeline"),
+    "started": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
     "llama": ("fsdp-accumulated", "zero3", "pipeline", "fsdp-tensor-pipeline"),
-    "deberta-own": ("fsdp-accumulated",),
+    "deberta-own": ("fsdp-accumulated", "zero3-tensor"),
     "frozen": ("fsdp-accumulated", "fsdp-tensor-pipeline"),
-    "nf4": ("zero1", "ring"),
+    "nf4": ("ddp", "hsdp-pipeline", "zero1", "ring"),
+    "int8": ("context",),
 }
 """Layouts that cut a case as another layout does, or another case with the same modules."""
 
@@ -234,7 +236,7 @@ def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks
 RESUMED = [
     ("bert", "fsdp-accumulated", "zero3"),
     ("bert", "zero2-accumulated", "tensor-sequence-accumulated"),
-    ("bert", "pipeline", "ddp"),
+    pytest.param("bert", "pipeline", "ddp", marks=pytest.mark.nightly),
     ("nf4", "fsdp-accumulated", "interleaved"),
     ("started", "fsdp-accumulated", "tensor-sequence-accumulated"),
     ("frozen", "zero3", "tensor-sequence-accumulated"),

@@ -31,6 +31,13 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Parity of all layouts; the other tasks differ in no seam from these.
 WITH_LAYOUTS = ("weighted_classification", "token_classification", "causal_lm")
+REPEATED = {
+    "weighted_classification": (
+        "ddp", "zero3-tensor", "context", "fsdp-tensor-pipeline", "zero2", "zero1-tensor", "hsdp",
+    ),
+    "causal_lm": ("ddp", "context", "zero1-tensor"),
+}  # fmt: skip
+"""Layouts that give the teacher's classes or tokens to ranks as another layout, or the other task, does."""
 FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"parallel": {"strategy": "zero2"}}),
     "zero1-tensor": (4, {"parallel": {"strategy": "zero1", "tensor": 2}}),
@@ -138,7 +145,7 @@ def cases() -> list[Any]:
             task,
             name,
             marks=pytest.mark.nightly
-            if task == "token_classification"
+            if task == "token_classification" or name in REPEATED.get(task, ())
             else ()
             if task == "causal_lm" and name in ("pipeline", "tensor-sequence-accumulated")
             else pytest.mark.slow,

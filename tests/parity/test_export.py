@@ -29,10 +29,7 @@ from trainer.recipe.schema import Recipe
 from trainer.training.export import export
 
 STEPS = 3
-EXTRAS = [
-    {},
-    pytest.param({"precision": "bf16", "activation_checkpointing": "full"}, marks=pytest.mark.slow),
-]
+MIXED = {"precision": "bf16", "activation_checkpointing": "full"}
 
 
 def marks_of(strategy: str) -> Any:
@@ -62,8 +59,17 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("extra", EXTRAS, ids=str)
-@pytest.mark.parametrize("strategy", [pytest.param(name, marks=marks_of(name)) for name in RANK_STRATEGIES])
+@pytest.mark.parametrize(
+    ("strategy", "extra"),
+    [
+        *(pytest.param(name, {}, marks=marks_of(name)) for name in RANK_STRATEGIES),
+        *(
+            pytest.param(name, MIXED, marks=pytest.mark.nightly if marks_of(name) else pytest.mark.slow)
+            for name in RANK_STRATEGIES
+        ),
+    ],
+    ids=str,
+)
 def test_the_folder_holds_what_was_trained(ranks: RankPools, tmp_path, strategy, extra):
     trained = ranks(2).run(train_and_export, recipe_of(strategy, 2, **extra), tmp_path / "model")[0]
     weights = exported(tmp_path / "model")

@@ -58,18 +58,23 @@ QUICK = (
     ("neftune", "pipeline"),
 )
 SLOW = (
-    *(("adamw", layout) for layout in ("ddp", "zero1", "zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
+    *(("adamw", layout) for layout in ("zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
     ("adamw_8bit", "fsdp-accumulated"),
     ("muon", "fsdp-accumulated"),
     ("adafactor", "tensor-sequence-accumulated"),
     ("sgd", "zero3-tensor"),
     ("schedule_free_adamw", "pipeline"),
-    ("schedule_free_adamw", "zero2"),
-    *(("ema", layout) for layout in ("zero1", "zero2-accumulated", "tensor-sequence-accumulated", "pipeline")),
+    *(("ema", layout) for layout in ("zero2-accumulated", "tensor-sequence-accumulated", "pipeline")),
     ("ema_adafactor", "fsdp-accumulated"),
-    *(("unfrozen", layout) for layout in ("ddp", "tensor-sequence-accumulated", "pipeline")),
+    *(("unfrozen", layout) for layout in ("tensor-sequence-accumulated", "pipeline")),
     *(("neftune", layout) for layout in ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "context")),
     ("neftune_packed", "zero2-accumulated"),
+)
+NIGHTLY = (
+    *(("adamw", layout) for layout in ("ddp", "zero1")),
+    ("schedule_free_adamw", "zero2"),
+    ("ema", "zero1"),
+    ("unfrozen", "ddp"),
 )
 
 
@@ -91,7 +96,11 @@ def reference(feature: str) -> Curve:
 
 @pytest.mark.parametrize(
     ("feature", "layout"),
-    [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)],
+    [
+        *QUICK,
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in NIGHTLY),
+    ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, feature: str, layout: str):
     world_size, keys = MORE_LAYOUTS[layout]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.families import NEAR_FAMILIES
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     NUM_CLASSES,
@@ -95,7 +96,14 @@ def test_16_bits_on_one_process(precision: str):
     assert_same_curve(found, reference(precision, 0.1).curve, TOLERANCES[precision])
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.packs])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in NEAR_FAMILIES else ())
+        for name, family in FAMILIES.items()
+        if family.packs
+    ],
+)
 def test_every_family_that_packs(family: str):
     config = model_config(family)
     if family == "modernbert":  # local attention, and every dropout

@@ -74,12 +74,19 @@ FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
 """Tasks that `make test-all` trains on four ranks and more: one of each kind of label."""
 
 
+FURTHER = ("ddp", "tensor-sequence-accumulated", "context")
+"""Layouts of variants that the task beside them runs each time; more ranks than `ddp` has divide the rows of all."""
+
+
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
     if LAYOUTS[layout][0] > 3 and task not in FOUR_RANKS:
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
         return (pytest.mark.nightly,)
-    return () if layout in _quick(task) else (pytest.mark.slow,)
+    if layout in _quick(task):
+        return ()
+    is_further = layout in FURTHER if task in VARIANTS else layout == "ddp" and task not in FOUR_RANKS
+    return (pytest.mark.nightly,) if is_further else (pytest.mark.slow,)
 
 
 def _quick(task: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
 import pytest
@@ -145,14 +146,16 @@ def test_a_signal_at_an_import_of_the_start_ends_the_run(tmp_path, number, code,
     assert "numpy" in [name for name, *_ in found]
 
 
-@pytest.mark.alone
 def test_a_signal_before_the_first_step_ends_the_processes_that_the_run_has_started():
     text = "import os, signal, subprocess\nfrom trainer.ranks.stopping import stop_before_training\n"
     text += "with stop_before_training():\n    print(subprocess.Popen(['sleep', '600']).pid)\n"
     text += "    os.kill(os.getpid(), signal.SIGTERM)"
     ended = processes.run([sys.executable, "-c", text])
     assert ended.returncode == 75
-    assert not start_of(int(ended.stdout)), "it still runs"
+    until = time.monotonic() + 30
+    while start_of(int(ended.stdout)):  # a killed process ends a moment later
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.01)
 
 
 def test_a_process_that_ignores_ctrl_c_goes_on():

@@ -93,8 +93,8 @@ def test_batch_size_and_padding_change_no_text(beams):
     [
         pytest.param(3, {"strategy": "ddp"}, True, marks=pytest.mark.slow),
         (2, {"strategy": "fsdp"}, True),
-        pytest.param(3, {"strategy": "fsdp"}, False, marks=pytest.mark.slow),
-        pytest.param(2, {"strategy": "zero1"}, False, marks=pytest.mark.slow),
+        pytest.param(3, {"strategy": "fsdp"}, False, marks=pytest.mark.nightly),
+        pytest.param(2, {"strategy": "zero1"}, False, marks=pytest.mark.nightly),
         pytest.param(2, {"strategy": "zero3"}, True, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "ddp", "tensor": 2}, True, marks=pytest.mark.slow),
         (2, {"strategy": "ddp", "tensor": 2, "sequence": True}, False),

@@ -502,7 +502,13 @@ class TestTheSameCommandAgain:
             assert all(torch.equal(one[name], other[name]) for name in other)
             assert [record.loss for record in metrics(recipe).steps] == [x.loss for x in metrics(whole).steps]
 
-    @pytest.mark.parametrize("place", ["write_card", "replace_folder"], ids=["half of the files", "before the move"])
+    @pytest.mark.parametrize(
+        "place",
+        [
+            pytest.param("write_card", marks=pytest.mark.slow, id="half of the files"),
+            pytest.param("replace_folder", id="before the move"),
+        ],
+    )
     def test_after_a_kill_within_the_export_writes_the_same_model(self, whole, tmp_path, place: str):
         recipe, run_folder = write_tiny_run(tmp_path), tmp_path / "run"
         process = forking().Process(target=die_in_export, args=(recipe, place))

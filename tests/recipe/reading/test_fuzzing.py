@@ -21,7 +21,7 @@ from trainer.recipe.reading.shipped import shipped_recipes
 from trainer.recipe.schema import Recipe
 
 QUICK = settings(
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

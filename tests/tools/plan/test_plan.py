@@ -225,7 +225,14 @@ def test_recomputed_operations_have_the_types_of_the_device():
     assert seen == [torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp",
+        pytest.param("zero2", marks=pytest.mark.nightly),
+        pytest.param("zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_one_rank_shards_nothing(strategy: str):
     alone, sharded = (planned({"parallel": {"strategy": name}}, 1, 0) for name in ("ddp", strategy))
     assert sharded.resident > 0.95 * alone.resident
@@ -246,7 +253,7 @@ def test_fsdp_shards_what_ddp_holds():
     ("strategy", "offload", "moved"),
     [
         ("fsdp", "parameters", (PARAMETERS, OPTIMIZER)),
-        pytest.param("zero2", "optimizer", (MASTER, OPTIMIZER), marks=pytest.mark.slow),
+        pytest.param("zero2", "optimizer", (MASTER, OPTIMIZER), marks=pytest.mark.nightly),
         pytest.param("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER), marks=pytest.mark.slow),
     ],
 )
@@ -274,11 +281,12 @@ def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
     ("parallel", "operation", "axis"),
     [
         ({"strategy": "ddp"}, "allreduce", "dp"),
-        pytest.param({"strategy": "fsdp"}, "reduce_scatter_base", "dp", marks=pytest.mark.slow),
-        pytest.param({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp", marks=pytest.mark.slow),
+        ({"strategy": "fsdp"}, "reduce_scatter_base", "dp"),
+        pytest.param({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp", marks=pytest.mark.nightly),
     ],
     ids=["ddp", "fsdp", "pipeline"],
 )
+@pytest.mark.slow
 def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], operation: str, axis: str):
     ranks = 4 if "pipeline" in parallel else 2
     whole, halved = (
@@ -288,6 +296,7 @@ def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], o
     assert halved == pytest.approx(whole / 2, rel=0.03)  # loss and norm are summed in fp64
 
 
+@pytest.mark.slow
 def test_gradients_of_tied_weights_are_summed_over_stages():
     keys = {"task": {"type": "masked_lm", "text": "text"}, "parallel": {"pipeline": {"stages": 2}}}
     assert sent("allreduce", "all", **keys) == SMALL_BERT["vocab_size"] * SMALL_BERT["hidden_size"] * 4

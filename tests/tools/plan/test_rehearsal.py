@@ -65,7 +65,7 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(keys, id=name, marks=() if name == "pipeline" else pytest.mark.slow)
+        pytest.param(keys, id=name, marks={"pipeline": (), "ddp": pytest.mark.nightly}.get(name, pytest.mark.slow))
         for name, keys in LAYOUTS.items()
     ],
 )
@@ -77,7 +77,7 @@ def test_a_checkpoint_has_the_tensors_of_real_ranks(ranks: RankPools, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp", "pipeline"])
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("pipeline", marks=pytest.mark.nightly)])
 def test_ranks_read_each_byte_of_the_weights_once(tmp_path: Path, name: str):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=3, tie_word_embeddings=False, **sizes)

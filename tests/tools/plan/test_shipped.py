@@ -43,10 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if "8b" in name and name != "llama_8b_qlora" else pytest.mark.slow)
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=pytest.mark.nightly if "8b" in name else pytest.mark.slow) for name in MODELS],
 )
 def test_it_needs_the_bytes_of_its_comment(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))

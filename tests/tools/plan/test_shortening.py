@@ -18,7 +18,8 @@ from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.work import OPTIMIZER_STEP
 
-DEEP_BERT: dict[str, Any] = {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"}
+MOST = 3  # layers of a stack that stays whole, so that few are shortened
+DEEP_BERT: dict[str, Any] = {"config": {**SMALL_BERT, "num_hidden_layers": 5}, "tokenizer": "none"}
 FEW_ROWS = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp x tensor x sequence": ({"parallel": {"strategy": "fsdp", "tensor": 2, "sequence": True}}, 4),
@@ -26,15 +27,15 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {
             "task": TINY_TASKS["seq2seq_lm"].keys,
             "model": {
-                "config": {**TINY_TASKS["seq2seq_lm"].model["config"], "num_layers": 7, "num_decoder_layers": 7},
+                "config": {**TINY_TASKS["seq2seq_lm"].model["config"], "num_layers": 4, "num_decoder_layers": 4},
                 "tokenizer": "none",
             },
         },
         1,
     ),
-    "a stage of 7 layers": (
+    "a stage of 4 layers": (
         {
-            "model": {"config": {**SMALL_BERT, "num_hidden_layers": 14}, "tokenizer": "none"},
+            "model": {"config": {**SMALL_BERT, "num_hidden_layers": 8}, "tokenizer": "none"},
             "parallel": {"strategy": "ddp", "pipeline": {"stages": 2}},
         },
         2,
@@ -64,7 +65,8 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
         recipe = recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys})
         return plan_step(plan_run(recipe, world_size), world_size - 1, LENGTH)
 
-    short = planned()
+    with mock.patch.object(shortening, "_MOST", MOST):
+        short = planned()
     with mock.patch.object(shortening, "_MOST", 99):
         whole = planned()
     assert short.peak.num_bytes == whole.peak.num_bytes
@@ -89,6 +91,7 @@ def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, 
     optimizer = {"name": name, "learning_rate": 0.1}
     keys = {"optimizer": optimizer, "schedule": {"name": "constant"}}
     plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys}), world_size)
+    monkeypatch.setattr(shortening, "_MOST", MOST)
     short = plan_step(plan, 0, LENGTH, cuda=True)
     monkeypatch.setattr(shortening, "_MOST", 99)
     whole = plan_step(plan, 0, LENGTH, cuda=True)

@@ -90,7 +90,7 @@ NIGHTLY = frozenset((
     "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
     "context", "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16",
     "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
-    "weights in bf16", "embedding", "ddp, gradients in bf16",
+    "weights in bf16", "embedding", "ddp, gradients in bf16", "muon", "fsdp, weights in bf16",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
 QUICK = frozenset(("fp32", "ddp"))
@@ -146,8 +146,8 @@ class TestTheTable:
         [
             ("BERT", "bf16"),
             pytest.param("T5", "fsdp, offload", marks=pytest.mark.slow),
-            pytest.param("ViT", "tensor 2", marks=pytest.mark.slow),
-            pytest.param("Llama", "zero1", marks=pytest.mark.slow),
+            pytest.param("ViT", "tensor 2", marks=pytest.mark.nightly),
+            pytest.param("Llama", "zero1", marks=pytest.mark.nightly),
         ],
     )
     def test_it_shows_the_plans_of_today(self, model: str, layout: str):

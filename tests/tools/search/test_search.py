@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,9 @@ import pytest
 from optuna.trial import TrialState
 from scipy.stats import t
 
+from tests.helpers import warm
 from tests.helpers.figures import figures_of
-from tests.helpers.processes import finish, start
+from tests.helpers.processes import finish
 from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.samples import run_info
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
@@ -350,11 +350,9 @@ def test_without_optuna_the_extra_is_named(request_of, monkeypatch):
 def test_a_search_is_stopped_in_a_trial_and_goes_on(tmp_path):
     """Ctrl-C reaches the search alone; the trial saves, and the next start ends it and scores the best one."""
     recipe = write_tiny_run(tmp_path, training={"max_steps": 60}, evaluation={"every": "20 steps"})
-    command = [
-        sys.executable, "-m", "trainer", "search", recipe, f"{RATE}=1e-4..1e-2,log", "--trials", "2", "--output",
-        tmp_path / "found", "--test", str(tmp_path / "train.jsonl"),
-    ]  # fmt: skip
-    child = start(command, tmp_path)
+    command = ["search", recipe, f"{RATE}=1e-4..1e-2,log", "--trials", "2"]
+    command += ["--output", tmp_path / "found", "--test", tmp_path / "train.jsonl"]
+    child = warm.start(command)
     place = tmp_path / "found" / "trials" / "0000" / "metrics.jsonl"
     until = time.monotonic() + 120
     while time.monotonic() < until and not (place.exists() and place.read_text().count("\n") > 3):
@@ -362,7 +360,7 @@ def test_a_search_is_stopped_in_a_trial_and_goes_on(tmp_path):
     child.send_signal(signal.SIGINT)
     stopped = finish(child, 120)
     assert stopped.returncode == 130, stopped
-    ended = finish(start(command, tmp_path), 240)
+    ended = finish(warm.start(command), 240)
     assert ended.returncode == 0, ended
     found = json.loads((tmp_path / "found" / "search.json").read_text())
     assert [one["state"] for one in found["trials"]] == ["complete"] * 2
