@@ -17,7 +17,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers import turns
+from tests.helpers import forking, turns
 from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
@@ -37,9 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background ignores SIGINT for them, and they for every process they start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    forking.join(getattr(config, "workerinput", {}).get("fork_server"))
     turns.begin(config)
     config.pluginmanager.register(turns.Turns())
     config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["fork_server"] = forking.address()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -79,7 +79,6 @@ def test_scale():
     assert [row[5] for row in real] == ["1", "1", "5", "1"]
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @needs_peak
 def test_memory():

@@ -1,13 +1,18 @@
-"""Processes that start with `trainer` imported, as forks of the fork server of `multiprocessing`."""
+"""Processes that start with `trainer` imported, as forks of the fork server of `multiprocessing`.
+
+All workers of a test run share one server, because its imports take ten seconds of processor time.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkProcess, ForkServerContext
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from tests.helpers import processes
 
@@ -29,6 +34,21 @@ def forking(also: tuple[str, ...] = ()) -> ForkServerContext:
         os.environ.clear()
         os.environ.update(ours)
     return context
+
+
+def address() -> str | None:
+    """Start the fork server, and return its address for `join`; None if this Python protects it by a key."""
+    forking()
+    return None if sys.version_info >= (3, 14) else forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def join(address: str | None) -> None:
+    """Fork from the server of another process; with None, a server of this process starts as usual."""
+    if address is not None:
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_address = address
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the other process keeps the server alive
+        server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
 def forked_children() -> list[BaseProcess]:
