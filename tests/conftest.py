@@ -11,8 +11,10 @@ from typing import Any
 
 # Before torch is imported. With more threads than cores, each operation would wait for threads of other workers.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Tests start programs of this environment by their names.
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# Tests start programs of this environment by their names. Once: workers have the path of the process that starts them.
+os.environ["PATH"] = os.pathsep.join(
+    dict.fromkeys([str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)])
+)
 
 import pytest
 from hypothesis import HealthCheck, settings
