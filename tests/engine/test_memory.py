@@ -156,14 +156,14 @@ def working_bytes(strategy: str, measured: Measured, world_size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"),
+    ("strategy", "world_size"),
     [
         *(
-            pytest.param(2, name, marks=() if name in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
+            pytest.param(name, 2, marks=() if name in ("ddp", "fsdp", "zero3") else pytest.mark.slow)
             for name in RANK_STRATEGIES
         ),
         *(
-            pytest.param(3, name, marks=pytest.mark.slow if name in ("fsdp", "zero3") else pytest.mark.nightly)
+            pytest.param(name, 3, marks=pytest.mark.slow if name in ("fsdp", "zero3") else pytest.mark.nightly)
             for name in RANK_STRATEGIES
         ),
     ],

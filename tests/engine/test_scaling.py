@@ -154,6 +154,7 @@ STRATEGIES = [
         *((2, name) for name in ("ddp", "fsdp", "zero2")),
         *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("zero1", "zero3")),
         pytest.param(4, "hsdp", marks=pytest.mark.slow),  # two axes
+        pytest.param(2, "hsdp", marks=pytest.mark.nightly),
         *(pytest.param(4, name, marks=pytest.mark.nightly) for name in RANK_STRATEGIES if name != "hsdp"),
     ],
 )
