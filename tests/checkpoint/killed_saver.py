@@ -1,6 +1,6 @@
 """A save that is killed before each of its changes to the file system, each time in a new process.
 
-`python killed_saver.py FOLDER STEP`: step 1 is saved, then the save of STEP is killed. Each change prints a line with
+`main([FOLDER, STEP])`: step 1 is saved, then the save of STEP is killed. Each change prints a line with
 its number and the step of the newest complete checkpoint. `damaged` replaces the step if a checkpoint is damaged or
 none is complete. The last line is `done`.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def was_killed(store: CheckpointStore, step: int, call: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def main() -> None:
-    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+def main(words: Sequence[str]) -> None:
+    folder, step = Path(words[0]), int(words[1])
     for call in count(1):
         store = CheckpointStore(folder / str(call), keep=1)
         store.open()
@@ -66,7 +66,3 @@ def main() -> None:
         if not killed:
             print("done")
             return
-
-
-if __name__ == "__main__":
-    main()

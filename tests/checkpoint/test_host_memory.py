@@ -298,6 +298,7 @@ class TestOneHost:
         assert (step, is_whole) == (2, True)
         assert "skipped the checkpoint of step 4 in memory" in notes[0]
 
+    @pytest.mark.slow
     def test_shares_damaged_in_many_ways_are_passed_over(self, tmp_path, monkeypatch):
         monkeypatch.setattr(format_, "sync", lambda path: None)
         save(tmp_path, [4, 6])

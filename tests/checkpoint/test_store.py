@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 
 from tests.checkpoint.endless_saver import save_without_end
 from tests.checkpoint.samples import FILES, LARGE, MODEL_FILE, facts_of, is_whole, newest, save, tensors_of
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.checkpoints import reseal
 from tests.helpers.forking import forking
 from tests.helpers.hostile import Trap
@@ -321,8 +320,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_one(tmp_path, step):
     """In each phase of a save, also of an existing step, the old checkpoint stays or the new one is complete."""
-    program = Path(__file__).with_name("killed_saver.py")
-    finished = processes.run([sys.executable, program, tmp_path, str(step)])
+    finished = processes.finish(warm.start([tmp_path, step], program="tests.checkpoint.killed_saver:main"))
     assert finished.returncode == 0, finished.stderr
     *lines, last = finished.stdout.splitlines()
     found = [line.split()[1] for line in lines]
