@@ -54,7 +54,7 @@ def shape(words: list[str]) -> int:
         pytest.param("link", 2, [], "communication", marks=SLOW),
         pytest.param("widths", 1, ["compile=true", "training.max_steps=24"], "compilation", marks=SLOW),
         pytest.param("rank of zero", 2, ["parallel.strategy=zero2"], "waiting", marks=SLOW),
-        pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=SLOW),
+        pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=pytest.mark.nightly),
         pytest.param("rank", 2, ["parallel.pipeline.stages=2"], "waiting", marks=SLOW),
     ],
     ids=[
