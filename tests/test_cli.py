@@ -41,21 +41,25 @@ LIGHT = [
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "deepspeed")
 
 
-@pytest.mark.parametrize("arguments", [*LIGHT, ["convert", "launchers/accelerate_multi_gpu.yaml"]], ids=" ".join)
+LIGHTLY = (
+    "import sys; from trainer.__main__ import main; sys.argv[1:] = sys.argv[2:]; code = main()\n"
+    f"assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)\n"
+    "sys.exit(code)"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", [LIGHT[-1], ["convert", "launchers/accelerate_multi_gpu.yaml"]], ids=["run", "convert"]
+)
 def test_light_verbs_import_nothing_heavy(arguments: list[str]) -> None:
-    code = (
-        "import sys; from trainer.__main__ import main; sys.argv[1:] = sys.argv[2:]; code = main()\n"
-        f"assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)\n"
-        "sys.exit(code)"
-    )
-    done = finish(start([sys.executable, "-c", code, "-", *arguments]))
+    done = finish(start([sys.executable, "-c", LIGHTLY, "-", *arguments]))
     assert "AssertionError" not in done.stderr
     assert done.returncode == (2 if arguments[0] == "run" else 0)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("arguments", LIGHT[:-1], ids=" ".join)
-def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
+def test_light_verbs_import_nothing_heavy_and_answer_in_half_a_second(arguments: list[str]) -> None:
     """Processor time, which busy neighbours do not stretch; these verbs wait for nothing else.
 
     A machine on which plain Python is slow (the loop takes 0.3 s where this was written) is given more.
@@ -70,7 +74,7 @@ def test_light_verbs_answer_in_half_a_second(arguments: list[str]) -> None:
     loop = (sys.executable, "-c", "sum(i * i for i in range(3_000_000))")
     verb = plain = inf
     for _ in range(4):
-        verb = min(verb, seconds(*PROGRAM, *arguments))
+        verb = min(verb, seconds(sys.executable, "-c", LIGHTLY, "-", *arguments))
         if verb < 0.5:
             return
         plain = min(plain, seconds(*loop))  # side by side
