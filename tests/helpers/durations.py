@@ -93,8 +93,9 @@ class Durations:
         self._waited_seconds = 0.0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Start the slowest tests first, so that at the end no worker waits for one of them."""
-        items.sort(key=lambda item: item.nodeid.partition("[")[0] not in SLOW)
+        """Start the files of the slowest tests first, so that at the end no worker waits for one of them."""
+        files = {name.partition("::")[0] for name in SLOW}
+        items.sort(key=lambda item: item.nodeid.partition("::")[0] not in files)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
