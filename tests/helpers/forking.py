@@ -38,8 +38,11 @@ def forking(also: tuple[str, ...] = ()) -> ForkServerContext:
 
 def address() -> str | None:
     """Start the fork server, and return its address for `join`; None if this Python protects it by a key."""
+    if sys.version_info >= (3, 14):
+        return None
     forking()
-    return None if sys.version_info >= (3, 14) else forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    found: str = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    return found
 
 
 def join(address: str | None) -> None:
