@@ -23,8 +23,6 @@ from trainer.checkpoint.format import WrittenFile, share_name, write_share
 from trainer.checkpoint.identity import identity
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.optimizers.averaging import averaged
-from trainer.engine.optimizers.sgd import SGD
 from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
@@ -204,11 +202,25 @@ class TestChanged:
         with pytest.raises(UsageError, match=r"step-00000000 was changed .*weight\.step@ in .* has the type torch\."):
             saver(tmp_path).resume("auto")
 
-    def test_an_average_that_is_gone_is_refused(self):
-        parameter = torch.nn.Parameter(torch.ones(2))
-        optimizer = averaged(SGD, 0.9)([parameter], lr=0.1, momentum=0.9)  # type: ignore[call-arg]
-        with pytest.raises(ValueError, match="lacks the average of weight"):
-            optimizer.allocate(parameter, ParameterPlacement("weight", (2,)), {"momentum_buffer": (2,)})
+    def test_a_parameter_without_state_is_noted(self, tmp_path):
+        engine = FakeEngine()
+        engine.placements["bias"] = ParameterPlacement("bias", ())
+        engine.tensors["model.bias"] = torch.ones(())
+        run = saver(tmp_path, engine)
+        run.save()
+        run.finish()
+        assert saver(tmp_path, engine).resume("auto") == [
+            "bias had no gradient before step 0: the checkpoint has no state of the optimizer for it"
+        ]
+
+    def test_a_state_of_another_parameter_is_refused(self, tmp_path):
+        engine = FakeEngine()
+        engine.tensors["optimizer.bias.step"] = torch.ones(())
+        run = saver(tmp_path, engine)
+        run.save()
+        run.finish()
+        with pytest.raises(UsageError, match=r"was changed by another program: .* optimizer for bias, which is not"):
+            saver(tmp_path).resume("auto")
 
 
 class TestAsynchronous:

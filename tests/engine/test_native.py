@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +25,7 @@ from tests.helpers.training import (
     TinyTraining,
     build_tiny,
     tiny_recipe,
+    tiny_training,
     train_tiny,
     whole_state,
 )
@@ -32,6 +34,7 @@ from trainer.engine.replicated import LossReplica
 from trainer.engine.state import MODEL_PREFIX
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
+from trainer.recipe.schema import Recipe
 from trainer.tasks.task import VocabularyLoss
 
 
@@ -291,6 +294,78 @@ class TestState:
         other.engine.load_state(before, 1)
         steps(other, 2)
         assert_same_state(state_of(one), before)
+
+
+def refuse_changed_states(*recipes: Recipe) -> bool:
+    """Refuse a state without, with another and with a reshaped tensor of the optimizer, and other numbers."""
+    for recipe in recipes:
+        with tiny_training(recipe) as training:
+            training.steps(1)
+            state = whole_state(training.engine, training.mesh)
+            load = training.engine.load_state
+            of_optimizer = [name for name in state.tensors if name.startswith("optimizer.")]
+            last = {}  # one parameter for each set of keys
+            for name in of_optimizer:
+                last.setdefault(name.rpartition(".")[0], []).append(name)
+            for names in {tuple(one.rpartition(".")[2] for one in names): names for names in last.values()}.values():
+                for name in names:
+                    tensor = state.tensors.pop(name)
+                    if len(names) > 1:  # without any, a parameter has had no gradient
+                        with pytest.raises(
+                            ValueError, match=rf"^{re.escape(name)} has the shape None, and must have \("
+                        ):
+                            load(state, 1)
+                    state.tensors[name] = tensor.new_zeros((*tensor.shape, 2))
+                    with pytest.raises(ValueError, match=rf"^{re.escape(name)} has the shape \(.*2,?\), and must"):
+                        load(state, 1)
+                    state.tensors[name] = tensor
+                state.tensors[f"{name}2"] = tensor
+                with pytest.raises(ValueError, match=rf"^{re.escape(name)}2 has the shape .* and must have None"):
+                    load(state, 1)
+                del state.tensors[f"{name}2"]
+            for change in ({"other": 1.0}, dict.fromkeys(list(state.scalars)[:1], float("nan"))):
+                if change:
+                    with pytest.raises(ValueError, match=r"must have .* as finite numbers, but has {.*(other|nan)"):
+                        load(replace(state, scalars=state.scalars | change), 1)
+            load(state, 1)
+    return True
+
+
+class TestChangedState:
+    def test_is_refused_by_each_optimizer(self):
+        of_bf16 = {"precision": "bf16", "weights": "bf16_compensated"}
+        names = ("muon", "adafactor", "schedule_free_adamw", "adamw_8bit")
+        assert refuse_changed_states(
+            *(tiny_recipe(optimizer=optimizer) for optimizer in OPTIMIZERS.values()),
+            *(
+                tiny_recipe(
+                    model={"config": {**TINY_BERT, "hidden_size": 64}} if name == "adamw_8bit" else {},
+                    optimizer={"name": name, "learning_rate": 1e-3},
+                    schedule={"name": "constant"},
+                )
+                for name in names
+            ),
+            tiny_recipe(precision="fp16", training={"ema_decay": 0.9}),
+            tiny_recipe(**of_bf16),
+        )
+
+    @pytest.mark.slow
+    def test_is_refused_by_deepspeed(self, ranks: RankPools):
+        recipes = [
+            tiny_recipe(
+                optimizer={"name": name, "learning_rate": 1e-3},
+                schedule={"name": "constant"},
+                parallel={"strategy": strategy},
+                precision=precision,
+            )
+            for name, strategy, precision in (
+                ("adamw", "zero1", "bf16"),
+                ("adamw", "zero3", "fp16"),
+                ("sgd", "zero2", "fp32"),
+                ("schedule_free_adamw", "zero2", "fp32"),
+            )
+        ]
+        assert ranks(2).run(refuse_changed_states, *recipes) == [True, True]
 
 
 class TestExport:

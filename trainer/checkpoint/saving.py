@@ -10,12 +10,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.base.text import listed
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import Facts, SavedBoxes, snapshot
 from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen, remedy
 from trainer.checkpoint.tier import Found, Tier, gather_shapes
 from trainer.engine.engine import Engine
-from trainer.engine.state import MODEL_PREFIX, EngineState
+from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.parallel.tensor.low_rank import is_start
@@ -89,7 +90,7 @@ class Saver:
                     " remove `checkpoints` there"
                 )
             self._refuse_another_training(state)
-            self._refuse_another_model(state)
+            notes += self._compare_model(state)
             try:
                 tier.load(state, self._engine)
             except ValueError as error:
@@ -202,8 +203,12 @@ class Saver:
         if others := differences(was, now):
             raise UsageError(f"{state.folder} is of another training: {others}. {remedy(was, now)}")
 
-    def _refuse_another_model(self, state: SavedBoxes) -> None:
-        """Compare names and shapes, since `model.name_or_path` is not part of the identity."""
+    def _compare_model(self, state: SavedBoxes) -> list[str]:
+        """Refuse another model, by names and shapes: `model.name_or_path` is not part of the identity.
+
+        Returns:
+            A note on the parameters without a state of the optimizer, if others have one.
+        """
         saved = {
             name.removeprefix(MODEL_PREFIX): shape
             for name, shape in state.shapes.items()
@@ -211,10 +216,13 @@ class Saver:
         }
         # Checkpoints of a partly frozen model lack the frozen weights.
         is_whole = not is_partly_frozen(self._saved.identity)
-        kept = [p for p in self._engine.placements.values() if is_whole or p.trainable or is_start(p.name)]
-        placed = gather_shapes(self._mesh, {one.name: one.shape for one in kept})
+        own = self._engine.placements.values()
+        placed = gather_shapes(
+            self._mesh, {p.name: p.shape for p in own if is_whole or p.trainable or is_start(p.name)}
+        )
+        trained = gather_shapes(self._mesh, {p.name: p.shape for p in own if p.trainable}).keys()
 
-        def compare() -> None:
+        def compare() -> list[str]:
             for name in sorted(saved.keys() | placed.keys()):
                 if saved.get(name) != placed.get(name):
                     raise UsageError(
@@ -222,8 +230,20 @@ class Saver:
                         f" {saved.get(name)} there and {placed.get(name)} here (None: it is missing). Name another"
                         " `checkpoint.folder`, or restore `model`"
                     )
+            stepped = optimizer_shapes(state).keys()
+            if unknown := stepped - trained:
+                raise UsageError(
+                    f"{state.folder} was changed by another program: it has a state of the optimizer for"
+                    f" {min(unknown)}, which is not trained; remove it, or restore its files"
+                )
+            if not stepped or not (without := sorted(trained - stepped)):
+                return []
+            return [
+                f"{listed(without, 3)} had no gradient before step {state.facts.progress.step}: the checkpoint has no"
+                " state of the optimizer for it"
+            ]
 
-        self._mesh.on_rank_zero(compare)
+        return self._mesh.on_rank_zero(compare)
 
 
 class IdleSaver(Saver):

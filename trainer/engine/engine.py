@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -128,13 +129,24 @@ class Engine(ABC):
         own = [label for label in self.parameters if not self.placements[label].is_copy]
         return EngineState(
             (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
-            {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()},
+            self._scalars(),
             LazyParts(partial(self._parts_of, own, saved=False)),
         )
 
+    def _scalars(self) -> dict[str, float]:
+        """Return the numbers of a checkpoint."""
+        return {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()}
+
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
-        """Load a state saved after `step` steps under any layout; all ranks must call it."""
+        """Load a state saved after `step` steps under any layout; all ranks must call it.
+
+        Raises:
+            ValueError: it is no state of this engine.
+        """
+        expected, saved = self._scalars(), source.scalars
+        if saved.keys() != expected.keys() or not all(map(isfinite, saved.values())):
+            raise ValueError(f"it must have {sorted(expected)} as finite numbers, but has {dict(saved)}")
         self._fill(source)
         if self._scaler:
             self._scaler.load_state(source.scalars)

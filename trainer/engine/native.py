@@ -16,7 +16,7 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import sent_dtype
 from trainer.engine.results import StepResult
-from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_keys
+from trainer.engine.state import MODEL_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dtypes import at_least_fp32
@@ -146,10 +146,10 @@ class NativeEngine(Engine):
             module.reshard()
 
     def _fill(self, source: StateSource) -> None:
+        saved = optimizer_shapes(source)
         for label, parameter in self.parameters.items():
-            name = self.placements[label].name
-            if keys := optimizer_keys(source, name):
-                shapes = {key: source.shapes[f"{OPTIMIZER_PREFIX}{name}.{key}"] for key in keys}
+            # Without a step of its own, a parameter has none: it gets no gradient, or is unfrozen later.
+            if shapes := saved.get(self.placements[label].name):
                 self.optimizer.allocate(parameter, self.placements[label], shapes)
         source.fill(self._parts_of(self.parameters, saved=True))
 

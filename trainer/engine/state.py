@@ -62,11 +62,14 @@ class StateSource(Protocol):
         ...
 
 
-def optimizer_keys(source: StateSource, name: str) -> list[str]:
-    """Return the keys of the optimizer's tensors for parameter `name`; empty before the first step."""
-    prefix = f"{OPTIMIZER_PREFIX}{name}."
-    keys = (full.removeprefix(prefix) for full in source.shapes if full.startswith(prefix))
-    return [key for key in keys if "." not in key]
+def optimizer_shapes(source: StateSource) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the saved tensors of the optimizer, by the name of their parameter and by key."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for full, shape in source.shapes.items():
+        if full.startswith(OPTIMIZER_PREFIX):
+            name, _, key = full.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+            found.setdefault(name, {})[key] = shape
+    return found
 
 
 def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[TensorPart]:

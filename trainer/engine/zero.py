@@ -28,13 +28,7 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
 from trainer.engine.results import StepResult
-from trainer.engine.state import (
-    MODEL_PREFIX,
-    OPTIMIZER_PREFIX,
-    EngineState,
-    StateSource,
-    optimizer_keys,
-)
+from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.models.checkpointing import not_recorded
 from trainer.models.draw import Gather, whole_already
 from trainer.models.names import aliases, move_buffers, replace_in
@@ -382,7 +376,11 @@ class ZeroEngine(Engine):
 
     def _prepare_moments(self, source: StateSource) -> None:
         """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step."""
-        keys = {key for name in self.parameters for key in optimizer_keys(source, name)}
+        saved = optimizer_shapes(source)
+        keys = {key for shapes in saved.values() for key in shapes}
+        for name, parameter in self.parameters.items() if keys else ():
+            if parameter.requires_grad:
+                self.optimizer.refuse_other_state(parameter, self.placements[name], saved.get(name, {}))
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
             state = {key: torch.zeros_like(flat) for key in sorted(keys - {_STEP})}

@@ -51,6 +51,9 @@ class Adafactor(EngineOptimizer):
 
         return bytes_of
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {key: tuple(zeros.shape) for key, zeros in _zeros_for(torch.empty(shape, device="meta")).items()}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:

@@ -91,6 +91,10 @@ class AdamW(PartlyAdamW):
 
         return bytes_of
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        has_compensation = _is_in_bf16(parameter) and self._rounding is None
+        return super().state_shapes(parameter, shape) | ({COMPENSATION: shape} if has_compensation else {})
+
     def update(self, groups: Groups) -> None:
         for group in groups:
             parameters = stepped(group["params"])

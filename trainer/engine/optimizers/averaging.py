@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.batches import stepped
 from trainer.engine.optimizers.parameters import TrainedParameters
-from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
 
 _OTHER = "other_weights"
@@ -61,10 +60,8 @@ class _Averaged(EngineOptimizer):
                 state[_OTHER] = parameter.detach().clone()
         return loss
 
-    def allocate(self, parameter: nn.Parameter, placement: ParameterPlacement, shapes: Mapping[str, Any]) -> None:
-        if _OTHER not in shapes:
-            raise ValueError(f"it lacks the average of {placement.name}")
-        super().allocate(parameter, placement, shapes)
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {**super().state_shapes(parameter, shape), _OTHER: shape}
 
     def show(self) -> bool:
         return self._swap(to_averages=True)

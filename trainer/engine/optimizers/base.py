@@ -94,6 +94,33 @@ class EngineOptimizer(torch.optim.Optimizer):
             else:
                 yield tensor_part(name, value, placement, mesh)
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each whole tensor of the state of a parameter after a step, by key.
+
+        Args:
+            shape: the shape of the whole parameter.
+        """
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+
+    def refuse_other_state(
+        self, parameter: nn.Parameter, placement: ParameterPlacement, saved: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Refuse a saved state of a parameter that is not one of this optimizer.
+
+        Args:
+            saved: the shape of each whole tensor of the saved state, by key.
+
+        Raises:
+            ValueError: a tensor is missing or unknown, or has another shape.
+        """
+        expected = self.state_shapes(parameter, placement.shape)
+        for key in sorted(saved.keys() | expected.keys()):
+            if saved.get(key) != expected.get(key):
+                raise ValueError(
+                    f"{OPTIMIZER_PREFIX}{placement.name}.{key} has the shape {saved.get(key)}, and must have"
+                    f" {expected.get(key)} (None: it is absent)"
+                )
+
     def allocate(
         self, parameter: nn.Parameter, placement: ParameterPlacement, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
@@ -101,7 +128,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Args:
             shapes: the shape of each whole tensor of the saved state, by key.
+
+        Raises:
+            ValueError: see `refuse_other_state`.
         """
+        self.refuse_other_state(parameter, placement, shapes)
         self.state[parameter] = {
             key: self.blank(key, parameter)
             if shape == placement.shape and key not in self.whole_keys

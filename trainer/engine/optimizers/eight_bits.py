@@ -110,6 +110,11 @@ class AdamW8bit(PartlyAdamW):
             return ["moments in 8 bits are updated in a fused kernel"]
         return [f"moments in 8 bits are updated by operations of torch, because {obstacle}"]
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        if is_in_blocks(shape):
+            return {STEP: (), **dict.fromkeys(MAPS, shape), SCALES: (2, num_blocks(shape))}
+        return super().state_shapes(parameter, shape)
+
     def update(self, groups: Groups) -> None:
         mesh = self._whole.mesh
         shared: list[_Part] = []

@@ -34,6 +34,7 @@ class Muon(PartlyAdamW):
     def __init__(self, groups: Groups, whole: WholeAccess, **options: Any) -> None:
         super().__init__(groups, **options)
         self._whole = whole
+        self._matrices = {parameter for group in groups if self.key in group for parameter in group["params"]}
 
     @classmethod
     def build(cls, section: schema.Muon, trained: TrainedParameters) -> Muon:
@@ -47,6 +48,11 @@ class Muon(PartlyAdamW):
     def state_bytes(cls, section: schema.Muon, trained: TrainedParameters) -> Callable[[str, int], int]:
         names = trained.matrices()
         return lambda name, number: (4 if name in names else 8) * number
+
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        if parameter in self._matrices:
+            return {"momentum_buffer": shape}
+        return super().state_shapes(parameter, shape)
 
     def update(self, groups: Groups) -> None:
         for group in groups:

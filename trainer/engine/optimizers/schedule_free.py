@@ -69,6 +69,9 @@ class ScheduleFreeAdamW(EngineOptimizer):
     def require_package(cls) -> None:
         _package()
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("z", "exp_avg_sq", _TRAINED), shape)  # a checkpoint has the averages
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         groups = self.param_groups

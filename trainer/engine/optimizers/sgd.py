@@ -33,6 +33,9 @@ class SGD(EngineOptimizer, torch.optim.SGD):
     def state_bytes(cls, section: schema.SGD, trained: TrainedParameters) -> Callable[[str, int], int]:
         return lambda _, number: 4 * number if section.momentum else 0
 
+    def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"momentum_buffer": shape} if self.defaults["momentum"] else {}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
