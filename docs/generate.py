@@ -49,6 +49,7 @@ PARITY = ROOT / "docs" / "parity.json"
 OPERATIONS = ROOT / "docs" / "operations.json"
 THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
+FAULTS = ROOT / "docs" / "faults.json"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _LISTED_VALUES = re.compile(r'one of .*|("\w+"(, | or |$)){2,}')  # notes that repeat the table of the key
@@ -515,6 +516,12 @@ def _package(name: str) -> tuple[str, str]:
     return f"`{place}`", " ".join(docstring.split("\n\n")[0].split())
 
 
+def _faults() -> str:
+    rows = _read(FAULTS)
+    times = sum(row["times"] for row in rows)
+    return f"{len(rows)} kinds of faults were injected {times:,} times; `docs/faults.json` lists them with their numbers."
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "activations": _activations,
     "checks": _checks,
@@ -525,6 +532,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "command_line": _command_line,
     "exclusions": _exclusions,
     "families": _families,
+    "faults": _faults,
     "floors": _floors,
     "gpu_figures": lambda: gpu_figures(_read(file) for file in sorted(GPUS.glob("*.json"))),
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer.base.disk import replace_text
@@ -128,19 +129,30 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
         )
     if hardware is not None:
         parse_devices(f"1x{hardware}")
-    recipe = folder / _FOLDER / "recipe.json"
-    try:
-        recipe.parent.mkdir(exist_ok=True)
-        replace_text(recipe, json.dumps(run.info.get("recipe"), indent=2) + "\n")
-    except OSError as error:
-        raise storage_error(f"{recipe} cannot be written ({error.strerror}); make room", error) from error
-    world_size = int(run.info.get("world_size", 1))
-    advisor = _Advisor(str(recipe), run, parts, _devices(run, hardware, world_size))
-    changes = advisor.changes()
-    made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
-    if steps is None or not changes:
-        return made
-    return replace(made, verified=tuple(_verified(str(recipe), changes, world_size, steps, show)))
+    with _recipe_file(run, is_kept=steps is not None) as recipe:
+        world_size = int(run.info.get("world_size", 1))
+        advisor = _Advisor(recipe, run, parts, _devices(run, hardware, world_size))
+        changes = advisor.changes()
+        made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
+        if steps is None or not changes:
+            return made
+        return replace(made, verified=tuple(_verified(recipe, changes, world_size, steps, show)))
+
+
+@contextmanager
+def _recipe_file(run: Run, is_kept: bool) -> Iterator[str]:
+    """Yield a file with the recipe of a run: in its folder, beside turns that are kept, or in a temporary one."""
+    with TemporaryDirectory() as temporary:
+        folder = run.folder / _FOLDER if is_kept else Path(temporary)
+        if folder.is_symlink():
+            raise UsageError(f"{folder} is a link, and turns would be written there; remove it")
+        recipe = folder / "recipe.json"
+        try:
+            folder.mkdir(exist_ok=True)
+            replace_text(recipe, json.dumps(run.info.get("recipe"), indent=2) + "\n")
+        except OSError as error:
+            raise storage_error(f"{recipe} cannot be written ({error.strerror}); make room", error) from error
+        yield str(recipe)
 
 
 def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
@@ -153,7 +165,7 @@ def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
 class _Advisor:
     def __init__(self, recipe: str, run: Run, parts: TimeParts, devices: Devices | None) -> None:
         self._recipe, self._run, self._parts, self._devices = recipe, run, parts, devices
-        self._own = load_recipe(recipe).recipe
+        self._own = load_recipe(recipe, needs_data=False).recipe
         self._plan = plan_run(self._own, int(run.info.get("world_size", 1)))
         self.batch = self._plan.batch
         self.notes: list[str] = []
@@ -174,7 +186,7 @@ class _Advisor:
 
     def _loaded(self, word: str) -> ResolvedRecipe | None:
         with suppress(TrainerError):
-            resolved = load_recipe(self._recipe, [word])
+            resolved = load_recipe(self._recipe, [word], needs_data=False)
             plan_run(resolved.recipe, self._plan.layout.world_size)
             return resolved
         return None
@@ -258,7 +270,7 @@ class _Advisor:
             self.notes = ["the speed of the device is unknown, so that no step was planned; name it by --hardware"]
             return None
         try:
-            return plan_recipe(load_recipe(self._recipe, words), self._devices, 1, self._length)
+            return plan_recipe(load_recipe(self._recipe, words, needs_data=False), self._devices, 1, self._length)
         except TrainerError as error:
             if not words:
                 self.notes = [f"no step was planned: {first_line(str(error))}"]
