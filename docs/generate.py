@@ -519,7 +519,7 @@ def _package(name: str) -> tuple[str, str]:
 def _faults() -> str:
     rows = _read(FAULTS)
     times = sum(row["times"] for row in rows)
-    return f"{len(rows)} kinds of faults were injected {times:,} times; `docs/faults.json` lists them with their numbers."
+    return f"{len(rows)} kinds of faults were injected {times:,} times; `docs/faults.json` lists them with numbers."
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {

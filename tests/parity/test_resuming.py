@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.helpers.training import (
     NUM_ROWS,
     RANK_STRATEGIES,
     TINY_BERT,
+    TINY_TASKS,
     Curve,
     TinyTraining,
     parallel_keys,
@@ -153,6 +155,21 @@ def test_another_layout_goes_on(ranks: RankPools, tmp_path, number, saving, next
     assert len(list((tmp_path / "checkpoints" / "step-00000007").glob("*.safetensors"))) == number
     for curve in on(next_number)(last_steps, other, tmp_path):
         assert_same_curve(curve, tail(reference("fp32", 0.1).curve))
+
+
+@pytest.mark.parametrize(("saving", "going_on"), [({"strategy": "fsdp"}, {"tensor": 2}), ({"strategy": "zero3"}, {})])
+@pytest.mark.slow
+def test_dense_layers_and_a_temperature_go_on_in_another_layout(ranks: RankPools, tmp_path: Path, saving, going_on):
+    tiny = TINY_TASKS["embedding_duplicates"]
+    one, first, last = (
+        tiny_recipe(task=tiny.keys, model=tiny.model, parallel=parallel) for parallel in ({}, saving, going_on)
+    )
+    ranks(2).run(first_steps, first, tmp_path)
+    (state,) = (tmp_path / "checkpoints").glob("step-*/state.json")
+    names = json.loads(state.read_text())["tensors"]
+    assert sum("dense" in name.lower() or "scale" in name for name in names) >= 3
+    for curve in ranks(2).run(last_steps, last, tmp_path):
+        assert_same_curve(curve, tail(all_steps(one)))
 
 
 @pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq", "step"])

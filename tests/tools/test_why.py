@@ -11,6 +11,7 @@ import pytest
 from tests.helpers import warm
 from tests.helpers.processes import finish
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import tiny_recipe
 from tests.observe.samples import end_record, run_info, step_record
 from tests.tools.slowed_run import shape_traffic
 from trainer.cli import main
@@ -155,3 +156,23 @@ def test_metrics_without_times_are_refused(tmp_path: Path, capsys: pytest.Captur
     file.close()
     assert main(["why", str(tmp_path)]) == 2
     assert "must hold the times of steps" in capsys.readouterr().err
+
+
+def test_a_copied_folder_without_its_data_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The data of the recipe is not on this machine, and `--verify` writes through no link."""
+    recipe = json.loads(tiny_recipe(evaluation={"every": None}).model_dump_json())
+    file, seconds = MetricsFile(), {"rows": 9.0, "step": 2.0}
+    file.start(run_info(tmp_path / "run", recipe=recipe, world_size=1))
+    for step in (1, 2):
+        file.step(step_record(step, seconds=seconds))
+    file.close()
+    assert explained(tmp_path / "run", capsys)["largest"] == "rows"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [METRICS_FILE_NAME]
+    (tmp_path / "run" / "why").symlink_to(tmp_path)
+    assert main(["why", str(tmp_path / "run"), "--verify"]) == 2
+    assert not (tmp_path / "recipe.json").exists()
+    for place, value in (("seconds", {"rows": -1e308, "step": 1e308}), ("padding", 1e308), ("tokens", 10**400)):
+        lines = (tmp_path / "run" / METRICS_FILE_NAME).read_text().splitlines()
+        lines[1] = json.dumps(json.loads(lines[1]) | {place: value})
+        (tmp_path / "run" / METRICS_FILE_NAME).write_text("\n".join(lines))
+        assert main(["why", str(tmp_path / "run"), "--json"]) in (0, 2)

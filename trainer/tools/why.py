@@ -271,7 +271,7 @@ class _Advisor:
             return None
         try:
             return plan_recipe(load_recipe(self._recipe, words, needs_data=False), self._devices, 1, self._length)
-        except TrainerError as error:
+        except (TrainerError, RuntimeError) as error:  # torch's errors of an edited recipe, or of its rows
             if not words:
                 self.notes = [f"no step was planned: {first_line(str(error))}"]
             return None
