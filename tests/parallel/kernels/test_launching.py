@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.parallel.kernels import launching
-from trainer.parallel.kernels.launching import Launch, facts_of, launch
+from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
+
+STREAM = 99
 
 
 class Kernel:
@@ -24,14 +29,21 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def look_up(*arguments: Any, **constants: Any) -> Any:
             self.looked_up.append((grid, arguments, constants))
-            return {(*grid, 1, 1)[:3]: lambda *own: self.started.append(own)} if self.compiles else None
+            # as a `CompiledKernel` of Triton
+            return SimpleNamespace(run=self.run, function=1, packed_metadata=(4, 1, 0)) if self.compiles else None
 
         return look_up
+
+    def run(self, *arguments: Any) -> None:
+        before, own = arguments[:9], arguments[9:]
+        assert before == (7, 1, 1, STREAM, 1, (4, 1, 0), None, None, None)
+        self.started.append(own)
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     monkeypatch.setattr(launching, "_kept", {})
+    monkeypatch.setattr(launching, "_current_stream", lambda: lambda: STREAM)
 
 
 def start(kernel: Kernel, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -80,3 +92,29 @@ def test_old_launches_make_room(monkeypatch):
         start(kernel, torch.zeros(size), torch.zeros(size))
     assert len(kernel.looked_up) == 4
     assert len(launching._kept) == 2
+
+
+@operation("trainer::scaled_in_a_test", "(Tensor x, float factor) -> Tensor")
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_those_who_watch_see_an_operation():
+    x, name = torch.ones(2), "scaled_in_a_test"
+    with Seen() as seen:
+        assert scaled(x, 2.0).tolist() == [2.0, 2.0]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        scaled(x, 2.0)
+    assert seen.names == [f"trainer.{name}.default"]
+    assert f"trainer::{name}" in {event.key for event in profiled.key_averages()}
+    assert scaled(x, 3.0).tolist() == [3.0, 3.0]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.optimizers import fused_eight_bits  # noqa: F401  # defines its operations
+from trainer.engine.optimizers import fused_eight_bits
 from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
 from trainer.engine.optimizers.batches import stepped
 from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
@@ -192,7 +192,7 @@ class _Part:
         """Return the largest new moments of this part in each block, fp32 `[2, blocks]`."""
         maxima = torch.zeros_like(self.state[SCALES])
         if self.is_fused:
-            torch.ops.trainer.raise_maxima_8bit.default(maxima, *self._read())
+            fused_eight_bits.raise_maxima(maxima, *self._read())
         else:
             for rows in self.rows.pieces(_PIECE):
                 self._raise(maxima, rows, *self._moments(rows))
@@ -207,7 +207,7 @@ class _Part:
         scales, weight = self.state[SCALES], self.weight.contiguous()
         if self.is_fused:
             decay = 1 - self.group["lr"] * self.group["weight_decay"]
-            torch.ops.trainer.adamw_8bit.default(
+            fused_eight_bits.update(
                 weight, *self._read(), self.tables.codes, maxima, self.corrections, self.flag, self.group["eps"], decay
             )
         else:

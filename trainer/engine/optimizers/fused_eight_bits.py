@@ -12,30 +12,21 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.kernels import kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch
+from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
 
 _TILE = 1024  # elements of one program: four blocks, one for each warp
 
-# `torch.library.custom_op` would take the host 70 microseconds for each parameter; these take 4.
-torch.library.define(
+
+@operation(
     "trainer::raise_maxima_8bit",
     "(Tensor(a!) maxima, Tensor gradient, Tensor first, Tensor second, Tensor scales, Tensor[] values, Tensor? blocks,"
     " int width, float[] betas) -> ()",
 )
-torch.library.define(
-    "trainer::adamw_8bit",
-    "(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, Tensor(d!) scales, Tensor[] values,"
-    " Tensor? blocks, int width, float[] betas, Tensor[] codes, Tensor? maxima, Tensor corrections, Tensor? flag,"
-    " float eps, float decay) -> ()",
-)
-
-
-@torch.library.impl("trainer::raise_maxima_8bit", ("cpu", "cuda"))
-def _raise_maxima(
+def raise_maxima(
     maxima: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scales: Tensor, values: list[Tensor],
     blocks: Tensor | None, width: int, betas: list[float],
 ) -> None:  # fmt: skip
-    """Raise the maxima of blocks, fp32 `[2, blocks]`, to the new moments of a part; see `_update`."""
+    """Raise the maxima of blocks, fp32 `[2, blocks]`, to the new moments of a part; see `update`."""
     if gradient.numel():
         arguments = (
             maxima.view(torch.int32), gradient, first, second, scales, tuple(values), blocks, gradient.numel(),
@@ -45,8 +36,13 @@ def _raise_maxima(
         launch(facts, [arguments], lambda: [Launch(_kernels().maxima_kernel, _grid(gradient), (), _options(width))])
 
 
-@torch.library.impl("trainer::adamw_8bit", ("cpu", "cuda"))
-def _update(
+@operation(
+    "trainer::adamw_8bit",
+    "(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, Tensor(d!) scales, Tensor[] values,"
+    " Tensor? blocks, int width, float[] betas, Tensor[] codes, Tensor? maxima, Tensor corrections, Tensor? flag,"
+    " float eps, float decay) -> ()",
+)
+def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scales: Tensor, values: list[Tensor],
     blocks: Tensor | None, width: int, betas: list[float], codes: list[Tensor], maxima: Tensor | None,
     corrections: Tensor, flag: Tensor | None, eps: float, decay: float,

@@ -8,15 +8,14 @@ This module imports Triton at the first call: see `trainer.parallel.kernels.kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import infer_schema
 
 from trainer.parallel.kernels import attention_blocks, kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch
+from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
 from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,21 +28,6 @@ def _kernels() -> Any:
     from trainer.parallel.kernels import attention_kernels
 
     return attention_kernels
-
-
-def _operation(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as an operation of torch.
-
-    `torch.library.custom_op` and `register_autograd` would take the host 188 microseconds for a call; this and an
-    `autograd.Function` take 31.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        torch.library.define(name, infer_schema(function, mutates_args=()))
-        torch.library.impl(name, ("cpu", "cuda"), function)
-        return getattr(torch.ops.trainer, name.partition("::")[2]).default
-
-    return register
 
 
 def visible_tiles(
@@ -67,7 +51,7 @@ def visible_tiles(
     return key_tiles, query_tiles
 
 
-@_operation("trainer::visible_tiles")
+@operation("trainer::visible_tiles")
 def _list_tiles(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bool) -> tuple[Tensor, Tensor]:
     key_tiles, query_tiles = _empty_lists(mask, tile_queries, tile_keys, other_keys)
     batch, heads, num_queries, num_keys = mask.shape
@@ -93,7 +77,7 @@ def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bo
     )
 
 
-@_operation("trainer::keyed_attention")
+@operation("trainer::keyed_attention")
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -146,7 +130,7 @@ def _empty_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[
     return output, query.new_empty((2, batch, heads, queries), dtype=torch.float32)
 
 
-@_operation("trainer::keyed_attention_backward")
+@operation("trainer::keyed_attention_backward")
 def backward_of(
     output_gradient: Tensor,
     output: Tensor,
@@ -261,13 +245,16 @@ def _empty_gradients(
     window: int | None = None,
 ) -> list[Tensor]:
     # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
-    gradients = [
-        x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (query, key, value)
-    ]
+    gradients = [_empty_by_position(x) for x in (query, key, value)]
     if with_bias:
         assert bias is not None
         gradients.append(bias.new_empty(bias.shape))
     return gradients
+
+
+def _empty_by_position(like: Tensor) -> Tensor:
+    batch, heads, positions, dim = like.shape
+    return like.new_empty_strided((batch, heads, positions, dim), (positions * heads * dim, dim, heads * dim, 1))
 
 
 class _KeyedAttention(torch.autograd.Function):

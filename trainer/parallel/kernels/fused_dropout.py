@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.kernels import kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch
+from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
 from trainer.parallel.random import LANE_LEVELS, LANES, MAX_INDEX_DIMS, dropped_levels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,15 +26,11 @@ def takes(x: Tensor, residual: Tensor | None) -> bool:
     return x.dtype in _DTYPES and (residual is None or (residual.dtype in _DTYPES and residual.shape == x.shape))
 
 
-# `torch.library.custom_op` would take the host several times as long.
-torch.library.define(
+@operation(
     "trainer::keyed_dropout",
     "(Tensor x, Tensor row_keys, Tensor? token_rows, Tensor? token_positions, SymInt[] offsets, float probability,"
     " ScalarType dtype, Tensor? residual) -> Tensor",
 )
-
-
-@torch.library.impl("trainer::keyed_dropout", ("cpu", "cuda"))
 def _dropped(
     x: Tensor, row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, offsets: Sequence[int],
     probability: float, dtype: torch.dtype, residual: Tensor | None,
@@ -100,15 +96,15 @@ class KeyedDropout(torch.autograd.Function):
         ctx.save_for_backward(row_keys, token_rows, token_positions)
         ctx.numbers = (offsets, probability, x.dtype, None)
         ctx.of_residual = None if residual is None else residual.dtype
-        output: Tensor = torch.ops.trainer.keyed_dropout.default(
-            x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual
-        )
+        output: Tensor = _dropped(x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        own: Tensor = KeyedDropout.apply(gradient, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[no-untyped-call]
+        # A node of its own only for gradients of gradients.
+        drop = KeyedDropout.apply if torch.is_grad_enabled() else _dropped
+        own: Tensor = drop(gradient, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[no-untyped-call]
         return own, *[None] * 6, None if ctx.of_residual is None else gradient.to(ctx.of_residual)
 
 

@@ -7,6 +7,7 @@ operations on a machine without Triton.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -23,6 +24,7 @@ def is_interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+@cache  # torch asks for it anew
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of the GPU that the kernels of a device are compiled for."""
     return torch.cuda.get_device_capability(device)

@@ -8,12 +8,48 @@ arguments find the launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.library import infer_schema
 
 _MOST_KEPT = 4096  # keys; widths of batches vary
 _ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that this divides, and one for others
+
+
+def operation(name: str, schema: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as an operation of torch on CPUs and GPUs, and return the way to call it.
+
+    The dispatcher takes the host as long as the launch of a kernel, so a call passes it only if somebody else may want
+    to see the operation. `torch.library.custom_op` and `register_autograd` would take several times as long.
+
+    Args:
+        schema: the operation's arguments and results; by default those of the annotations, which change no argument.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.define(name, schema or infer_schema(function, mutates_args=()))
+        torch.library.impl(name, ("cpu", "cuda"), function)
+        dispatched = getattr(torch.ops.trainer, name.partition("::")[2]).default
+
+        def call(first: Tensor, *others: Any) -> Any:
+            return (dispatched if _is_watched(first) else function)(first, *others)
+
+        return call
+
+    return register
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Return whether a compiler, a mode, a profiler or a subclass of tensors wants to see operations."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
 
 
 class Launch(NamedTuple):
@@ -25,17 +61,27 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
 
 
-_Started = tuple[Callable[..., object], Sequence[Any]]
-_kept: dict[tuple[Hashable, ...], list[_Started]] = {}
+class _Started(NamedTuple):
+    """A compiled kernel: its launcher, the grid, what the launcher wants before and after the tensors."""
+
+    run: Callable[..., object]
+    grid: tuple[int, ...]
+    code: tuple[Any, ...]
+    others: Sequence[Any]
+
+
+_kept: dict[tuple[Hashable, ...], tuple[Callable[[], int], list[_Started]]] = {}
 
 
 def facts_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """Return the facts of tensors on which kernels and their arguments depend."""
     return tuple(
-        None
-        if tensor is None
-        else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNED_BYTES == 0)
-        for tensor in tensors
+        [
+            None
+            if tensor is None
+            else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % _ALIGNED_BYTES == 0)
+            for tensor in tensors
+        ]
     )
 
 
@@ -50,16 +96,27 @@ def launch(facts: tuple[Hashable, ...], tensors: Sequence[Sequence[Any]], plan: 
     """
     found = _kept.get(facts)
     if found is not None:
-        for (start, others), own in zip(found, tensors, strict=True):
-            start(*own, *others)
+        stream = found[0]()
+        for (run, grid, code, others), own in zip(found[1], tensors, strict=True):
+            run(*grid, stream, *code, *own, *others)
         return
     started: list[_Started] = []
     for (kernel, grid, numbers, constants), own in zip(plan(), tensors, strict=True):
         compiled = kernel[grid](*own, *numbers, **constants)
         if compiled is not None:
             names = kernel.arg_names[len(own) + len(numbers) :]
-            started.append((compiled[(*grid, 1, 1)[:3]], (*numbers, *(constants[name] for name in names))))
+            # As in the launchers of torch's compiler: no metadata and no hooks, which only Triton's profiler reads.
+            code = (compiled.function, compiled.packed_metadata, None, None, None)
+            others = (*numbers, *(constants[name] for name in names))
+            started.append(_Started(compiled.run, (*grid, 1, 1)[:3], code, others))
     if len(started) == len(tensors):  # the interpreter compiles nothing
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-        _kept[facts] = started
+        _kept[facts] = _current_stream(), started
+
+
+def _current_stream() -> Callable[[], int]:
+    """Return a function that returns the current stream of the current device, as Triton's launches do."""
+    from triton.runtime.driver import driver
+
+    return partial(driver.active.get_current_stream, driver.active.get_current_device())
