@@ -10,7 +10,7 @@ WORKERS := --numprocesses 3 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu dist clean
+.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu fake-gpu dist clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench      compare the speed with a hand-written loop and other tools, on CPUs"
 	@echo "make bench-quick  compare the speed for the smallest model only, in a minute"
 	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
+	@echo "make fake-gpu   run steps on fake CUDA tensors without a GPU; installs 6 GB once"
 	@echo "make dist       build the package into dist/, and train the sample with its wheel in a fresh environment"
 	@echo "make clean      remove all built files; runs/ stays"
 
@@ -66,6 +67,16 @@ bench-quick: $(INSTALLED)
 gpu: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.first_gpu
 
+fake-gpu: .fakegpu/libcuda.so.1
+	FAKE_DRIVER=$(CURDIR)/$< LD_PRELOAD=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/.fakegpu HF_HUB_OFFLINE=1 \
+	  .fakegpu/venv/bin/python -m pytest tests/gpu/fake
+
+# The wheel of torch in PyPI is the build for CUDA.
+.fakegpu/libcuda.so.1: tests/gpu/fake/no_driver.c constraints.txt
+	DEVICE=cuda TORCH_INDEX_URL=default HASHES=none EXTRAS="deepspeed lora quantization schedule-free dev" \
+	  PYTHON=$(PYTHON) docker/install.sh dependencies .fakegpu/venv
+	gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
+
 dist:
 	PYTHON=$(PYTHON) .ci/dist
 
@@ -83,5 +94,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .fakegpu build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

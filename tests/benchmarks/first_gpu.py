@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.helpers.processes import ROOT, environment, kill
@@ -40,6 +40,8 @@ HEADS = '"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"
 LLAMA = f'model.config={{"model_type":"llama","hidden_size":128,{HEADS},{TOKENS}}}'
 MIXTRAL = f'model.config={{"model_type":"mixtral","hidden_size":64,"num_local_experts":4,{HEADS},{TOKENS}}}'
 GEMMA = f'model.config={{"model_type":"gemma2","hidden_size":64,"head_dim":16,"sliding_window":32,{HEADS},{TOKENS}}}'
+LARGE_HEADS = '"num_hidden_layers":16,"num_attention_heads":32,"num_key_value_heads":8,"intermediate_size":8192'
+LLAMA_1B = f'model.config={{"model_type":"llama","hidden_size":2048,{LARGE_HEADS},{TOKENS}}}'
 TRAININGS: dict[str, tuple[str, ...]] = {
     "classification": ("bert_sample",),
     "images": ("vit_sample",),
@@ -64,7 +66,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
 }
 """Trainings that run on the GPU and on the CPU of the machine: 20 steps in fp32."""
 LARGER = {"texts": 1e-4}
-"""Larger tolerances: T5 does not scale its scores, so that the exponential of a GPU rounds more."""
+"""Larger tolerances: T5 does not scale its scores, so that rounding of matrix products grows: docs/hardware.md."""
 LEAST_SECONDS = 5.0
 """No part begins with less time left."""
 
@@ -118,15 +120,25 @@ def checks() -> list[Part]:
 
 
 def measurements(minutes: float) -> list[Part]:
-    """Return the parts that run alone."""
-    found = [Part("figures", ("-m", "tests.benchmarks.gpu", "--json", "{out}/gpu.json", "--seconds", "{seconds}"), 600)]
-    if minutes >= 25:
-        blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
-        found += [
-            Part("blocks", blocks, 240),
-            Part("speed", (*PYTEST, "-k", SLOW_TESTS, "tests/gpu/test_attention_gpu.py"), 600),
-        ]
-    return found
+    """Return the parts that run alone, the most valuable first."""
+    variants = ("short rows", "short rows, packed", "compiled")
+    figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
+    if minutes < 25:
+        return [Part("figures", (*figures, "{out}/gpu.json"), 600)]
+    large = ("gpt2_sample", LLAMA_1B, *BF16, "evaluation.every=null", "training.max_steps=4")
+    stopped = training("large_resumed", *large, "training.stop_at_step=2")
+    long = ("bert_sample", "evaluation.every=null", "training.max_steps=100000")
+    blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
+    return [
+        Part("large_stopped", stopped.arguments),  # the checkpoint of a large model
+        training("large_resumed", *large),
+        Part("figures", (*figures, "{out}/gpu.json"), 420),
+        Part("variants", (*figures, "{out}/variants.json", "--variants", *variants), 240),
+        replace(training("sampled", *long), limit_seconds=270),  # samples begin after 200 seconds
+        Part("why", ("-m", "trainer", "why", "{out}/sampled")),
+        Part("blocks", blocks, 240),
+        Part("speed", (*PYTEST, "-k", SLOW_TESTS, "tests/gpu/test_attention_gpu.py"), 600),
+    ]
 
 
 class Runner:

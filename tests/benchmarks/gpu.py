@@ -339,13 +339,12 @@ def plan(case: Case) -> dict[str, Any]:
     return {"peak_bytes": planned.peak.num_bytes, "flops": sum(planned.totals.flops.values())}
 
 
-def run(models: Sequence[str], tiny: bool, until: float, out: Path, plans: Path | None) -> None:
+def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: Path | None) -> None:
     """Run all parts until the deadline; `out` is written after each, so that an interrupted run keeps the others.
 
     `plans` is a file of an earlier run with the plans; None: they are made now.
     """
     device = Device()
-    chosen = {case.name: shrunk(case) if tiny else case for case in cases() if case.model in models}
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
     results |= {part: {} for part in ("plans", "updates", "training", *TOOLS)}
 
@@ -379,19 +378,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=500, help="no part begins after so many seconds")
     names = list(dict.fromkeys(case.model for case in cases()))
     parser.add_argument("--models", choices=names, nargs="+", default=names, help="the models to measure")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=VARIANTS, help="the variants to measure")
     parser.add_argument("--plan-only", action="store_true", help="make the plans only; this needs no GPU")
     parser.add_argument("--plans", type=Path, help="a file of --plan-only, whose plans are not made again")
     options = parser.parse_args(arguments)
+    named = [case for case in cases() if case.model in options.models and case.variant in options.variants]
+    chosen = {case.name: shrunk(case) if options.tiny else case for case in named}
     if options.plan_only:
         plans: dict[str, Any] = {}
-        for case in cases():
-            if case.model in options.models and not case.recipe().cuda_graphs:
-                attempt(plans, case.name, math.inf, partial(plan, shrunk(case) if options.tiny else case))
+        for name, case in chosen.items():
+            if not case.recipe().cuda_graphs:
+                attempt(plans, name, math.inf, partial(plan, case))
                 options.json.write_text(json.dumps({"plans": plans}, indent=2) + "\n")
         return 0
     if not options.tiny and not torch.cuda.is_available():
         parser.error("this machine has no GPU; --tiny checks the script without one")
-    run(options.models, options.tiny, time.monotonic() + options.seconds, options.json, options.plans)
+    run(chosen, options.tiny, time.monotonic() + options.seconds, options.json, options.plans)
     return 0
 
 

@@ -7,6 +7,7 @@ operations on a machine without Triton.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -24,10 +25,14 @@ def is_interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-@cache  # torch asks for it anew
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of the GPU that the kernels of a device are compiled for."""
-    return torch.cuda.get_device_capability(device)
+    return _answer(torch.cuda.get_device_capability, device)
+
+
+@cache  # torch takes microseconds for each question
+def _answer(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> tuple[int, int]:
+    return ask(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
