@@ -100,7 +100,7 @@ def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, together: bool 
 
 
 class _Rounded(torch.autograd.Function):
-    """The rounding of weights, of which autograd keeps nothing, so that several backward passes may run through it."""
+    """The rounding of weights. Autograd keeps nothing of it, so several backward passes may run through it."""
 
     @staticmethod
     def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:

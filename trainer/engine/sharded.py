@@ -73,7 +73,7 @@ def shard(
     Raises:
         UsageError: the layers of the model are unknown, because its family is not in the table.
     """
-    assert mesh.device_mesh is not None, "one process has nobody to share with"
+    assert mesh.device_mesh is not None, "one process has no ranks to share with"
     # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)

@@ -145,7 +145,7 @@ def why_whole(model: Any) -> str | None:
 
 
 def refuse_blocks(why: str) -> UsageError:
-    """Return the error of a recipe whose blocks of the vocabulary the model cannot have."""
+    """Return the error of a model that does not support blocks of the vocabulary."""
     return UsageError(
         f'`task.vocabulary_chunk` is a number, but the model needs its logits: {why}; set it to "auto" or null'
     )

@@ -166,6 +166,6 @@ def _load(recipe: Model) -> Any:
     if getattr(processor, "backend", None) != "pil":
         raise UsageError(
             f"`model.name_or_path` is {name!r}, whose image processor ({type(processor).__name__}) needs torchvision;"
-            " use a model whose processor works on Pillow"
+            " use a model with a processor that works on Pillow"
         )
     return processor

@@ -127,7 +127,7 @@ def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str, auto_clas
 
 @torch.no_grad()
 def _require_documents_apart(model: Any, name: str) -> None:
-    """Compare the logits of a document alone with those behind another one, of which only the positions tell."""
+    """Compare the logits of a document alone with those behind another one; only positions separate the two."""
     ids = _inputs(model, _LENGTHS)["input_ids"]
     first, second = ids[:1], ids[1:, : _LENGTHS[1]]
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]

@@ -1,4 +1,4 @@
-"""A frozen teacher, from whose outputs a model learns beside the labels (Hinton et al. 2015, arXiv:1503.02531)."""
+"""A frozen teacher; a model learns from its outputs beside the labels (Hinton et al. 2015, arXiv:1503.02531)."""
 
 from __future__ import annotations
 

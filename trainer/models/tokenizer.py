@@ -46,7 +46,8 @@ def load_tokenizer(recipe: Model) -> Any:
     if tokenizer.is_fast:
         _require_small_texts(key, name, tokenizer)
     # For a folder without a tokenizer, transformers makes one of special tokens (and T5's space) from `config.json`.
-    if tokenizer.is_fast and len(set(tokenizer.get_vocab()) - _special_tokens(tokenizer)) < _FEWEST_TOKENS:
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    if tokenizer.is_fast and len(tokenizer.get_vocab().keys() - special) < _FEWEST_TOKENS:
         raise UsageError(
             f"`{key}` is {name!r}, which has no vocabulary of a tokenizer, so that every word would be unknown; copy"
             " the tokenizer's files into it (`tokenizer.json`), or name the model's own tokenizer in `model.tokenizer`"
@@ -72,10 +73,6 @@ def _rules(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield normalizer
     for one in normalizer.get("normalizers", ()):
         yield from _rules(one)
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-    return {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 
 def has_languages(tokenizer: Any) -> bool:

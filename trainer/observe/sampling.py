@@ -34,7 +34,7 @@ Interval = tuple[float, float]
 
 
 class StepProfile:
-    """A context manager around a step on this rank, whose parts it measures.
+    """A context manager that measures the parts of a step on this rank.
 
     Attributes:
         seconds: after the step, the seconds with a running operation or kernel; those in which a collective runs, or

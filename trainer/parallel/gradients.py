@@ -151,7 +151,7 @@ class TiedGradients:
         """Sum the gradients of all copies, in place; they may be sharded, alike on all stages."""
         for name, copies in self._copies.items():
             for parameter in copies:
-                # Every rank of the group joins the sum, also one whose stage had no use for its copy.
+                # Every rank of the group joins the sum, also if its stage did not use its copy.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             parts = [local_part(parameter.grad) for parameter in copies if parameter.grad is not None]

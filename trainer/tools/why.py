@@ -19,7 +19,6 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import aligned
-from trainer.observe.metrics_file import Metrics
 from trainer.observe.records import CHECKPOINT, COMPILATION, EVALUATION, ROWS
 from trainer.observe.summary import format_seconds
 from trainer.recipe.plan import BatchPlan, plan_run
@@ -305,12 +304,9 @@ def _verified(
 
 def _step_seconds(trial: Trial) -> float | None:
     """Return the mean seconds of a step after the warm-up, with rows and evaluations."""
-    seconds = [time for turn in trial.turns for time in _wall_seconds(turn)]
+    steps = [step for turn in trial.turns for step in turn.steps[warm_up(len(turn.steps)) :]]
+    seconds = [sum(step.seconds.values()) for step in steps]
     return sum(seconds) / len(seconds) if seconds else None
-
-
-def _wall_seconds(turn: Metrics) -> list[float]:
-    return [sum(one.seconds.values()) for one in turn.steps[warm_up(len(turn.steps)) :]]
 
 
 def lines(found: Explanation) -> Iterator[str]:

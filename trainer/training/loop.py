@@ -40,7 +40,7 @@ from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.requests import Requests
 from trainer.training.validation import Validation
 
-_MOST_SHOWN = 64  # ranks of which a record has the memory; a line of more would be long
+_MOST_SHOWN = 64  # ranks with their memory in a record; a line of more would be long
 _NANOSECOND = 1e-9
 _FAILING = STOP + 1  # an observer can no longer write
 Ending = Literal[

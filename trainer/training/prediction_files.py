@@ -190,9 +190,6 @@ class InputRows:
         half = (start + end) // 2
         return self._find_bad(chunk, start, half) | self._find_bad(chunk, half, end)
 
-    def _mapped(self, rows: Sequence[Row], first_row: int) -> Sequence[Row]:
-        return self._map.of_rows(rows, first_row, self._request.where) if self._map else rows
-
     def table(self, rows: Sequence[Row], first_row: int) -> Dataset:
         """Return the columns of rows that the task reads.
 
@@ -202,7 +199,7 @@ class InputRows:
         import datasets
         import pyarrow
 
-        rows = self._mapped(rows, first_row)
+        rows = self._map.of_rows(rows, first_row, self._request.where) if self._map else rows
         try:
             columns = {name: [row.get(name) for row in rows] for name in self._columns}
             parts = [

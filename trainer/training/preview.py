@@ -208,7 +208,7 @@ class _Token:
 
 
 def _predicted(ids: Sequence[int], labels: Sequence[int], positions: Tensor | None) -> Iterator[_Token]:
-    """Yield the tokens of documents, of which the label of each is the next one; the last one may be a label only."""
+    """Yield the tokens of documents. The label of each is the next one; the last one may be a label only."""
     starts = [0] if positions is None else (positions[: len(ids)] == 0).nonzero().flatten().tolist()
     for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
         note = f"document {number + 1}" if len(starts) > 1 else ""

@@ -138,7 +138,7 @@ def verify(
             there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
         difference, largest = compared(found, there, expected.batches)
         require_same(difference, largest, opened.dtype, reply["lost"])
-        rows = f"{len(data.evaluated.rows):,} rows of {for_terminal(_name_of_rows(data.evaluated.where))}"
+        rows = f"{len(data.evaluated.rows):,} rows of {for_terminal(data.evaluated.where.split(' (')[0])}"
         by = f"Another process, without `trainer`, with {_OPENERS[opened.kind]} on the CPU in fp32,"
         return Certificate(
             by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
@@ -158,10 +158,6 @@ _OPENERS = {
 def kind_of(task_type: str) -> str:
     """Return the kind of an exported folder with whole weights."""
     return {"embedding": "sentence-transformers", "reranker": "cross-encoder"}.get(task_type, "transformers")
-
-
-def _name_of_rows(where: str) -> str:
-    return where.split(" (")[0]
 
 
 def _data(

@@ -127,7 +127,7 @@ def _no_object(shard: Shard, offset: int, how: str) -> DataError:
 
 @contextmanager
 def _parquet(shard: Shard) -> Iterator[Any]:
-    """Open a Parquet shard, of which pages are read as they are needed."""
+    """Open a Parquet shard; its pages are read when they are needed."""
     from pyarrow.parquet import ParquetFile
 
     with shard.open() as raw, ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:

@@ -104,7 +104,8 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     if not isinstance(node.value, dict):
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
     if tool := _other_tool(node):
-        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; convert it with: {_convert(file)}")
+        command = f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
+        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; convert it with: {command}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -125,10 +126,6 @@ def _other_tool(node: Node) -> str | None:
     known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
     best = max(known, key=known.__getitem__)
     return best if 2 * known[best] > len(own) else None
-
-
-def _convert(file: Path) -> str:
-    return f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:

@@ -131,7 +131,7 @@ class _Tree:
         return Origin(self._origin.source, mark.line + 1, mark.column + 1, self._origin.folder)
 
     def node(self, node: yaml.Node, path: KeyPath, key_origin: Origin | None = None) -> Node:
-        """Return the tree of a node at a path, whose aliases are copies."""
+        """Return the tree of a node at a path; aliases are copies."""
         self._left -= 1
         if len(path) >= MAX_DEPTH:  # an alias inside of its own anchor
             raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=node.start_mark)

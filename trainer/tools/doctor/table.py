@@ -23,7 +23,7 @@ class Check:
     examine: Callable[[Machine], Finding]  # function of the check; the documentation shows its docstring
     seconds: float = 10.0
     deep: bool = False  # whether only `--deep` runs it
-    asks: type[Facts] | None = None  # facts whose failure this check reports; other checks then refer to this one
+    asks: type[Facts] | None = None  # the failure of these facts is reported here; other checks refer to it
 
 
 CHECKS: tuple[Check, ...] = (

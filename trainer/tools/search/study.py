@@ -189,7 +189,7 @@ class Study:
         return self.folder / "trials" / f"{number:04}"
 
     def claim(self, most: int) -> Trial | None:
-        """Return a trial that nobody else trains: one that was left half-way, or a new one; None if `most` are there.
+        """Return a trial that no other process trains, left half-way or new; None if `most` are there.
 
         Raises:
             OSError: the folder cannot be written.
@@ -213,7 +213,7 @@ class Study:
             return trial
 
     def take(self, folder: Path) -> bool:
-        """Take a run folder, and return whether nobody else has it.
+        """Take a run folder, and return whether no other process has it.
 
         Raises:
             OSError: the folder above cannot be written.

@@ -174,7 +174,7 @@ class Workers:
         self._show(f"{done} trials done; {trial.number}: {' '.join(trial.user_attrs[WORDS])}: {text}")
 
     def _repeat(self, seeds: int, gpus: Gpus) -> None:
-        """Train the best trials with other seeds, those that nobody else trains now."""
+        """Train the best trials with other seeds, unless another process trains them now."""
         for place, words, seed in self._repetitions(seeds):
             run = self._crew.run(words, place, gpus, seed)
             if self._asked():
