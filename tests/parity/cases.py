@@ -264,7 +264,8 @@ def context_matrix() -> Iterator[Case]:
     yield case("zero3", 6, 3, accumulates=True, checkpointing="selective", is_nightly=True)
     yield case("hsdp", 6, 3, accumulates=True, is_nightly=True)
     yield case("hsdp", 8, 4, model_type="llama", dropout=0.0, checkpointing="selective", is_nightly=True)
-    yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm")
+    yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm", is_nightly=True)
+    yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm")
     for model_type in (*TEXT_FAMILIES, "vit"):
         if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
             dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
@@ -383,7 +384,7 @@ def image_cases() -> Iterator[Case]:
         how = {"schedule": schedule, "is_nightly": is_nightly}
         yield resnet("ddp", 2, False, checkpointing="none", stages=2, **how)
     yield resnet("fsdp", 4, True, checkpointing="full", stages=2)
-    yield resnet("ddp", 6, True, checkpointing="none", stages=3)
+    yield resnet("ddp", 6, True, checkpointing="none", stages=3, is_nightly=True)
 
 
 @dataclass

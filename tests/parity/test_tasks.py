@@ -71,7 +71,7 @@ VARIANTS = (
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
 """Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""
 FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
-"""Tasks that `make test-all` trains on four ranks and more: one of each kind of label."""
+"""Tasks that `make test-all` trains on four ranks, one of each kind of label; the first two also on eight."""
 
 
 FURTHER = ("ddp", "tensor-sequence-accumulated", "context")
@@ -79,7 +79,8 @@ FURTHER = ("ddp", "tensor-sequence-accumulated", "context")
 
 
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
-    if LAYOUTS[layout][0] > 3 and task not in FOUR_RANKS:
+    world_size = LAYOUTS[layout][0]
+    if world_size > 3 and task not in (FOUR_RANKS if world_size == 4 else FOUR_RANKS[:2]):
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
         return (pytest.mark.nightly,)
