@@ -240,7 +240,7 @@ def trains(page: Page) -> bool:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if quick_commands(page) and not trains(page)], ids=str)
 def test_commands_that_train_nothing(page: Page, clone: Path):
-    run_commands(clone, quick_commands(page), 60)
+    run_commands(clone, quick_commands(page), 240)
 
 
 @pytest.mark.slow
