@@ -28,7 +28,7 @@ from docs import costs
 from trainer.cli import app
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
-from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.combinations import EXCLUSIONS, Condition
 from trainer.recipe.foreign.counterpart import Counterpart
 from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS
 from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
@@ -252,12 +252,10 @@ def _exclusions() -> str:
     def words(condition: Condition) -> str:
         return f"`{condition.key}` {condition.values}"
 
-    rows = [(words(row.first), words(row.second), _reason(row)) for row in EXCLUSIONS]
-    return _table(("this", "does not go with", "because"), rows)
-
-
-def _reason(row: Exclusion) -> str:
-    return f"it must be {row.reason}" if row.form.startswith("must be") else row.reason
+    found: dict[str, list[str]] = {}
+    for row in EXCLUSIONS:
+        found.setdefault(words(row.first), []).append(words(row.second))
+    return "\n".join(f"- {first}: {'; '.join(others)}" for first, others in found.items())
 
 
 def _schedules() -> str:
