@@ -143,8 +143,9 @@ def _section(name: str, field: FieldInfo, heading: str) -> Iterator[str]:
 def _as_before(lines: Sequence[str], shown: Mapping[str, str]) -> Iterator[str]:
     """Iterate over the names of the keys that earlier kinds have in the same form."""
     for tag in dict.fromkeys(shown[line] for line in lines if line in shown):
-        names = ", ".join(line.split()[1] for line in lines if shown.get(line) == tag)
-        yield f"- as under `{json.dumps(tag)}`: {names}"
+        names = [line.split()[1] for line in lines if shown.get(line) == tag]
+        below = dict.fromkeys(f"{name.rpartition('.')[0]}.*`" if name.count(".") > 1 else name for name in names)
+        yield f"- as under `{json.dumps(tag)}`: {', '.join(below)}"
 
 
 def _key_lines(prefix: str, model: type[Section], without: Collection[str | None] = ()) -> Iterator[str]:
@@ -198,7 +199,8 @@ def _values(schema: Mapping[str, Any]) -> str:
     if kind == "null":
         return "`null`"
     if kind == "string":
-        return str(schema.get("patternErrorMessage") or ("path" if schema.get("format") == "path" else "text"))
+        rule = str(schema.get("patternErrorMessage") or ("path" if schema.get("format") == "path" else "text"))
+        return rule.partition(" such as")[0]
     if kind == "array":
         return f"list of {_length(schema)}{_values(schema['items'])}"
     if kind == "boolean":

@@ -19,8 +19,7 @@ class MemoryCheckpoint(Section):
     every: IntervalField
     """How often to save one, unless the step saves to the disk; more often than `checkpoint.every`."""
     folder: RunPathField = "/dev/shm"
-    """Folder of each host, on a memory file system. The run frees it at its end, and after a failure keeps it for the
-    next start."""
+    """Folder of each host, on a memory file system."""
 
 
 class Checkpoint(Section):
@@ -40,8 +39,8 @@ class Checkpoint(Section):
     """Further checkpoints in the memory of the hosts, each also on the next host; null: none. A restart resumes from
     the newest complete checkpoint, in memory or on the disk."""
     mirror: str | None = None
-    """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. They are uploaded
-    during the training. A run without a checkpoint in its folder resumes from there."""
+    """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. A run without a
+    checkpoint in its folder resumes from there."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         for placeholder in re.findall(r"\{.*?\}", self.folder):

@@ -21,18 +21,18 @@ class _DataKeys(Section):
     map: DataMap = DataMap()
     """The columns that the task reads, made from those of the source: in all splits, and in files to predict."""
     max_length: int = Field(128, ge=1)
-    """Maximum tokens of a text; longer texts are truncated, and their share is reported."""
+    """Maximum tokens of a text; longer ones are truncated, and their share is reported."""
     group_by_length: bool = False
-    """Batch texts of similar length, which needs less padding; the order depends only on (seed, epoch, step)."""
+    """Batch texts of similar length, which needs less padding."""
     pad_to: int = Field(1, ge=1)
-    """Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64; the training is the same."""
+    """Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64."""
     packing: bool = False
     """Compute the layers on tokens only, without padding; the training is the same."""
     num_workers: int = Field(0, ge=0, le=64)
     """Processes per rank that prepare batches; 0: the rank itself prepares them."""
     preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Processes that tokenise a split, once for all ranks of a node; the result is the same. null: the cores of the
-    machine, and fewer for little text."""
+    """Processes that tokenise a split, once for all ranks of a node; null: the cores of the machine, and fewer for
+    little text."""
     cache: PathField | None = None
     """Folder of the cache of tokenised texts and resized images; null: the user's cache folder."""
 
@@ -72,9 +72,8 @@ class FileData(_DataKeys):
 
     source: Literal["files"]
     format: Literal["json", "csv", "parquet", "excel", "conll", "megatron"] | None = None
-    """null: from the extension of the first file. `conll` has one word on each line, with its tag in the last column,
-    and an empty line after each sentence; its columns are `words` and `tags`. `megatron`: NAME.idx beside NAME.bin;
-    its column is `input_ids`, with a row for each document."""
+    """null: from the extension of the first file. `conll` has one word on each line, its tag in the last column, and
+    the columns `words` and `tags`. `megatron`: NAME.idx beside NAME.bin, with the column `input_ids`."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """The character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
@@ -84,13 +83,12 @@ class FileData(_DataKeys):
     train: PathField | Annotated[list[PathField], Field(min_length=1)]
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
     mixture: list[Annotated[float, Field(gt=0)]] | None = None
-    """The weight of each entry of `train`, such as [0.7, 0.3]: its share of the rows of an epoch, which has as many
-    rows as all entries together. null: an epoch has every row once."""
+    """The share of each entry of `train` in an epoch, such as [0.7, 0.3]; null: an epoch has every row once."""
     streaming: bool = False
-    """Read the training split window by window, and keep neither it nor its tokens. `train` names Parquet or JSON Lines
-    files, or URLs such as `s3://bucket/part-*.parquet`; docs/numerics.md has the order and the limits."""
+    """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
+    `s3://bucket/part-*.parquet`; docs/numerics.md has the order and the limits."""
     shuffle_window: int = Field(16_384, ge=1)
-    """With `streaming`: the rows that are shuffled together, after their blocks were shuffled over all files."""
+    """With `streaming`: the rows that are shuffled together; blocks are shuffled over all files."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
     """File or files of the validation split, or the share of the training split to hold out, such as 0.1."""
 

@@ -30,8 +30,8 @@ class ChatKeys(Section):
     content: _Name = "content"
     """The key of the text in the source."""
     roles: dict[str, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
-    """The role for each name in the source that differs, such as {"human": "user"}. `tool_calls`: a turn of the
-    assistant with tool calls, which the text holds as JSON."""
+    """The role for each name in the source that differs, such as {"human": "user"}; `tool_calls`: a turn with tool
+    calls as JSON."""
 
 
 class MappedColumn(Section):
@@ -42,7 +42,7 @@ class MappedColumn(Section):
     type: Literal["text", "integer", "number", "boolean"] | None = None
     """The type of the values; null: that of the source."""
     values: Annotated[dict[str, str | int | float | bool], Field(min_length=1)] | None = None
-    """The new value for each value of the source, such as {"1": "bad", "5": "good"}; other values are refused."""
+    """The new value for each value, such as {"1": "bad", "5": "good"}; others are refused."""
     chat: ChatKeys | None = None
     """Read chats with other keys of messages."""
 
@@ -62,17 +62,16 @@ class DataMap(Section):
     """The columns that the task reads, made from those of the source, in all splits and in files to predict."""
 
     shape: Literal["auto", "none", "sharegpt", "alpaca"] = "auto"
-    """`sharegpt`: chats with `from` and `value`, in `conversations` or a column of the task; `alpaca`: `instruction`,
-    `input` and `output`, for a task that reads `messages`, or `prompt` and `completion`. auto: recognised, with a note;
-    none: neither."""
+    """sharegpt: chats with `from` and `value`; alpaca: `instruction`, `input` and `output`; auto: recognised, with a
+    note."""
     columns: Annotated[dict[_Name, Mapped], Field(min_length=1)] | None = None
     """The new columns; all others are left out. A value is the name of a column of the source, a template such as
     "{instruction}[\\n{input}]", a list of messages with templates, or an object. A part of a template in brackets is
     left out if one of its columns is null or blank; double brackets and braces are characters. null: the columns of
     the source."""
     where: list[str] = Field([])
-    """Conditions on columns of the source, such as ["language == en", "score >= 0.5"]; rows that fulfil all are read.
-    Operators are ==, !=, <, <=, >, >=, in and not in. `trainer predict` and `trainer mine` read all rows."""
+    """Conditions that the rows must fulfil, such as ["language == en", "score >= 0.5"]. Operators are ==, !=, <, <=, >,
+    >=, in and not in. `trainer predict` and `trainer mine` read all rows."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         base = ("data", "map")

@@ -17,11 +17,11 @@ class Evaluation(Section):
     """How often to evaluate; null: never, not even at the end. Without a validation split the default is null."""
     best: str | None = None
     """The metric that selects the best model, or "loss"; null: the first of `task.metrics`. Of equal values, that with
-    the lower loss is better, then the earlier one."""
+    the lower loss is better."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many evaluations without a better value of `best`; null: never."""
     batch_size: int = Field(32, ge=1)
     """Examples in one forward pass of one rank; metrics do not depend on it."""
     verify_export: int = Field(4, ge=0)
     """Rows on which the end of a run compares the exported model, opened by transformers, with the trained one; 0:
-    none. It raises an error if they differ."""
+    none."""

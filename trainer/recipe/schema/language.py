@@ -72,25 +72,25 @@ class CausalLM(VocabularyKeys):
 
     type: Literal["causal_lm"]
     text: str | None = None
-    """The column that holds texts, or lists of token ids; all tokens are trained. Beside token ids, the columns
-    `attention_mask` and `labels` are read, if there are any: 0 marks padding, and -100 a token that is not trained."""
+    """The column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
+    padding, and `labels` -100 a token that is not trained."""
     prompt: str | None = None
-    """The column that holds prompts, texts or messages, which are not trained."""
+    """The column of prompts, texts or messages, which are not trained."""
     completion: str | None = None
-    """The column that holds completions of the prompts."""
+    """The column of completions of the prompts."""
     messages: str | None = None
-    """The column that holds chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, in the
-    tokenizer's chat template. A message with the `weight` 0 is not trained."""
+    """The column of chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, unless their
+    `weight` is 0."""
     tools: str | None = None
-    """The column that holds the tools of a chat, as lists of JSON schemas or their text, for the chat template."""
+    """The column of the tools of a chat, as lists of JSON schemas or their text."""
     train_on: Literal["all", "last", "each"] = "all"
-    """The assistant's turns of a chat that are trained: all in one row; the last one; or each in a row of its own,
-    after the earlier messages. `last` and `each` suit templates that change earlier messages."""
+    """The trained turns of a chat: all in one row; the last one; or each in a row of its own. `last` and `each` suit
+    templates that change earlier messages."""
     generation: Generation = Generation()
     """The length of the texts of `trainer predict`, and their search."""
     packing: Literal["none", "documents", "joined"] = "none"
     """Fill rows of `data.max_length` tokens with several documents. `documents` keeps attention and positions inside
-    each document; `joined` lets them see each other (texts only). Steps and batch sizes count rows."""
+    each; `joined` lets them see each other (texts only)."""
     metrics: list[Literal["perplexity", "accuracy"]] = Field(default=["perplexity"], min_length=1)
     """Exponential of the mean loss of trained tokens; share of them that are predicted correctly."""
 
@@ -127,9 +127,9 @@ class Seq2SeqLM(VocabularyKeys):
 
     type: Literal["seq2seq_lm"]
     source: str = "source"
-    """The column that holds the source text."""
+    """The column of the source text."""
     target: str = "target"
-    """The column that holds the target text; it may be empty."""
+    """The column of the target text; it may be empty."""
     prefix: str = ""
     """Text before each source, such as `"summarize: "` for T5."""
     source_language: str | None = None
@@ -143,8 +143,8 @@ class Seq2SeqLM(VocabularyKeys):
     metrics: list[Literal["rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "accuracy", "perplexity"]] = Field(
         default=["perplexity"], min_length=1
     )
-    """F1 of ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100, of generated texts; share of target tokens that are
-    predicted correctly from the true tokens before them; exponential of the mean loss."""
+    """ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100, of generated texts; share of target tokens that are
+    predicted correctly from the true ones before; exponential of the mean loss."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -31,17 +31,16 @@ class Adapter(Section):
     alpha_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
     """Other values of `alpha`, as in `rank_pattern`."""
     start: Literal["pissa", "pissa_niter_16", "loftq"] | None = None
-    """`pissa`: begin with the largest singular values of each weight (Meng et al. 2024); `pissa_niter_16`: with a fast
-    approximation of them; `loftq`: with those of the errors of `model.quantization` (Li et al. 2023); null: begin with
-    a product of zero."""
+    """Begin with the largest singular values of each weight (`pissa`), an approximation of them (`pissa_niter_16`), or
+    those of the errors of `model.quantization` (`loftq`); null: with a product of zero."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """The dropout of the input of each product."""
     targets: Patterns | Literal["all-linear"] | None = None
     """Names of linear layers, or patterns such as `*.query`; `all-linear`: all but heads and layers that are trained
-    whole; null: all linear layers of the repeated layers."""
+    whole; null: those of the repeated layers."""
     modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Names or patterns of modules that are trained whole; null: the head of the task and all modules that the
-    pretrained model lacks, but not the pretrained head of a language model."""
+    """Names or patterns of modules that are trained whole; null: all modules that the pretrained model lacks, such as
+    the head of the task."""
     trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None
     """Tokens, or their ids, with rows of the embedding and of the head to train; null: those of `model.new_tokens`."""
 
@@ -71,18 +70,17 @@ class Model(Section):
     """A name on the hub, or a folder."""
     revision: Revision = None
     config: dict[str, Any] | None = None
-    """Alone: a transformers configuration with its "model_type"; the weights are random. With `name_or_path`: keys that
-    replace those of the model's configuration, such as `classifier_dropout`."""
+    """Alone: a transformers configuration with its "model_type", for random weights. With `name_or_path`: keys that
+    replace those of the model's configuration."""
     tokenizer: HubOrPathField | None = None
     """A name on the hub, or a folder; null: the tokenizer of the model."""
     new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """Tokens to add to the tokenizer. Embedding and head get rows for those without one; null: none."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of the model's
-    configuration."""
+    """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of its configuration."""
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
-    """Add uniform noise to the embeddings of tokens in training of a causal_lm, such as 5 (NEFTune, Jain et al. 2023);
-    null: none. The noise of a row of L tokens is within `alpha / sqrt(L * width)`."""
+    """causal_lm: add noise within `alpha / sqrt(L * width)` to the embeddings of a row of L tokens, such as 5 (NEFTune,
+    Jain et al. 2023); null: none."""
     freeze: Patterns | None = None
     """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
     unfreeze_at_step: Annotated[int, Field(ge=1)] | None = None
@@ -90,8 +88,8 @@ class Model(Section):
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
     quantization: Literal["nf4", "nf4_single", "int8"] | None = None
-    """The format of the frozen weights of linear layers beneath an adapter: 4 bits (NormalFloat; scales quantised too,
-    or in fp32) or 8 bits; null: they are not quantised."""
+    """The frozen weights beneath an adapter in 4 bits (NormalFloat; `nf4_single`: scales in fp32) or 8 bits; null: not
+    quantised."""
 
     @property
     def is_partly_frozen(self) -> bool:

@@ -47,8 +47,7 @@ class Communication(Section):
     """Types of the numbers that ranks send each other."""
 
     gradients: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type in which gradients are summed over ranks; 16 bits halve their traffic. One data-parallel rank rounds its
-    gradients to this type too. fp16 needs `precision` fp16, because of its loss scale."""
+    """Type in which gradients are summed over ranks; 16 bits halve their traffic."""
 
 
 class Parallel(Section):
@@ -61,18 +60,16 @@ class Parallel(Section):
     tensor: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel degree (as in Megatron-LM): ranks that shard each large matrix and process the same rows."""
     sequence: bool = False
-    """Sequence parallelism: shard positions over tensor ranks between the matrices of a layer; less memory, same
-    communication."""
+    """Sequence parallelism: shard positions over tensor ranks between the matrices of a layer, for less memory."""
     context: Annotated[int, Field(ge=1)] = 1
-    """Context-parallel degree: ranks that shard the positions of the same rows in all layers; for long sequences. For
-    attention they share heads (DeepSpeed-Ulysses), and pass keys and values around rings (Ring Attention) where heads
-    do not suffice."""
+    """Context-parallel degree: ranks that shard the positions of the same rows in all layers. They share heads
+    (DeepSpeed-Ulysses), and form rings (Ring Attention) where heads do not suffice."""
     pipeline: Pipeline = Pipeline()
     """Pipeline stages and their schedule."""
     elastic: Literal["none", "data", "shards"] = "none"
     """Axis that follows the number of ranks while nodes join and leave (`torchrun --nnodes MIN:MAX`). data: the
-    data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, a last shard group may shrink too; none:
-    such a launch is refused. Global batch, tensor, context and pipeline sizes never change."""
+    data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, one shard group may be smaller; none:
+    such a launch is refused."""
     reshard_after_forward: bool = True
     """Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again for backward."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -86,8 +83,7 @@ class Parallel(Section):
     stall_timeout: DurationField = Duration(10, "minute")
     """Maximum time without progress of any rank; then the run ends and reports the state of each rank."""
     join_timeout: DurationField = Duration(10, "minute")
-    """Maximum time of the rendezvous; after 20 seconds the missing ranks are reported. Also the maximum time, up to one
-    minute, until all ranks see a shared folder."""
+    """Maximum time of the rendezvous; after 20 seconds the missing ranks are reported."""
     deepspeed: dict[str, Any] = Field(default={})
     """Additional DeepSpeed configuration keys under zero1 to zero3; keys that the trainer sets are errors."""
 

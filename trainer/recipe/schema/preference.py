@@ -28,8 +28,7 @@ class PreferenceLoss(Section):
     """
 
     type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    """dpo (Rafailov et al. 2023), ipo (Azar et al. 2023), simpo (Meng et al. 2024), orpo (Hong et al. 2024) for pairs;
-    kto (Ethayarajh et al. 2024) for single answers with a label. simpo and orpo need no reference."""
+    """For pairs, but kto (Ethayarajh et al. 2024) for single answers with a label. simpo and orpo need no reference."""
     beta: Annotated[float, Field(gt=0)] | None = None
     """Strength of the divergence from the reference; simpo: scale of the rewards; orpo: weight of the odds ratio;
     ipo: tau. null: 2.0 for simpo, else 0.1."""
@@ -69,26 +68,25 @@ class Preference(VocabularyKeys):
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: str | None = "prompt"
-    """The column that holds prompts; null: `chosen` and `rejected` hold whole chats, which start with the same
-    messages."""
+    """The column of prompts; null: `chosen` and `rejected` hold whole chats, which start with the same messages."""
     chosen: str = "chosen"
-    """The column that holds the better answers."""
+    """The column of the better answers."""
     rejected: str = "rejected"
-    """The column that holds the worse answers."""
+    """The column of the worse answers."""
     completion: str = "completion"
-    """kto: the column that holds the answers."""
+    """kto: the column of the answers."""
     label: str = "label"
-    """kto: the column that holds whether an answer is desirable: true or false, or 1 or 0."""
+    """kto: the column of whether an answer is desirable: true or false, or 1 or 0."""
     tools: str | None = None
-    """The column that holds the tools of a chat, as lists of JSON schemas or their text, for the chat template."""
+    """The column of the tools of a chat, as lists of JSON schemas or their text."""
     generation: Generation = Generation()
     """The length of the texts of `trainer predict`, and their search."""
     metrics: list[Literal["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps", "kl"]] = Field(
         default=["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps"], min_length=1
     )
     """Share of pairs in which the chosen answer has the higher reward (kto: of answers on the right side of the
-    divergence); difference of the mean rewards of chosen and rejected answers; mean log-probability of an answer;
-    kto: the estimated divergence from the reference."""
+    divergence); difference of the mean rewards; mean log-probability of an answer; kto: the divergence from the
+    reference."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -121,13 +119,13 @@ class RewardModel(TaskKeys):
 
     type: Literal["reward_model"]
     prompt: str | None = "prompt"
-    """The column that holds prompts; null: the other columns hold whole texts or chats."""
+    """The column of prompts; null: the other columns hold whole texts or chats."""
     chosen: str = "chosen"
-    """The column that holds the better answers."""
+    """The column of the better answers."""
     rejected: str = "rejected"
-    """The column that holds the worse answers."""
+    """The column of the worse answers."""
     margin: str | None = None
-    """The column that holds the difference that the two rewards should have at least."""
+    """The column of the least difference of the two rewards."""
     center_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of both rewards in the loss, which centres rewards at 0."""
     metrics: list[Literal["accuracy", "reward_margin"]] = Field(default=["accuracy", "reward_margin"], min_length=1)

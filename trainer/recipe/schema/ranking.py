@@ -18,11 +18,10 @@ class Reranker(TaskKeys):
     query: str = "query"
     """The column of queries."""
     documents: str | Annotated[list[str], Field(min_length=2)] = "documents"
-    """The column of one document, or of a list of documents; or several columns: the right document, then wrong
-    ones."""
+    """The column of one document or of a list; or several columns: the right document, then wrong ones."""
     label: str | None = None
-    """The column of the relevance of the document, or of a list with one for each document; null: the first document of
-    each row is right, the others are wrong."""
+    """The column of the relevance of each document; null: the first document of a row is right, the others are
+    wrong."""
     loss: Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"] = "binary_cross_entropy"
     """binary_cross_entropy: of each pair; cross_entropy: find the right document of the row; list_net: cross entropy of
     the softmax of labels and scores; lambda: LambdaLoss with NDCG-Loss2++."""
@@ -36,7 +35,7 @@ class Reranker(TaskKeys):
         default=["ndcg_at_10", "mrr_at_10", "map"], min_length=1
     )
     """Mean over the distinct queries of nDCG of the first 5 or 10 documents, of 1 / rank of the first relevant one
-    among these, and of the average precision. Each distinct document of a query counts once."""
+    among these, and of the average precision."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -22,11 +22,10 @@ class SequenceClassification(ClassificationKeys, TextKeys):
 
     type: Literal["sequence_classification"]
     multi_label: bool = False
-    """Each row has any number of labels: `label` holds lists of names, or lists of 0 and 1, one for each of `labels`.
-    `accuracy` is the share of rows with all labels right."""
+    """Each row has any number of labels: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy`
+    is the share of rows with all labels right."""
     threshold: Share | dict[str, Share] = 0.5
-    """With `multi_label`: a label is predicted if its probability is above this; an object sets it for labels by name,
-    and others keep 0.5."""
+    """With `multi_label`: the probability above which a label is predicted; an object sets it by name."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -49,7 +48,7 @@ class SequenceRegression(TextKeys):
 
     type: Literal["sequence_regression"]
     label: str = "label"
-    """The column that holds the number."""
+    """The column of the number."""
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
     """Correlation of predicted and true numbers, or their mean squared error."""
 
@@ -63,37 +62,35 @@ class Embedding(TaskKeys):
     score: str | None = None
     """The column of the similarity of the two texts, which the losses `cosine`, `cosent` and `angle` need."""
     pooling: Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_length"] | None = None
-    """The embedding from the states of all tokens: their mean, maximum, mean with weights 1, 2, 3 and so on, or sum /
-    sqrt(tokens); or the state of the first or last token. null: that of the model's folder; mean without one."""
+    """The embedding from the states of the tokens: weighted_mean has weights 1, 2, 3 and so on, mean_sqrt_length is sum
+    / sqrt(tokens). null: that of the model's folder, else mean."""
     normalize: bool | None = None
-    """Scale embeddings to a length of 1; null: as the model's folder does; true without one."""
+    """Scale embeddings to a length of 1; null: as the model's folder, else true."""
     query_prompt: str | None = None
-    """The text before each text of the first column; null: that of the model's folder, if any."""
+    """The text before each text of the first column; null: that of the model's folder."""
     document_prompt: str | None = None
-    """The text before each text of the other columns; null: that of the model's folder, if any."""
+    """The text before each text of the other columns; null: that of the model's folder."""
     loss: Literal["multiple_negatives", "cosine", "cosent", "angle"] = "multiple_negatives"
-    """multiple_negatives: find the positive among those and the negatives of the whole global batch; cosine: squared
-    error of cosine and score; cosent: order all pairs of rows of the global batch by score; angle: cosent with angles
-    in complex space."""
+    """multiple_negatives: find the positive among those and the negatives of the global batch; cosine: squared error of
+    cosine and score; cosent: order all pairs of rows of the global batch by score; angle: cosent with angles in complex
+    space."""
     dimensions: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
-    """Matryoshka embeddings: the loss is the sum of the losses of the first values of each embedding, for these numbers
-    of values; metrics are also computed for each. null: all values."""
+    """Matryoshka embeddings: the sum of the losses of these numbers of first values; metrics are computed for each too.
+    null: all values."""
     dimension_weights: list[Annotated[float, Field(gt=0)]] | None = None
     """The weight of the loss of each of `dimensions`; null: 1 for each."""
     mask_duplicates: bool = False
-    """For `multiple_negatives`: texts of other rows that equal the anchor, its positive or the positive of an equal
-    anchor are not its negatives."""
+    """Texts of other rows that equal the anchor, its positive or the positive of an equal anchor are not its
+    negatives."""
     temperature: float = Field(0.05, gt=0)
     """Divisor of the cosine similarities; not for the loss `cosine`."""
     learn_temperature: bool = False
-    """Learn the temperature, as CLIP does: 1 / temperature is exp(s), at most 100, with a trained number s that begins
-    at -log(`temperature`). Weight decay does not change it."""
+    """Learn the temperature, as CLIP does: 1 / temperature is exp(s), at most 100, without weight decay."""
     metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
         default=["recall_at_1", "mrr"], min_length=1
     )
-    """Mean over the distinct anchors of the share of their positives among the nearest 1, 5 or 10 of all distinct
-    positives and negatives of the split; mean reciprocal rank of the first positive; rank correlation of cosine and
-    score."""
+    """Share of the positives of an anchor among the nearest 1, 5 or 10 texts of the split; mean reciprocal rank of the
+    first positive; rank correlation of cosine and score."""
 
     @property
     def has_roles(self) -> bool:
@@ -150,27 +147,25 @@ class TokenClassification(TaskKeys):
 
     type: Literal["token_classification"]
     words: str | None = None
-    """The column that holds lists of words."""
+    """The column of lists of words."""
     tags: str | None = None
-    """The column that holds one tag for each word: tags of entities (IOB2 or IOBES, such as B-PER), plain tags (such as
-    NOUN), or integers from 0."""
+    """The column of one tag for each word: of entities (IOB2 or IOBES, such as B-PER), plain (such as NOUN), or
+    integers from 0."""
     text: str | None = None
-    """The column that holds a text, instead of `words`."""
+    """The column of a text, instead of `words`."""
     spans: str | None = None
-    """The column that holds the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
+    """The column of the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
     labels: Annotated[list[str], Field(min_length=2)] | None = None
-    """The tags in order, such as O, B-PER and I-PER; null: those in the training split, in the order of a fine-tuned
-    checkpoint that has the same tags, else sorted or as the data set declares."""
+    """The tags in order, such as O, B-PER and I-PER; null: as for the labels of `sequence_classification`."""
     label_all: bool = False
-    """Train on all tokens of a word, the further ones with the tag I-; false: on its first token only. With `text`,
-    each token then counts as a word."""
+    """Train on all tokens of a word, the further ones with the tag I-; false: on its first token only."""
     stride: Annotated[int, Field(ge=0)] | None = None
     """Tokens that two windows of a long text share; null: a third of `data.max_length`."""
     metrics: list[Literal["f1", "precision", "recall", "f1_macro", "accuracy"]] = Field(
         default=["f1", "precision", "recall"], min_length=1
     )
-    """Of whole entities: F1, precision and recall over all types (f1 also adds each type, as f1/PER), and `f1_macro`,
-    the mean F1 of the types. Of words: `accuracy`; for plain tags also `f1_macro`."""
+    """F1, precision and recall of whole entities (also f1/TYPE of each type); `f1_macro` is the mean of the types, or
+    of plain tags; `accuracy` is that of words."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -194,18 +189,18 @@ class QuestionAnswering(TaskKeys):
 
     type: Literal["question_answering"]
     question: str = "question"
-    """The column that holds the question."""
+    """The column of the question."""
     context: str = "context"
-    """The column that holds the text with the answer."""
+    """The column of the text with the answer."""
     answers: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "answers"
-    """The column of answers in the form of SQuAD, {"text": [...], "answer_start": [...]}, or two columns for one
-    answer: its text, and its first character in the context, from 0. Training uses the first answer."""
+    """The column of answers as in SQuAD, {"text": [...], "answer_start": [...]}, or two columns: the text and the first
+    character. Training uses the first answer."""
     stride: Annotated[int, Field(ge=0)] | None = None
     """Tokens of the context that two windows share; null: a third of `data.max_length`."""
     unanswerable: bool = False
     """Whether some questions have no answer, as in SQuAD 2.0."""
     null_threshold: float = 0.0
-    """With `unanswerable`: no answer is predicted if its score exceeds that of the best answer by more than this."""
+    """With `unanswerable`: predict no answer if its score exceeds that of the best answer by more than this."""
     n_best: int = Field(20, ge=1)
     """Start and end positions of a window that are combined, and answers that are kept."""
     max_answer_length: int = Field(30, ge=1)
@@ -213,8 +208,8 @@ class QuestionAnswering(TaskKeys):
     metrics: list[Literal["exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_f1"]] = Field(
         default=["exact_match", "f1"], min_length=1
     )
-    """Percentage of predictions that equal an accepted answer; mean F1 of their words; the same over questions with or
-    without an answer. All are those of SQuAD 1.1, with `unanswerable` those of SQuAD 2.0."""
+    """Percentage of predictions that equal an accepted answer, and mean F1 of their words, as in SQuAD 1.1, with
+    `unanswerable` SQuAD 2.0; the same over questions with or without an answer."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -238,7 +233,7 @@ class MultipleChoice(TaskKeys):
 
     type: Literal["multiple_choice"]
     context: str = "context"
-    """The column that holds the context, which is truncated if need be."""
+    """The column of the context, which is truncated if need be."""
     question: str | None = None
     """The column of a text before each choice: a question, or the start of the endings."""
     question_texts: Annotated[dict[str, str], Field(min_length=1)] | None = None
@@ -247,13 +242,12 @@ class MultipleChoice(TaskKeys):
     blank: Annotated[str, Field(min_length=1)] | None = None
     """The part of a question that the choice replaces, such as `_`; null: the choice follows it."""
     choices: str | Annotated[list[str], Field(min_length=2)] = "choices"
-    """The column that holds lists of texts, or {"text": [...], "label": [...]}; or the columns of the first choice, the
-    second and so on."""
+    """The column of lists of texts, or of {"text": [...], "label": [...]}; or a column for each choice."""
     label: str = "label"
-    """The column that holds the right choice."""
+    """The column of the right choice."""
     label_format: Literal["index", "number", "letter", "text"] | None = None
     """Labels are indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels that `choices`
-    holds, if any; else integers are indices, and a string must mean one choice only as an index, a letter or a text."""
+    holds, else integers are indices, and a string may mean one choice only."""
     metrics: list[Literal["accuracy"]] = Field(default=["accuracy"], min_length=1)
     """Share of rows with the right choice."""
 

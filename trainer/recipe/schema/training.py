@@ -26,23 +26,21 @@ class Training(Section):
     """Maximum examples in one forward pass of one rank; determines the gradient accumulation. null: see
     `micro_batch_tokens`."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Maximum tokens in one forward pass of one rank, instead of `micro_batch_size`; microbatches of all ranks then
-    have about equal work. Padding counts, except with `data.packing`. The training is the same."""
+    """Maximum tokens in one forward pass of one rank, instead of `micro_batch_size`; microbatches have about equal
+    work. Padding counts, except with `data.packing`."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global gradient norm, by clipping; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Average the weights after each step, with this share of the old average, such as 0.999. Evaluations, checkpoints
-    and exports have the averages; null: no averages."""
+    """Average the weights after each step, with this share of the old average, such as 0.999. Evaluations and exports
+    have the averages."""
     check_replicas: IntervalField | None = None
     """How often to check that replicas of weights are bitwise equal; null: never."""
     max_bad_steps: Annotated[int, Field(ge=0)] = 0
-    """Maximum steps that the run may skip because the loss or the gradient is not finite. Skips by the fp16 loss scale
-    do not count."""
+    """Maximum steps that the run may skip because the loss or the gradient is not finite."""
     seed: int = Field(42, ge=0, lt=2**63)
     """Seed of initialisation, sample order, dropout and masked tokens."""
     layout_invariant_dropout: bool = True
-    """Dropout masks depend only on (seed, step, sample, position in the model), so that every layout has the same;
-    false: torch's own dropout."""
+    """Dropout masks that are the same under every layout; false: torch's own dropout."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         stop, last = self.stop_at_step, self.max_steps
