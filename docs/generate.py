@@ -192,7 +192,9 @@ def _with_default(values: str, field: FieldInfo) -> str:
 def _values(schema: Mapping[str, Any]) -> str:
     """Return the allowed values of a key, in words."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_values(choice) for choice in schema["anyOf"]))
+        values = list(dict.fromkeys(_values(choice) for choice in schema["anyOf"]))
+        last = ", `null`" if values[-1] == "`null`" and values.pop() else ""
+        return " or ".join(values) + last
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     kind = schema["type"]
