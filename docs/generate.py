@@ -320,7 +320,7 @@ def throughput(figures: Mapping[str, Any]) -> str:
     for setting, found in figures.items():
         _, *others = found  # all ratios of the first are 1
         if all(_BY_DEFAULT not in numbers for numbers in found.values()):
-            ratios = (with_spread(found[name]["cpu_ratio"]) for name in others)
+            ratios = (_median(found[name]["cpu_ratio"]) for name in others)
             groups.setdefault(tuple(others), []).append((setting, *ratios))
     return "\n\n".join(_table(("", *names), rows) for names, rows in groups.items())
 
@@ -333,7 +333,7 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
         if all(_BY_DEFAULT in numbers for numbers in found.values())
     }
     names = dict.fromkeys(name for found in chosen.values() for name in found)
-    rows = [(name, *(with_spread(found[name][_BY_DEFAULT]) for found in chosen.values())) for name in names]
+    rows = [(name, *(_median(found[name][_BY_DEFAULT]) for found in chosen.values())) for name in names]
     return _table(("", *(setting.partition(", beside")[0] for setting in chosen)), rows)
 
 
@@ -352,6 +352,10 @@ def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
         for name, row in figures.items()
     ]
     return _table(("", "operations", "plain loop", "ratio", "GB", "plain loop", "ratio"), rows)
+
+
+def _median(quartiles: Sequence[float]) -> str:
+    return f"{quartiles[1]:.3f}"
 
 
 def with_spread(quartiles: Sequence[float]) -> str:
@@ -424,6 +428,7 @@ def _verb(name: str, command: Any, context: Any) -> str:
     usage = " ".join([name, *command.collect_usage_pieces(context)[1:]])
     shown = [param for param in command.get_params(context) if param.name not in _DESCRIBED_ONCE]
     rows = [f"- `{left}`: {' '.join(text.split())}" for left, text in (one.get_help_record(context) for one in shown)]
+    rows = [re.sub(r"; x[<>]=\d+|x[<>]=\d+; | \[x[<>]=\d+\]", "", row) for row in rows]
     return "\n\n".join(filter(None, [f"## `{name}`", f"`{re.sub('[{}]', '', usage)}`", command.help, "\n".join(rows)]))
 
 
@@ -433,7 +438,7 @@ def _state() -> str:
     return "\n\n".join(
         f"**{name}**, {costs.num_parameters(name):,} parameters, {_RANKS} ranks:\n\n"
         + _table(header, [_state_row(name, row) for row in STRATEGIES.values() if not row.single_process])
-        for name in costs.MODELS
+        for name in _SHOWN
     )
 
 
@@ -447,7 +452,7 @@ def _state_row(name: str, row: Strategy) -> tuple[str, ...]:
 def _model_cuts() -> str:
     """Return a table of a rank's parameters and communication with tensor parallelism or pipeline stages."""
     rows = []
-    for name in costs.MODELS:
+    for name in _SHOWN:
         everything, hidden = costs.num_parameters(name), costs.hidden_bytes(name, _BATCH)
         for degree in (2, 4, 8):
             held = costs.state(name, "ddp", 1, degree).parameters // costs.FP32_BYTES
@@ -469,7 +474,7 @@ def _share(held: int, everything: int) -> str:
 def _activations() -> str:
     """Return a table of the bytes that the layers keep for the backward pass of one microbatch."""
     rows = []
-    for name in costs.MODELS:
+    for name in _SHOWN:
         for length in (128, 512):
             batch = replace(_BATCH, length=length)
             alone, cut = costs.activations(name, batch), costs.activations(name, batch, tensor=4, sequence=True)
@@ -486,6 +491,7 @@ def _size(number: float) -> str:
 
 _DESCRIBED_ONCE = ("recipe", "overrides", "help")
 _RANKS = 8
+_SHOWN = ("BERT-large",)
 _BATCH = costs.Microbatch(rows=8, length=128)
 
 
