@@ -170,7 +170,6 @@ def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
         mock.patch.object(simulated_step, "blank_batch", batch_on_host),
         mock.patch.object(simulated_step, "copied_ahead", lambda rows, _: rows),
         mesh_on_gpu(plan, rank) as mesh,
-        simulated_step.simulated_deepspeed(plan),
     ):
         simulation = simulated_step._Simulation(plan, task, mesh, LENGTH, cuda=True, fused=True)
         with simulation.opened(simulation.build()) as (engine, _, batch):
@@ -187,8 +186,10 @@ def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
     return [*sorted(set(watch.found)), *(f"{name} is on the host" for name in sorted(set(left)))]
 
 
+# The plan's stand-in for DeepSpeed is on a CPU.
+STRATEGIES = [name for name in RANK_STRATEGIES if not name.startswith("zero")]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: (4 if name == "hsdp" else 2, parallel_keys(name, 4 if name == "hsdp" else 2)) for name in RANK_STRATEGIES},
+    **{name: (4 if name == "hsdp" else 2, parallel_keys(name, 4 if name == "hsdp" else 2)) for name in STRATEGIES},
     "tensor": (2, {"tensor": 2}),
     "tensor, sequence": (2, {"tensor": 2, "sequence": True}),
     "pipeline": (2, {"pipeline": {"stages": 2}}),
