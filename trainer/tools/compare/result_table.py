@@ -139,7 +139,8 @@ def write(results: Sequence[Result], folder: Path, facts: dict[str, Any]) -> Non
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    replace_text(folder / "compare.csv", text.getvalue())
+    # Halves of surrogate pairs, such as bytes of the command line that are no UTF-8, have no encoding.
+    replace_text(folder / "compare.csv", text.getvalue().encode(errors="backslashreplace").decode())
 
 
 def _finite(value: Any) -> Any:
