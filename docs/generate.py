@@ -150,6 +150,7 @@ def _as_before(lines: Sequence[str], shown: Mapping[str, str]) -> Iterator[str]:
 
 def _key_lines(prefix: str, model: type[Section], without: Collection[str | None] = ()) -> Iterator[str]:
     properties = model.model_json_schema()["properties"]
+    listed: set[type[Section]] = set()  # another key with the same keys in it needs no list of them
     for key, field in model.model_fields.items():
         inner = section_models(field.annotation)
         if key in without:
@@ -161,9 +162,11 @@ def _key_lines(prefix: str, model: type[Section], without: Collection[str | None
                 yield from _key_lines(f"{prefix}{key}.NAME{item}.", value)
         elif inner and _is_list(properties[key]):
             yield f"- `{prefix}{key}` (list of objects, **`null`**): {properties[key].get('description', '')}"
-            yield from _key_lines(f"{prefix}{key}[].", inner[0])
+            if inner[0] not in listed:
+                yield from _key_lines(f"{prefix}{key}[].", inner[0])
         elif inner:  # a nested section: its keys are listed among the others
             yield from _key_lines(f"{prefix}{key}.", inner[0])
+            listed.add(inner[0])
         else:
             values = _with_default(_values(properties[key]), field)
             yield f"- `{prefix}{key}` ({values}): {properties[key].get('description', '')}"

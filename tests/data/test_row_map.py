@@ -134,6 +134,8 @@ def test_a_map_that_does_not_fit_is_refused_with_its_row(in_folder, columns, whe
         ('data.map.where=["a in 3"]', "must compare by in with a list"),
         ('data.map={"shape": "alpaca", "columns": {"a": "b"}}', '`data.map.shape` is "alpaca", which stands for'),
         ('data.map.columns={"n": {"colum": "a"}}', "`data.map.columns.n.colum`"),
+        ("data.maps=[{}, {}]", "`data.maps` has 2 maps, but `data.train` has entries: 1; give each one map"),
+        ('data.maps=[{"where": ["a"]}]', "`data.maps[0].where[0]` must compare a column with a value"),
     ],
 )
 def test_a_malformed_map_is_refused_by_the_recipe(override, message):
@@ -170,6 +172,36 @@ def test_entries_of_a_mixture_keep_their_rows_and_lines(in_folder):
     assert split.places.of(3) == "line 4 of `other.jsonl`"
 
 
+def test_each_entry_may_have_a_map_of_its_own(in_folder):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    train = [
+        write("plain.jsonl", [{"messages": chat}] * 2),
+        write("alpaca.jsonl", ALPACA),
+        write("asked.jsonl", [{"q": "Why?", "a": "So.", "kept": 1}, {"q": "Who?", "a": "Me.", "kept": 0}]),
+    ]
+    columns = {"messages": [{"role": "user", "content": "{q}"}, {"role": "assistant", "content": "{a}"}]}
+    maps = [{}, {"shape": "alpaca"}, {"columns": columns, "where": ["kept == 1"]}]
+    keys = {"source": "files", "train": train, "maps": maps}
+    splits = load_splits(FileData.model_validate(keys), columns=["messages"])
+    chats = splits.train.rows["messages"][:]
+    assert [one[0]["content"] for one in chats] == ["Hi"] * 2 + [
+        "Make it shorter.\na very long line",
+        *("Name a colour.", "Why?"),
+    ]
+    assert splits.train.sources == ()
+    assert splits.train.places.of(4) == "line 1 of `asked.jsonl`"
+    mixed = load_splits(FileData.model_validate({**keys, "mixture": [1, 1, 2]}), columns=["messages"], most_rows=1)
+    assert mixed.train.sources == (2, 2, 1)
+    del columns["messages"]
+    columns["messages"] = "answer"
+    with pytest.raises(
+        DataError, match=r"`data.maps\[2\].columns.messages` names the column `answer`, but `asked.jsonl`"
+    ):
+        load_splits(FileData.model_validate({**keys, "maps": [{}, {}, {"columns": columns}]}), columns=["messages"])
+    with pytest.raises(DataError, match=r"cannot be read: .*; `data.maps` reads each entry of `data.train` by itself"):
+        load_splits(FileData.model_validate({**keys, "maps": None}), columns=["messages"])
+
+
 SHAREGPT = {
     "conversations": [
         {"from": "system", "value": "Be brief."},
@@ -179,6 +211,8 @@ SHAREGPT = {
         {"from": "gpt", "value": "It said hi."},
     ],
     "tools": '[{"name": "echo"}]',
+    "system": "only if the chat has none",
+    "id": "3f",
 }
 CALL = {"type": "function", "function": {"name": "echo", "arguments": {"text": "hi"}}}
 MESSAGES = [
@@ -205,7 +239,12 @@ def shaped(rows: list[dict[str, Any]], wanted: tuple[str, ...], **section: Any):
 def test_sharegpt_is_recognised_or_forced(in_folder, column, section):
     rows, notes = shaped([SHAREGPT], (column,), **section)
     assert rows[column][0] == MESSAGES
-    assert notes == (f"`{column}` of `rows.jsonl`: chats in the shape of ShareGPT are read as messages",)
+    note = f"`{column}` of `rows.jsonl`: chats in the shape of ShareGPT are read as messages"
+    assert notes == (note, "columns of `rows.jsonl` that are not read: `id`")
+    rows, _ = shaped(
+        [{**SHAREGPT, "system": "Be kind.", "conversations": SHAREGPT["conversations"][1:]}], (column,), **section
+    )
+    assert [rows[column][0][place].get("content") for place in (0, 1)] == ["Be kind.", "Echo hi"]
 
 
 def test_preferences_in_the_shape_of_sharegpt(in_folder):
@@ -222,12 +261,23 @@ def test_alpaca_becomes_chats_or_completions(in_folder):
         [{"role": "user", "content": "Make it shorter.\na very long line"}, {"role": "assistant", "content": "a line"}],
         [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "blue"}],
     ]
-    assert notes == ("`rows.jsonl` has the columns of Alpaca: `messages` are made from them",)
+    assert notes == ("`messages` of `rows.jsonl`: made from the columns of Alpaca",)
     rows, _ = shaped(ALPACA, ("prompt", "completion"), shape="alpaca")
     assert rows["prompt"][0] == "Make it shorter.\na very long line"
     assert rows["completion"][:] == ["a line", "blue"]
     rows, _ = shaped([{**ALPACA[0], "system": "Be brief."}, {**ALPACA[1], "system": ""}], ("messages",))
     assert [chat[0]["role"] for chat in rows["messages"]] == ["system", "user"]
+    turns = [
+        {**row, "history": history, "text": "x"} for row, history in zip(ALPACA, ([["Hi", "Hello"]], None), strict=True)
+    ]
+    rows, notes = shaped(turns, ("messages",))
+    assert [message["content"] for message in rows["messages"][0]][:2] == ["Hi", "Hello"]
+    assert [len(chat) for chat in rows["messages"]] == [4, 2]
+    assert notes[1] == "columns of `rows.jsonl` that are not read: `text`"
+    assert "`history`, `text`" in shaped(turns, ("prompt", "completion"))[1][1]
+    turns[1]["history"] = [["Hi"]]
+    with pytest.raises(DataError, match=r"row 2 of `rows.jsonl`: column `history` must be a list of pairs"):
+        shaped(turns, ("messages",))
 
 
 def test_a_shape_that_the_rows_do_not_have_is_refused(in_folder):

@@ -27,7 +27,7 @@ _IN_MEMORY_BYTES = 1 << 26
 
 
 def map_rows(
-    rows: Dataset, section: DataMap, wanted: Sequence[str], where: str
+    rows: Dataset, section: DataMap, wanted: Sequence[str], where: str, key: str = "data.map"
 ) -> tuple[Dataset, NDArray[np.int64] | None, list[str]]:
     """Return the mapped rows, the index of each in `rows` if some are left out, and notes for the user.
 
@@ -36,21 +36,20 @@ def map_rows(
         section: the section of the recipe.
         wanted: the columns that the task reads; others may be left out.
         where: the name of the source in messages.
+        key: the key of the section, for messages.
 
     Raises:
         DataError: a column is missing, a value cannot be mapped, or no row is left.
     """
-    found = map_of(rows, section, wanted, where)
+    found = map_of(rows, section, wanted, where, key)
     if found is None:
         return rows, None, []
     notes, chosen = list(found.notes), None
     if found.conditions:
         chosen = _chosen(found, rows, where)
-        notes.append(f"{len(rows) - len(chosen):,} of {len(rows):,} rows of {where} are left out by `data.map.where`")
+        notes.append(f"{len(rows) - len(chosen):,} of {len(rows):,} rows of {where} are left out by `{key}.where`")
         if not len(chosen):
-            raise DataError(
-                f"`data.map.where` must keep a row, but no row of {where} fulfils {section.where}; change it"
-            )
+            raise DataError(f"`{key}.where` must keep a row, but no row of {where} fulfils {section.where}; change it")
         if len(chosen) == len(rows):
             chosen = None
         else:
@@ -58,9 +57,9 @@ def map_rows(
     return _with_columns(found, rows, chosen, where), chosen, notes
 
 
-def map_of(rows: Dataset, section: DataMap, wanted: Sequence[str], where: str) -> RowMap | None:
+def map_of(rows: Dataset, section: DataMap, wanted: Sequence[str], where: str, key: str = "data.map") -> RowMap | None:
     """Return the map of a source that begins with `rows`; the arguments and errors are those of `map_rows`."""
-    return RowMap.of(section, wanted, _first_values(rows), where)
+    return RowMap.of(section, wanted, _first_values(rows), where, key)
 
 
 def map_part(found: RowMap, rows: Dataset, first_row: int, where: str) -> Dataset:
@@ -78,7 +77,12 @@ def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
     def may_hold(feature: Any) -> bool:
         return isinstance(feature, dict) or type(feature).__name__ == "Json"
 
-    chats = [name for name, feature in rows.features.items() if may_hold(feature) or may_hold(item_of(feature))]
+    items = {name: item_of(feature) for name, feature in rows.features.items()}
+    chats = [
+        name
+        for name, item in items.items()
+        if may_hold(rows.features[name]) or may_hold(item) or item_of(item) is not None  # the last: lists of turns
+    ]
     first = rows.select_columns(chats)[:_FIRST] if chats else {}
     return {name: first.get(name, ()) for name in rows.features}
 

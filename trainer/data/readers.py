@@ -113,7 +113,8 @@ def read_files(file_format: Format, files: Files) -> Loaded:
             ) from error
         where = ", ".join(f"`{path}`" for path in files.paths)
         problem = reader.fault(files.paths) or f"{where} cannot be read: {reason(error)}"
-        raise DataError(f"`{key}` must hold {file_format}, but {problem}") from error
+        fix = "; `data.maps` reads each entry of `data.train` by itself" if len(files.paths) > 1 else ""
+        raise DataError(f"`{key}` must hold {file_format}, but {problem}{fix}") from error
 
 
 def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:

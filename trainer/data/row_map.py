@@ -31,7 +31,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _MOST = 10  # columns and values in a message
 
-_CONVERSATIONS, _MESSAGES = "conversations", "messages"
+_CONVERSATIONS, _MESSAGES, _SYSTEM, _HISTORY = "conversations", "messages", "system", "history"
 _SHAREGPT = ChatKeys(
     role="from",
     content="value",
@@ -50,12 +50,14 @@ class RowMap:
         conditions: the conditions that rows must fulfil.
         keeps_others: whether the other columns of the source stay.
         notes: notes for the user.
+        key: the key of the map in the recipe, for messages.
     """
 
     columns: Mapping[str, Mapped]
     conditions: tuple[Comparison, ...] = ()
     keeps_others: bool = False
     notes: tuple[str, ...] = ()
+    key: str = "data.map"
     _makers: Mapping[str, _Maker] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class RowMap:
         wanted: Sequence[str],
         values: Mapping[str, Sequence[Any]],
         where: str,
+        key: str = "data.map",
         predicts: bool = False,
     ) -> RowMap | None:
         """Return the map of a source; None if it leaves the rows as they are.
@@ -77,6 +80,7 @@ class RowMap:
             wanted: the columns that the task reads.
             values: the columns of the source, with the first values of those that may hold chats.
             where: the name of the source in messages.
+            key: the key of the section, for messages.
             predicts: whether the map is of all rows, without the last answers of chats and columns that are not wanted.
 
         Raises:
@@ -86,15 +90,20 @@ class RowMap:
         columns: Mapping[str, Mapped] = section.columns or {}
         if section.columns is None:
             columns, notes = _shape(section.shape, wanted, values, where, predicts)
+            if not columns and section.shape not in ("auto", "none"):
+                raise DataError(
+                    f"`{key}.shape` is {section.shape}, but the rows of {where} have another shape: their columns are"
+                    f" {_quoted(values)}, and the task reads {_quoted(wanted)}; set `{key}.columns`"
+                )
         if predicts:
             columns = {name: _question(mapped) for name, mapped in columns.items() if name in wanted}
         conditions = () if predicts else tuple(map(Comparison.parse, section.where))
-        found = cls(columns, conditions, section.columns is None, tuple(notes))
+        found = cls(columns, conditions, section.columns is None, tuple(notes), key)
         if section.columns is None and not columns and not conditions:
             return None
         for name, maker in found._makers.items():
-            _require(maker.sources, values, f"data.map.columns.{name}", where)
-        _require([condition.column for condition in conditions], values, "data.map.where", where)
+            _require(maker.sources, values, f"{key}.columns.{name}", where)
+        _require([condition.column for condition in conditions], values, f"{key}.where", where)
         return found
 
     @classmethod
@@ -114,7 +123,7 @@ class RowMap:
     def made(self) -> RowMap:
         """The map of the other columns alone."""
         renamed = self.renamed
-        return RowMap({name: mapped for name, mapped in self.columns.items() if name not in renamed})
+        return RowMap({name: mapped for name, mapped in self.columns.items() if name not in renamed}, key=self.key)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -145,7 +154,7 @@ class RowMap:
                         break
                 except _UNUSABLE as error:
                     raise DataError(
-                        f"`data.map.where`: column `{condition.column}`, row {number + 1} of {where} {error}; correct"
+                        f"`{self.key}.where`: column `{condition.column}`, row {number + 1} of {where} {error}; correct"
                         " the value or the condition"
                     ) from None
             else:
@@ -182,8 +191,8 @@ class RowMap:
                     values.append(maker.make({source: column[place] for source, column in columns.items()}))
                 except _UNUSABLE as error:
                     raise DataError(
-                        f"`data.map.columns.{name}`, row {number + 1} of {where}: {error}; correct the value, or leave"
-                        " the row out by `data.map.where`"
+                        f"`{self.key}.columns.{name}`, row {number + 1} of {where}: {error}; correct the value, or"
+                        f" leave the row out by `{self.key}.where`"
                     ) from None
             found[name] = values
         return found
@@ -205,12 +214,13 @@ def _maker(mapped: Mapped) -> _Maker:
         template = Template.parse(mapped)
         return _Maker(template.columns, _values("string"), template.fill)
     if not isinstance(mapped, MappedColumn):
-        templates = [(message.role, Template.parse(message.content)) for message in mapped]
-        sources = tuple(dict.fromkeys(column for _, template in templates for column in template.columns))
-        return _Maker(sources, lambda _: json_chats(), lambda row: _made_chat(templates, row))
+        parts = [_part(message) for message in mapped]
+        sources = tuple(dict.fromkeys(column for columns, _ in parts for column in columns))
+        return _Maker(sources, lambda _: json_chats(), lambda row: [one for _, make in parts for one in make(row)])
     source = mapped.column
     if (keys := mapped.chat) is not None:
-        return _Maker((source,), lambda _: json_chats(), lambda row: _chat(row[source], keys))
+        beside = () if keys.system is None else (keys.system,)
+        return _Maker((source, *beside), lambda _: json_chats(), lambda row: _chat(row[source], keys, row))
     if (table := mapped.values) is not None:
         kind = {str: "string", bool: "bool", int: "int64", float: "float64"}[type(next(iter(table.values())))]
         return _Maker((source,), _values(kind), lambda row: _looked_up(row[source], table, source))
@@ -293,18 +303,41 @@ def _looked_up(value: Any, table: Mapping[str, Any], source: str) -> Any:
     raise ValueError(f"column `{source}` is {value!r}, which `values` does not have; it has {names}")
 
 
-def _made_chat(templates: Sequence[tuple[str, Template]], row: Mapping[str, Any]) -> list[dict[str, str]]:
-    texts = ((role, template.fill(row)) for role, template in templates)
-    return [{"role": role, "content": text} for role, text in texts if text.strip()]
+def _part(message: MadeMessage) -> tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[Any]]]:
+    """Return the columns that a part of a chat reads, and the function from a row to its messages."""
+    if message.role == "turns":
+        return (message.content,), lambda row: _turns(row[message.content], message.content)
+    template = Template.parse(message.content)
+
+    def make(row: Mapping[str, Any]) -> list[Any]:
+        text = template.fill(row)
+        return [{"role": message.role, "content": text}] if text.strip() else []
+
+    return template.columns, make
 
 
-def _chat(chat: Any, keys: ChatKeys) -> list[dict[str, Any]] | None:
+def _turns(pairs: Any, source: str) -> list[dict[str, str]]:
+    if not isinstance(pairs, list | None) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs or []):
+        raise ValueError(
+            f"column `{source}` must be a list of pairs of a question and its answer, but is {pairs!r:.80}"
+        )
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text_of(text)} for pair in pairs or [] for role, text in zip(roles, pair, strict=True)
+    ]
+
+
+def _chat(chat: Any, keys: ChatKeys, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if chat is None:
         return None
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
         raise ValueError(f"must be a list of messages, but is {chat!r:.80}")
-    return [_message(message, keys, f"message {number}") for number, message in enumerate(chat, start=1)]
+    found = [_message(message, keys, f"message {number}") for number, message in enumerate(chat, start=1)]
+    system = None if keys.system is None else row[keys.system]
+    if found and found[0]["role"] == "user" and system is not None and (text := text_of(system)).strip():
+        return [{"role": "system", "content": text}, *found]
+    return found
 
 
 def _message(message: Mapping[str, Any], keys: ChatKeys, place: str) -> dict[str, Any]:
@@ -342,37 +375,29 @@ def holds_sharegpt(values: Sequence[Any]) -> bool:
 
 def _shape(
     shape: str, wanted: Sequence[str], values: Mapping[str, Sequence[Any]], where: str, predicts: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the columns of a known shape, and notes; empty if the rows need no conversion.
-
-    Raises:
-        DataError: the recipe forces a shape that the rows do not have.
-    """
-    columns: dict[str, Any] = {}
+) -> tuple[dict[str, Mapped], list[str]]:
+    """Return the columns of a known shape, and notes; empty if the rows do not have it, or need no conversion."""
+    columns: dict[str, Mapped] = {}
     missing = [name for name in wanted if name not in values]
+    note = "chats in the shape of ShareGPT are read as messages"
     if shape in ("auto", "sharegpt"):
+        keys = _SHAREGPT.model_copy(update={"system": _SYSTEM}) if _SYSTEM in values else _SHAREGPT
         for name in wanted:
             source = _CONVERSATIONS if name in missing and name == _MESSAGES else name
             if source in values and holds_sharegpt(values[source]):
-                columns[name] = MappedColumn(column=source, chat=_SHAREGPT)
+                columns[name] = MappedColumn(column=source, chat=keys)
             elif source in values and source != name:
                 columns[name] = source
-        if columns:
-            return columns, [f"{_quoted(columns)} of {where}: chats in the shape of ShareGPT are read as messages"]
     needed = {"instruction"} if predicts else {"instruction", "output"}
-    if shape in ("auto", "alpaca") and needed <= values.keys():
+    if not columns and shape in ("auto", "alpaca") and needed <= values.keys():
         columns = {name: mapped for name, mapped in _alpaca(values).items() if name in missing}
-        if columns:
-            notes = [f"{where} has the columns of Alpaca: {_quoted(columns)} are made from them"]
-            if "history" in values:
-                notes.append(f"column `history` of {where} is not read")
-            return columns, notes
-    if shape not in ("auto", "none"):
-        raise DataError(
-            f"`data.map.shape` is {shape}, but the rows of {where} have another shape: their columns are"
-            f" {_quoted(values)}, and the task reads {_quoted(wanted)}; set `data.map.columns`"
-        )
-    return {}, []
+        note = "made from the columns of Alpaca"
+    if not columns:
+        return {}, []
+    read = {*wanted, "tools", *RowMap(columns).sources}  # tasks have a note of their own on tools
+    unread = [name for name in values if name not in read and not predicts]
+    notes = [f"{_quoted(columns)} of {where}: {note}"]
+    return columns, notes + ([f"columns of {where} that are not read: {_quoted(unread)}"] if unread else [])
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -387,12 +412,20 @@ def _question(mapped: Mapped) -> Mapped:
     return mapped[: last + 1]
 
 
-def _alpaca(columns: Iterable[str]) -> dict[str, Any]:
+def _holds_turns(values: Sequence[Any]) -> bool:
+    """Return whether a column may hold lists of pairs; that of texts has no values here, or texts."""
+    chat: Any = next(filter(None, values), [])
+    return len(values) > 0 and isinstance(chat, list) and all(isinstance(pair, list) for pair in chat)
+
+
+def _alpaca(columns: Mapping[str, Sequence[Any]]) -> dict[str, Mapped]:
     question = "{instruction}[\n{input}]" if "input" in columns else "{instruction}"
-    system = [MadeMessage(role="system", content="[{system}]")] if "system" in columns else []
+    system = [MadeMessage(role="system", content="[{system}]")] if _SYSTEM in columns else []
+    history = [MadeMessage(role="turns", content=_HISTORY)] if _holds_turns(columns.get(_HISTORY, ())) else []
     return {
         _MESSAGES: [
-            *system, MadeMessage(role="user", content=question), MadeMessage(role="assistant", content="{output}"),
+            *system, *history, MadeMessage(role="user", content=question),
+            MadeMessage(role="assistant", content="{output}"),
         ],
         "prompt": question,
         "completion": "output",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
-from trainer.data.formats.base import Files, TextOptions, reason
+from trainer.data.formats.base import Files, TextOptions, json_chats, reason
 from trainer.data.formats.csv_files import open_quotes_notes
 from trainer.data.formats.table import Format
 from trainer.data.mapped_rows import map_of, map_rows
@@ -219,14 +219,14 @@ def _named_splits(source: _Source, data: HubData | FolderData, columns: Sequence
     return _with_train(train, validation, tuple(notes), problems)
 
 
-def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[str]) -> Split:
-    """Return a split as `data.map` makes it, and append notes for the user.
+def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[str], key: str = "data.map") -> Split:
+    """Return a split as the section `key` makes it, and append notes for the user.
 
     Raises:
         DataError: a column is missing, a value cannot be mapped, or no row is left.
     """
     with split.names_lines():
-        rows, chosen, own = map_rows(split.rows, section, columns, split.where)
+        rows, chosen, own = map_rows(split.rows, section, columns, split.where, key)
     notes.extend(own)
     if chosen is None:
         return replace(split, rows=rows)
@@ -353,13 +353,18 @@ def _read_splits(
                 continue
             with problems.collect():
                 bound = most_rows if is_large(paths) else None
-                mixed = key == "data.train" and data.mixture is not None and bound is None
-                entries = [files_of(entry, key) for entry in data.train] if mixed else [paths]
+                entries, maps = [paths], [("data.map", data.map)]
+                if key == "data.train" and (data.maps is not None or (data.mixture is not None and bound is None)):
+                    named = [data.train] if isinstance(data.train, str) else data.train
+                    entries = [files_of(entry, key) for entry in named]
+                    maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps or [])]
+                    maps = maps or [("data.map", data.map)] * len(entries)
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
-                mapped = [_mapped(split, data.map, columns, notes) for split in read]
-                splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key)
+                mapped = [_mapped(split, own, columns, notes, of) for split, (of, own) in zip(read, maps, strict=True)]
+                is_mixed = data.mixture is not None
+                splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
     return splits, tuple(notes)
 
 
@@ -379,7 +384,7 @@ def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
     return replace(split, is_whole=most_rows is None or len(split.rows) < most_rows)
 
 
-def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[str], key: str) -> Split:
+def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[str], key: str, is_mixed: bool) -> Split:
     """Return the rows of several entries as one split.
 
     Args:
@@ -387,6 +392,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         mapped: the same, with their mapped rows.
         columns: the columns that the task reads; others are left out, if entries have other ones.
         key: the key of the entries, for messages.
+        is_mixed: whether they are the sources of a mixture.
 
     Raises:
         DataError: entries have other columns, or values of other types.
@@ -403,10 +409,15 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
             here, there = (", ".join(one.column_names) for one in (first, rows))
             raise DataError(
                 f"`{key}` must name files with the same columns, but {mapped[0].where} has {here} and {split.where} has"
-                f" {there}; rename columns by `data.map`, or in the files"
+                f" {there}; rename columns by `data.maps`, or in the files"
             )
+    features = first.features.copy()
+    for name in features:  # messages with keys of their own do not become others
+        features[name] = next(
+            (one for one in (rows.features[name] for rows in parts) if one == json_chats()), features[name]
+        )
     try:
-        alike = [rows if rows.features == first.features else rows.cast(first.features) for rows in parts]
+        alike = [rows if rows.features == features else rows.cast(features) for rows in parts]
         joined: Dataset = datasets.concatenate_datasets(alike)
     except (TypeError, ValueError, pyarrow.ArrowException) as error:
         names = " and ".join(split.where for split in mapped)
@@ -420,13 +431,14 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         assert split.places is not None
         own = split.places.chosen
         chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
-    places = read[0].places
+    places, is_whole = read[0].places, all(split.is_whole for split in read)
     assert places is not None
     return Split(
         joined,
         ", ".join(split.where for split in mapped),
         places=replace(places, paths=_each(read, lambda split: split.places.paths), chosen=np.concatenate(chosen)),
-        sources=tuple(map(len, parts)),
+        is_whole=is_whole,
+        sources=tuple(map(len, parts)) if is_mixed and is_whole else (),
         folders=_each(read, lambda split: split.folders),
     )
 

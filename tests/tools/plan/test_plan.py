@@ -141,6 +141,13 @@ def test_files_of_rows_need_not_exist(recipe: Path, capsys: pytest.CaptureFixtur
         capsys.readouterr().out
     )
     assert main(["check", str(recipe), "--quick"]) == 2
+    keys = json.loads(recipe.read_text())
+    del keys["data"]
+    recipe.write_text(json.dumps(keys))
+    assert main(["plan", str(recipe), "--gpus", "1xA100-80", "data.max_length=64"]) == 0
+    assert "64 tokens a text" in capsys.readouterr().out
+    assert main(["check", str(recipe), "--quick"]) == 2
+    assert "`data` is missing" in capsys.readouterr().err
 
 
 def test_a_configuration_that_cannot_be_reached_is_refused_at_once(

@@ -33,6 +33,11 @@ from trainer.recipe.schema import Place, Recipe, Section
 
 MAX_EXTENDS = 16
 MAX_PROBLEMS = 50
+_ANY_ROWS = Node(
+    {"data": Node({key: Node(value, DEFAULT) for key, value in (("source", "files"), ("train", "rows"))}, DEFAULT)},
+    DEFAULT,
+)
+"""The layer below a recipe that needs no rows."""
 FILE_KEYS = ("$schema", "extends")
 """Keys of a recipe file that are not keys of the recipe."""
 
@@ -57,7 +62,7 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
     The extensions of installed packages are loaded first.
 
     Args:
-        needs_data: whether files and folders of rows must exist.
+        needs_data: whether the recipe must name rows, and their files and folders must exist.
 
     Raises:
         RecipeError: All problems of the recipe.
@@ -71,7 +76,10 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
     file = find_recipe(source, Path())
     root, problems = _read_layers(file)
     layer, override_problems = override_layer(overrides)
-    return resolve(file, with_default_kinds(merged(root, layer)), problems + override_problems, needs_data)
+    root = merged(root, layer)
+    if not needs_data:
+        root = merged(_ANY_ROWS, root)
+    return resolve(file, with_default_kinds(root), problems + override_problems, needs_data)
 
 
 def find_recipe(source: str, folder: Path) -> Path:

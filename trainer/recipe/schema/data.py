@@ -84,6 +84,9 @@ class FileData(_DataKeys):
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
     mixture: list[Annotated[float, Field(gt=0)]] | None = None
     """The share of each entry of `train` in an epoch, such as [0.7, 0.3]; null: an epoch has every row once."""
+    maps: list[DataMap] | None = None
+    """The map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then that of the validation split
+    and of files to predict. null: `map` is that of all."""
     streaming: bool = False
     """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
     `s3://bucket/part-*.parquet`; docs/numerics.md has the order and the limits."""
@@ -108,6 +111,11 @@ class FileData(_DataKeys):
                 entries = "one entry; list at least two files or patterns there"
             text = f"has the weights {self.mixture}, but `data.train` has {entries}"
             yield clash(text, "data.mixture", "data.train")
+        if self.maps is not None and len(self.maps) != number:
+            text = f"has {len(self.maps)} maps, but `data.train` has entries: {number}; give each one map, perhaps {{}}"
+            yield clash(text, "data.maps", "data.train")
+        for place, section in enumerate(self.maps or []):
+            yield from section.contradictions(("data", "maps", place))
 
     def _of_streams(self) -> Iterator[Contradiction]:
         places = self.train if isinstance(self.train, list) else [self.train]
@@ -130,6 +138,11 @@ class FileData(_DataKeys):
                 f"is {self.validation}, but a stream has no rows to hold out; name a file of validation rows, or null"
             )
             yield clash(text, "data.validation", stream)
+        if self.maps is not None:
+            text = (
+                "is given, but the rows of a stream have one map; write the files alike, or read them without a stream"
+            )
+            yield clash(text, "data.maps", stream)
         if self.group_by_length:
             text = "is true, but the lengths of a stream are not known beforehand; set it to false"
             yield clash(text, "data.group_by_length", stream)

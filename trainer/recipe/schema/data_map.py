@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.recipe.paths import KeyPath
 from trainer.recipe.row_texts import Comparison, Template
 from trainer.recipe.schema.section import Contradiction, Section
 
@@ -16,10 +17,10 @@ _Name = Annotated[str, Field(min_length=1)]
 class MadeMessage(Section):
     """A message of a chat that is made from columns."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    """The role of the message."""
-    content: str
-    """A template; a message without text is left out."""
+    role: Literal["system", "developer", "user", "assistant", "turns"]
+    """The role of the message. `turns`: earlier turns, a list of pairs of a user's text and its answer."""
+    content: _Name
+    """A template; a message without text is left out. The column of `turns`."""
 
 
 class ChatKeys(Section):
@@ -32,6 +33,8 @@ class ChatKeys(Section):
     roles: dict[str, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
     """The role for each name in the source that differs, such as {"human": "user"}; `tool_calls`: a turn with tool
     calls as JSON."""
+    system: _Name | None = None
+    """The column of the system message of a chat that begins with the user's turn; null: chats hold their own."""
 
 
 class MappedColumn(Section):
@@ -62,21 +65,20 @@ class DataMap(Section):
     """The columns that the task reads, made from those of the source, in all splits and in files to predict."""
 
     shape: Literal["auto", "none", "sharegpt", "alpaca"] = "auto"
-    """sharegpt: chats with `from` and `value`; alpaca: `instruction`, `input` and `output`; auto: recognised, with a
-    note."""
+    """sharegpt: chats with `from` and `value`, and `system`; alpaca: `instruction`, `input`, `output`, and in chats
+    `system` and `history`; auto: recognised, with a note that names columns which are not read."""
     columns: Annotated[dict[_Name, Mapped], Field(min_length=1)] | None = None
     """The new columns; all others are left out. A value is the name of a column of the source, a template such as
-    "{instruction}[\\n{input}]", a list of messages with templates, or an object. A part of a template in brackets is
-    left out if one of its columns is null or blank; double brackets and braces are characters. null: the columns of
-    the source."""
+    "{instruction}[\\n{input}]", a list of messages with templates and of earlier turns, or an object. A part of a
+    template in brackets is left out if one of its columns is null or blank; double brackets and braces are characters.
+    null: the columns of the source."""
     where: list[str] = Field([])
     """Conditions that the rows must fulfil, such as ["language == en", "score >= 0.5"]. Operators are ==, !=, <, <=, >,
     >=, in and not in. `trainer predict` and `trainer mine` read all rows."""
 
-    def contradictions(self) -> Iterator[Contradiction]:
-        base = ("data", "map")
+    def contradictions(self, base: KeyPath = ("data", "map")) -> Iterator[Contradiction]:
         if self.columns is not None and self.shape in ("sharegpt", "alpaca"):
-            text = f'is "{self.shape}", which stands for its own `data.map.columns`; remove one of them'
+            text = f'is "{self.shape}", which stands for its own `columns`; remove one of them'
             yield Contradiction(((*base, "shape"), (*base, "columns")), text)
         for place, condition in enumerate(self.where):
             if problem := _problem(Comparison.parse, condition):
@@ -90,7 +92,7 @@ class DataMap(Section):
                     yield Contradiction(((*base, "columns", name),), problem)
             else:
                 for place, message in enumerate(mapped):
-                    if problem := _problem(Template.parse, message.content):
+                    if message.role != "turns" and (problem := _problem(Template.parse, message.content)):
                         yield Contradiction(((*base, "columns", name, place, "content"),), problem)
 
 
