@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import struct
 from pathlib import Path
@@ -102,6 +104,25 @@ def test_indexed_data_sets_of_megatron(tmp_path, kind, code):
     whole = load_splits(FileData(source="files", train=str(path))).train.rows
     assert whole["input_ids"][:] == [IDS[0], IDS[1] + IDS[2]], "a document may have several sequences"
     assert len(rows) == 1
+
+
+def test_files_of_megatrons_own_writer(tmp_path):
+    # By its IndexedDatasetBuilder: documents of 1, 2, 3 and 1 sequences, one of them empty, and one of `add_document`.
+    index = (
+        "H4sICB6XCWsCA3UxNi5pZHgA8/X1dPF0iWBgYGSAAA5OKIMNiQZJsiJhBijNBMTMDAjAA6X5oLQElFaC0jpotBmUtmJABTDHMKO5hR1Kw9wIACwT6w++"
+        "AAAA"
+    )
+    tokens = "aHzUY7E0HzwACLIOOyLWfkWyXWJ7dpm9fXstalttobYrNgeDiAD7THanQ2yCjlilTiJwEZaoAQACAAMABAAFAA=="
+    (tmp_path / "own.idx").write_bytes(gzip.decompress(base64.b64decode(index)))
+    (tmp_path / "own.bin").write_bytes(base64.b64decode(tokens))
+    rows = load_splits(FileData(source="files", train=str(tmp_path / "own.idx"))).train.rows
+    assert rows["input_ids"][:] == [
+        [31848, 25556, 13489, 15391, 2048, 3762],
+        [8763, 32470, 45637, 25181, 30331, 48537],
+        [31613, 27181, 27995, 46753, 13867, 33543, 136, 19707, 42870, 27715],
+        [36482, 42328, 8782, 4464, 43158],
+        [1, 2, 3, 4, 5],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _SNIFFED_LINES = 20
 _CELLS_LOOKED_AT = 1000
+_LONGEST_NAME = 60  # characters
 _JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
 
 
@@ -38,7 +40,12 @@ class CsvReader(Reader):
         delimiters = [text.delimiter or delimiter_of(path, text) for path in paths]
         first, notes = delimiters[0], []
         for path, delimiter in zip(paths, delimiters, strict=True):
-            _require_names(path, text, delimiter, key)
+            names = _names(path, text, delimiter, key)
+            if value := next(filter(_is_value, names), None):
+                notes.append(
+                    f"`{key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
+                    " value; if the file has no names, add a line of them, such as text,label"
+                )
         if text.delimiter is None and first != "," and ending(paths[0]) == ".csv":
             notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[first]} between its columns")
         if len(set(delimiters)) > 1:
@@ -116,8 +123,13 @@ def _with_empty_rows(lines: Iterable[list[str]]) -> Iterator[list[str]]:
         num_empty = 0 if cells else num_empty + 1
 
 
-def _require_names(path: Path, text: TextOptions, delimiter: str, key: str) -> None:
-    """Require a name of its own for each column of a CSV file.
+def _is_value(name: str) -> bool:
+    """Return whether a name of a column looks like a number or a text, as in a file without names."""
+    return len(name) > _LONGEST_NAME or re.fullmatch(r"\s*[-+]?\d*[.,]?\d+\s*", name) is not None
+
+
+def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]:
+    """Return the names of the columns of a CSV file, each a name of its own.
 
     pandas renames the second of two equal names, and moves all columns by one if the rows have one value more than
     there are names.
@@ -133,13 +145,14 @@ def _require_names(path: Path, text: TextOptions, delimiter: str, key: str) -> N
     if twice:
         raise DataError(
             f"`{key}` must name files with a name of its own for each column, but `{path}` names `{twice[0]}` more than"
-            " once; rename one"
+            " once; rename one, or add a line of names if the file has none"
         )
     if len(first) > len(names):
         raise DataError(
             f"`{key}` must name files with a name for each column, but `{path}` has {len(names)} names and {len(first)}"
             " values in its first row; add the missing name, or remove the delimiter at the end of the lines"
         )
+    return names
 
 
 def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:

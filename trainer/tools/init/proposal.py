@@ -23,7 +23,7 @@ from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, Request, recipe_name
 from trainer.tools.init.shapes import Shape, shapes
-from trainer.tools.init.sources import data_keys, devices_here
+from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import plan_recipe
 from trainer.training.run_data import PreparedData
@@ -171,8 +171,8 @@ def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
     draft.put("schedule.warmup", 0.1, "the share of the steps in which the learning rate rises")
     if name != SAMPLE:
         if name is not None:
-            folder = os.path.expanduser(name)
-            draft.put("model.name_or_path", os.path.abspath(folder) if os.path.isdir(folder) else name)
+            model, recipe = Path(name).expanduser(), Path(os.path.abspath(draft.request.output))
+            draft.put("model.name_or_path", folder_name(model, recipe.parent) if model.is_dir() else name)
         draft.put("training.epochs", 3)
         draft.put("optimizer.learning_rate", rate)
         return name or "as given"

@@ -46,13 +46,19 @@ def _of_folder(source: Path, folder: Path) -> dict[str, Any]:
         return {"source": "folder", "path": place}
     for number, (_, _, files) in enumerate(os.walk(source)):
         if any(format_of(Path(file)) or Path(file).suffix.lower() in _IMAGES for file in files):
-            return {"source": "hub", "name": place if place.startswith((".", "/")) else f"./{place}"}
+            return {"source": "hub", "name": folder_name(source, folder)}
         if number > _MOST_FILES:
             break
     raise UsageError(
         f"`{source}` holds no file of a known format: {', '.join(FORMAT_OF_ENDING)}, images, or"
         " a folder of `DatasetDict.save_to_disk`; name another folder or a file"
     )
+
+
+def folder_name(path: Path, folder: Path) -> str:
+    """Return a folder as a recipe in `folder` names it where a name on the hub may stand, too."""
+    place = _place(path, folder)
+    return place if place.startswith((".", "/")) else f"./{place}"
 
 
 def _place(path: Path, folder: Path) -> str:
