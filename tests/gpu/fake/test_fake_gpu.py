@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.training import RANK_STRATEGIES, TINY_DECODERS, TINY_TASKS, parallel_keys, tiny_recipe, tiny_task
+from tests.helpers.training import RANK_STRATEGIES, TINY_DECODERS, TINY_TASKS, parallel_keys, tiny_recipe
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
@@ -161,7 +161,7 @@ def allocate_on_gpu(model: torch.nn.Module) -> None:
 def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
     """Take two steps of a rank, and return what is wrong with the second one and the tensors that stay."""
     plan = plan_run(tiny_recipe(**keys), ranks)
-    task = tiny_task(plan.recipe)
+    task = simulated_step.planned_task(plan)
     with (
         gpu_found(),
         mock.patch.object(simulated_step, "simulated_mesh", mesh_on_gpu),
@@ -197,6 +197,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context": (2, {"context": 2}),
     "fsdp, tensor": (4, {"strategy": "fsdp", "tensor": 2}),
 }
+NOT_PLANNED = ("weighted_classification", "embedding_duplicates")
+"""Tasks with keys that a blank batch does not have: names of classes, and identities of texts."""
 LLAMA = {"config": TINY_DECODERS["llama"], "tokenizer": "none"}
 RECIPES: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": "full"},
@@ -229,7 +231,7 @@ def test_every_layout(layout: str, precision: str):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("task", TINY_TASKS)
+@pytest.mark.parametrize("task", [name for name in TINY_TASKS if name not in NOT_PLANNED])
 def test_every_task(task: str, precision: str):
     tiny = TINY_TASKS[task]
     assert step({"task": tiny.keys, "model": tiny.model, "precision": precision}, 1, 0) == []
