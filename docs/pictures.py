@@ -53,6 +53,7 @@ def layouts_figure(results: list[dict[str, Any]]) -> go.Figure:
     figure.update_xaxes(range=drawn.layout.xaxis.range, row=1, col=1)
     planned = [one["plan"]["peak_bytes"] / 2**20 if one["plan"] else 0 for one in found]
     figure.add_bar(y=bars_of_times.y, x=planned, orientation="h", marker_color=COLOURS[2], row=1, col=2)
+    figure.update_xaxes(title="ZeRO: with buckets of a fixed size", row=1, col=2)
     figure.update_yaxes(autorange="reversed", automargin=True)
     return figure
 

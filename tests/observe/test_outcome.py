@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.samples import run_info, step_record
+from trainer.cli import main
 from trainer.observe.outcome import Outcome
 from trainer.observe.records import BestMetric, EvaluationRecord
 
@@ -41,3 +44,28 @@ def test_warnings(losses: list[float], evaluated: float | None, best: BestMetric
     assert len(found) == len(expected)
     assert all(text in line for text, line in zip(expected, found, strict=True))
     assert all("(50.0)" in line for line in found if "diverged" in line)
+
+
+@pytest.mark.parametrize(
+    ("task", "rate", "warnings"),
+    [
+        ({"type": "sequence_classification", "text": "text", "metrics": ["accuracy"]}, 50, 2),
+        ({"type": "embedding", "texts": ["text", "other"], "metrics": ["mrr"]}, 1e-9, 1),
+        ({"type": "reranker", "query": "text", "documents": ["other", "label"], "metrics": ["map"]}, 1e-9, 1),
+    ],
+    ids=["classes", "embeddings", "rankings"],
+)
+def test_a_whole_run_that_teaches_nothing_ends_in_warnings(tmp_path, capsys, task, rate, warnings):
+    """All candidates of an embedding and of a query are equal, so that no model can rank them."""
+    recipe = write_tiny_run(tmp_path, evaluation={"every": "8 steps"}, logging={"to": ["jsonl", "console"]})
+    keys = json.loads(recipe.read_text())
+    recipe.write_text(json.dumps({**keys, "task": task}))
+    for rows in (tmp_path / "train.jsonl", tmp_path / "validation.jsonl"):
+        own = [json.loads(line) for line in rows.read_text().splitlines()]
+        alike = {"other": "word1"} | ({"label": "word1"} if rate < 1 else {})
+        rows.write_text("".join(json.dumps({**row, **alike}) + "\n" for row in own))
+    assert main(["run", str(recipe), f"optimizer.learning_rate={rate}"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    print(shown[-1500:])
+    assert shown.count("which a prediction that ignores the input reaches") == 1
+    assert shown.count("the loss diverged: ") == warnings - 1

@@ -29,10 +29,21 @@ def test_parts_of_a_step(
 
 def test_a_profiler_of_a_callback_keeps_its_events():
     sampler = Sampler(Meter(), True, "cpu")
-    sampler.plan(LEAST_STEPS, 100.0)
+    sampler.plan(LEAST_STEPS, 100.0, left=0)
     with profile() as of_callback, sampler.sampled():
         torch.ones(4).sum()
     assert "aten::sum" in {event.name for event in of_callback.events()}
     with sampler.sampled():
         torch.ones(4).sum()
     assert sum(sampler.take()) > 0
+
+
+def test_a_long_training_is_sampled_early_and_a_short_one_never():
+    def is_due(steps: int, seconds: float, left: int) -> bool:
+        sampler = Sampler(Meter(), True, "cuda")
+        sampler.plan(steps, seconds, left)
+        return sampler.is_due
+
+    assert is_due(LEAST_STEPS, 10.0, left=19 * LEAST_STEPS)  # 200 s in all
+    assert not is_due(LEAST_STEPS, 10.0, left=18 * LEAST_STEPS)
+    assert not is_due(LEAST_STEPS - 1, 1000.0, left=10**6)

@@ -80,5 +80,5 @@ def main(words: Sequence[str]) -> int:
     """Run the program with the arguments after the cause."""
     cause, *argv = words
     CAUSES[cause]()
-    sampling.FIRST_SECONDS, sampling.LEAST_STEPS = {"cpu": 0.0, "cuda": 0.0}, 4
+    sampling.SHORTEST_SECONDS, sampling.LEAST_STEPS = {"cpu": 0.0, "cuda": 0.0}, 4
     return program(argv)

@@ -86,6 +86,8 @@ def test_words_of_entities_have_their_tags():
 
 def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = str(write_tiny_run(tmp_path, task={"class_weights": {"no": 3.0, "yes": 1.0}}, data={"max_length": 6}))
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 6}))
     write_rows(
         tmp_path, [{"text": f"word1 word2 word3 word4 word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)]
     )

@@ -58,6 +58,9 @@ class _Answers(BaseHTTPRequestHandler):
         last = self.path.split("?")[0].strip("/").split("/")[-2 if "/main" in self.path else -1]
         hub.asked.append(last)
         status = hub.statuses.get(last, 200)
+        if status == -1:  # it dies
+            self.close_connection = True
+            return
         if status == 0:  # silent
             hub.ended.wait(30)
             return
@@ -155,6 +158,7 @@ def test_an_existing_repository_must_be_private_too(hub: Hub, run: Path):
         ("create", 401, r"answered 401 for me/model: .*; log in with `hf auth login`, or set HF_TOKEN"),
         ("commit", 409, r"answered 409 for me/model: .*; another commit came first, or the name is taken"),
         ("preupload", 503, r"answered 503 for me/model: .*; push again later"),
+        ("commit", -1, r"cannot be used for me/model: .*; check the network and HF_ENDPOINT, and push again"),
         ("create", 0, r"cannot be used for me/model: it did not answer for 0.2 s; check the network"),
     ],
 )

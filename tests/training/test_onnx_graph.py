@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_BART
 from tests.training.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
 from trainer.base.errors import UsageError
 from trainer.training import export as export_module
@@ -42,6 +43,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         place = tmp_path_factory.mktemp(name)
         recipe = write_tiny_run(place)
         recipe.write_text(json.dumps({**json.loads(recipe.read_text()), **SECTIONS[name]}))
+        settings = place / "tokenizer" / "tokenizer_config.json"
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": "[SEP]"}))
+        for rows in place.glob("*.jsonl"):
+            read = [json.loads(line) for line in rows.read_text().splitlines()]
+            beside = [{**row, "other": row["text"][:9], "right": at % 2} for at, row in enumerate(read)]
+            rows.write_text("".join(json.dumps(row) + "\n" for row in beside))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(verifying, "_answered", answered_here)
             train(recipe)
@@ -51,11 +58,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-SECTIONS: dict[str, dict[str, Any]] = {"classes": {}, "embeddings": {"task": EMBEDDING}}
+CHOICE = {"type": "multiple_choice", "context": "text", "choices": ["other", "label"], "label": "right"}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "classes": {},
+    "embeddings": {"task": EMBEDDING},
+    "choices": {"task": {**CHOICE, "metrics": ["accuracy"]}},
+    "targets": {
+        "task": {"type": "seq2seq_lm", "source": "text", "target": "other", "max_target_length": 9},
+        "model": {"config": {**TINY_BART, "eos_token_id": 3}, "tokenizer": "tokenizer"},
+        "evaluation": {"every": None, "verify_export": 0},
+    },
+}
+NIGHTLY = pytest.mark.nightly
 EMBEDDED = pytest.param("embeddings", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["classes", EMBEDDED])
+@pytest.mark.parametrize(
+    "name", ["classes", EMBEDDED, *(pytest.param(n, marks=NIGHTLY) for n in ("choices", "targets"))]
+)
 def test_a_sound_graph_has_a_certificate(made: Callable[[str], Path], name: str) -> None:
     graph = made(name) / "graph"
     assert not list(graph.rglob("*.safetensors"))
@@ -63,6 +83,10 @@ def test_a_sound_graph_has_a_certificate(made: Callable[[str], Path], name: str)
     assert "Another process, without `trainer`, with ONNX Runtime on the CPU in fp32, opened this folder" in card
     assert "onnxruntime" in card
     assert 'InferenceSession(f"{folder}/model.onnx")' in card
+    use = (
+        card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(graph)).replace("...", "word1")
+    )
+    exec(compile(use, "README.md", "exec"), {})
 
 
 def _edited(change: Callable[[Any], None]) -> Callable[[Path], None]:
@@ -120,12 +144,13 @@ def test_a_planted_fault_is_caught_and_nothing_is_left(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"bert", "t5", "bart"}))
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"bert"}))
 def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     """Numbers of rows and of tokens are free; causal models compute logits without a cache."""
     is_causal = "num_key_value_heads" in CONFIGS[family] or family == "gpt2"
     auto = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForTokenClassification
     auto = transformers.AutoModelForImageClassification if family == "vit" else auto
+    auto = transformers.AutoModelForSeq2SeqLM if family in ("t5", "bart") else auto
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(family, **CONFIGS[family])).eval()
     folder = tmp_path / family
@@ -141,6 +166,9 @@ def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> N
         if family == "vit":
             inputs = {"pixel_values": torch.randn(rows, 3, 16, 16)}
         is_token = inputs.get("attention_mask", torch.ones(rows)) == 1
+        if family in ("t5", "bart"):
+            inputs["decoder_input_ids"] = torch.randint(5, 99, (rows, 2 * rows))
+            is_token = torch.ones(rows, 2 * rows).bool()
         beside = {"token_type_ids": torch.zeros(rows, tokens).long()}
         with torch.no_grad():
             expected = model(**inputs).logits[is_token]
@@ -151,14 +179,12 @@ def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> N
 
 def test_what_a_graph_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"`--dtype` must be fp32 with `--to onnx`, but is bf16; convert"):
-        require_onnx({}, "bf16", adapter=False)
+        require_onnx("bf16", adapter=False)
     with pytest.raises(UsageError, match=r"`--adapter` and `--to onnx` exclude each other: a graph holds"):
-        require_onnx({}, "fp32", adapter=True)
-    with pytest.raises(UsageError, match=r"t5 generates with two, an encoder and a decoder with a cache; leave --to"):
-        require_onnx({"is_encoder_decoder": True, "model_type": "t5"}, "fp32", adapter=False)
+        require_onnx("fp32", adapter=True)
     monkeypatch.setattr(onnx_graph, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'needs the package onnx, .* \(pip install "recipe-trainer\[onnx\]"\)'):
-        require_onnx({}, "fp32", adapter=False)
+        require_onnx("fp32", adapter=False)
 
 
 def test_a_model_that_the_exporter_does_not_support_is_named(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+import trainer
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from trainer.base.errors import ExitCode, UsageError
@@ -173,6 +174,34 @@ def test_adapters(tmp_path, here, adapter):
     assert done.certificate is not None
     assert 0 <= done.certificate.difference < 1e-6
     assert ("with PEFT on" if adapter else "with transformers on") in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "message"),
+    [
+        (None, {"quantization": "int8"}, r"over `model.quantization` int8 other programs round the inputs of layers"),
+        ({**EMBEDDING, "learn_temperature": True}, {}, r"PEFT, which has no dense layers and no temperature of emb"),
+    ],
+    ids=["int8", "temperature"],
+)
+def test_adapters_that_other_programs_compute_otherwise(tmp_path, monkeypatch, trained, task, model, message):
+    recipe = _own(write_tiny_run, tmp_path / "own", task)
+    base = {"name_or_path": str(trained / "model"), "adapter": {"type": "lora", "rank": 4}, **model}
+    recipe.write_text(json.dumps({**json.loads(recipe.read_text()), "model": base}))
+    train(recipe)
+    monkeypatch.setattr(export_module, "_base_weights", None)  # refused before any work
+    with pytest.raises(UsageError, match=f"`--verify` with `--adapter` .*{message}.*; leave one of them out"):
+        export(tmp_path / "own" / "run", tmp_path / "out", adapter=True, verification=ASKED)
+    assert [one.name for one in tmp_path.iterdir()] == ["own"]
+
+
+def test_python_does_what_the_command_does(tmp_path, here, trained):
+    done = trainer.export(trained, tmp_path / "out", dtype="bf16", verify_rows=4, overrides=["evaluation.batch_size=2"])
+    assert (done.weights, done.step) == (("model.safetensors",), 2)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"- command: `trainer.export('{trained}', '{tmp_path / 'out'}', verify_rows=4)`" in card
+    with pytest.raises(trainer.TrainerError, match=r"`FOLDER` must be empty or not there yet"):
+        trainer.export(trained, tmp_path / "out")
 
 
 def test_16_bits_have_a_wider_bound(tmp_path, here, trained):

@@ -21,8 +21,8 @@ LEAST_STEPS = 200
 """Steps of a start before its first sample; the next ones follow after twice as many, and so on."""
 
 _STEPS = 2  # of a sample
-FIRST_SECONDS = {"cpu": 15.0, "cuda": 200.0}
-"""Seconds of training before the first sample, because the profiler of CUDA needs seconds to start."""
+SHORTEST_SECONDS = {"cpu": 15.0, "cuda": 200.0}
+"""Seconds of the shortest training that is sampled, because the profiler of CUDA needs seconds to start."""
 
 _RANGE = "trainer.step"
 _COMPUTES = ("aten::", "trainer::", "deepspeed::")
@@ -96,7 +96,7 @@ class Sampler:
     def __init__(self, meter: Meter, is_able: bool, device: str) -> None:
         self._meter = meter
         self._next = LEAST_STEPS if is_able else None
-        self._seconds = FIRST_SECONDS[device]
+        self._seconds = SHORTEST_SECONDS[device]
         self._left = 0
         self._sums = [0.0, 0.0, 0.0]
         self._number = 0
@@ -129,9 +129,12 @@ class Sampler:
             return means
         return (0.0, 0.0, 0.0)  # the sample goes on
 
-    def plan(self, steps: int, seconds: float) -> None:
-        """Begin a sample with the next step if there were enough steps and seconds, the same on all ranks."""
-        if self._next is not None and steps >= self._next and seconds >= self._seconds:
+    def plan(self, steps: int, seconds: float, left: int) -> None:
+        """Begin a sample with the next step if there were enough steps and the training is long enough.
+
+        All ranks give the same numbers: steps and seconds until now, and the steps that are left.
+        """
+        if self._next is not None and steps >= self._next and seconds * (steps + left) >= self._seconds * steps:
             self._left, self._next = _STEPS, 2 * steps
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def _uncut(plan: RunPlan, data: PreparedData) -> PreparedData | None:
     """Return the first rows without a maximum length; None if they are not of texts, or not the same rows."""
     if not isinstance(data.preparation, TextPreparation) or data.unit != "rows":
         return None
-    whole = replace(data.preparation, max_length=_NO_LIMIT)
+    tokenizer = copy(data.preparation.tokenizer)
+    tokenizer.model_max_length = _NO_LIMIT
+    whole = replace(data.preparation, tokenizer=tokenizer, max_length=_NO_LIMIT)
     with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
         found = prepare_data(plan.recipe, _MOST_UNCUT, Path(cache), lambda _: whole)
         return found  # the open files of the cache can be read after it is deleted

@@ -94,7 +94,7 @@ def export(
     if adapter:
         _require_adapter(state)
     if to == "onnx":
-        require_onnx(config, dtype, adapter)
+        require_onnx(dtype, adapter)
     shapes: dict[str, Sequence[int]] = {}
     keys: dict[str, str] = {}
     for key, shape in state.shapes.items():
@@ -117,6 +117,7 @@ def export(
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
         described = described_model(config)
+        opened = None if verification is None else _opened(state, described, dtype, adapter, to)
         base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
         available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
         merged = MergedWeights(described, available, _adapter(state))
@@ -137,8 +138,7 @@ def export(
         if to == "onnx":
             weights = [to_onnx(temporary, type(described), _whole_recipe(state) if _task_type(state) else None)]
         certificate = None
-        if verification is not None:
-            opened = _opened(state, described, dtype, adapter, to)
+        if verification is not None and opened is not None:
             certificate = _verified_folder(state, described, temporary, opened, verification)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate)
     except UnknownModelError as error:

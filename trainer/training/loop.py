@@ -275,7 +275,8 @@ class Loop:
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()
         memory, rows, hidden, places, trained, *sample = zip(*self._table(rates), strict=True)
-        self.sampler.plan(self.progress.step - self._first, trained[0] * _NANOSECOND)
+        step = self.progress.step
+        self.sampler.plan(step - self._first, trained[0] * _NANOSECOND, self.total_steps - step)
         self._hidden = self._places = 0
         record = StepRecord(
             step=self.progress.step,

@@ -91,7 +91,7 @@ def _card(
         lines = _use_adapter(architecture, adapter)
     if (folder / ONNX_NAME).is_file():
         model = f"A `{architecture}` as a graph of ONNX in `{config['dtype']}`"
-        lines = _use_graph(tag == PIPELINE_TAGS["image_classification"])
+        lines = _use_graph(tag, config)
     use = "\n".join(lines)
     decay = _part(recipe, "training").get("ema_decay")
     averages = f"\n- weights: exponential moving averages with a decay of {_plain(decay)}" if decay is not None else ""
@@ -175,14 +175,23 @@ def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     return f"{' x '.join(degrees)}, `{_plain(strategy)}`, `{_plain(recipe.get('precision'))}`"
 
 
-def _use_graph(takes_images: bool) -> list[str]:
+def _use_graph(tag: str | None, config: Mapping[str, Any]) -> list[str]:
+    takes_images = tag == PIPELINE_TAGS["image_classification"]
     processor, rows = ("AutoImageProcessor", "[image]") if takes_images else ("AutoTokenizer", '["..."]')
+    further = []
+    if tag == PIPELINE_TAGS["multiple_choice"]:
+        rows = '["...", "..."], ["one choice", "another"], padding=True'
+        further = ["inputs = {name: tensor[None] for name, tensor in inputs.items()}"]
+    if tag == TEXT_TO_TEXT:
+        first = config.get("decoder_start_token_id")
+        further = [f'inputs["decoder_input_ids"] = [[{first}]]  # and the tokens that were generated so far']
     return [
         "from onnxruntime import InferenceSession",
         f"from transformers import {processor}",
         "",
         'folder = "path/to/this/folder"',
         f'inputs = {processor}.from_pretrained(folder)({rows}, return_tensors="np")',
+        *further,
         f'session = InferenceSession(f"{{folder}}/{ONNX_NAME}")',
         "outputs = session.run(None, {one.name: inputs[one.name] for one in session.get_inputs()})",
         "print(dict(zip([one.name for one in session.get_outputs()], outputs)))",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from trainer.training.certificate import OUTPUTS
 from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
+_SAMPLE_TARGET = 4  # tokens; others than of the inputs, so that they are free apart from them
 
 _MOST_REASON = 300  # letters
 
@@ -51,7 +51,7 @@ class _Graph(nn.Module):
         return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
 
 
-def require_onnx(config: Mapping[str, Any], dtype: str, adapter: bool) -> None:
+def require_onnx(dtype: str, adapter: bool) -> None:
     """Refuse an export to ONNX that is not possible.
 
     Raises:
@@ -67,11 +67,6 @@ def require_onnx(config: Mapping[str, Any], dtype: str, adapter: bool) -> None:
     if adapter:
         raise UsageError(
             "`--adapter` and `--to onnx` exclude each other: a graph holds the merged model; leave one out"
-        )
-    if config.get("is_encoder_decoder"):
-        raise UsageError(
-            f"`--to onnx` writes one graph, but {config.get('model_type')} generates with two, an encoder and a decoder"
-            " with a cache; leave --to out"
         )
 
 
@@ -91,7 +86,8 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     """
     head = None
     with without_report():
-        model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+        # The exporter takes a view of the outputs of torch's fused attention that those of T5 do not have.
+        model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         inputs = _sample(folder, model)
     if recipe is not None and isinstance(task := build_task(recipe.task), EmbeddingTask):
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
@@ -135,7 +131,10 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
 
 
 def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return inputs of a model by name: ids `[rows, tokens]`, `[rows, choices, tokens]`, or images."""
+    """Return inputs of a model by name: ids `[rows, tokens]`, `[rows, choices, tokens]`, or images.
+
+    A model that writes texts also takes the tokens of the target before each one, `[rows, target tokens]`.
+    """
     parameters = inspect.signature(type(model).forward).parameters
     if model.main_input_name == "pixel_values":
         size, channels = AutoImageProcessor.from_pretrained(folder).size, int(model.config.num_channels)
@@ -144,7 +143,10 @@ def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
     names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
     values = {name: torch.zeros(shape, dtype=torch.long) for name in names}
-    return values | {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
+    values |= {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
+    if type(model).__name__.endswith("ForConditionalGeneration"):
+        values["decoder_input_ids"] = torch.ones(rows, _SAMPLE_TARGET, dtype=torch.long)
+    return values
 
 
 @contextmanager

@@ -225,6 +225,30 @@ class TestTrials:
         assert len(set(trained.runs)) == len(trained.runs) == 8
 
 
+def test_each_trial_sees_its_share_of_the_gpus(monkeypatch, tmp_path):
+    """A script stands in for the run; it waits until both trials have begun."""
+    begun, run = tmp_path / "begun", tmp_path / "run"
+    run.write_text(
+        f"#!/bin/sh\necho $CUDA_VISIBLE_DEVICES $*\necho >> {begun}\n"
+        f"for _ in $(seq 300); do [ $(wc -l < {begun}) -ge 2 ] && exit 2; sleep 0.1; done\n"
+    )
+    run.chmod(0o755)
+    found = tmp_path / "found"
+    request = SearchRequest(
+        "bert_sample", ["model.dropout=0,0.1"], 2, None, 2, 1, "tpe", "median", None, found, None, None
+    )
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-b,2,MIG-d")
+    monkeypatch.setattr(sys, "executable", str(run))
+    assert search(request, print) == ExitCode.FAILED
+    seen = [(one / "output.txt").read_text().split() for one in (found / "trials").iterdir()]
+    assert sorted((words[0], words[-1]) for words in seen) == [("2,MIG-d", "2"), ("7,GPU-b", "2")]
+    with pytest.raises(
+        UsageError, match=r"2 trials of 3 processes need 6 GPUs, but this machine shows 4; lower --at-o"
+    ):
+        search(replace(request, processes=3, output=tmp_path / "other"), print)
+
+
 class TestStudy:
     RULES = Rules([Axis("model.dropout", values=("0", "0.1"))], {}, True, "tpe", "median", 42)
 

@@ -209,9 +209,12 @@ def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequenc
         found: a name, its place on each axis from 0 to 1, and the text of each value.
     """
     figure = go.Figure()
+    columns = [sorted((places[at], texts[at]) for _, places, texts in found) for at in range(len(axes))]
+    ends = [dict.fromkeys(_rounded(column[at][1]) for at in (0, -1)) for column in columns]
+    scaled = [f"{_folded(axis)}<br>{label(' to '.join(own))}" for axis, own in zip(axes, ends, strict=True)]
     for number, (name, places, texts) in reversed(list(enumerate(found))):
         figure.add_scatter(
-            x=list(map(_folded, axes)),
+            x=scaled,
             y=list(places),
             mode="lines+markers",
             name=label(name),
@@ -225,6 +228,13 @@ def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequenc
     figure.update_layout(hovermode="closest")
     figure.update_yaxes(showticklabels=False)
     return figure
+
+
+def _rounded(text: str) -> str:
+    try:
+        return f"{float(text):.3g}"
+    except ValueError:
+        return text
 
 
 def _heat_map(**cells: Any) -> go.Figure:

@@ -20,7 +20,7 @@ from trainer.observe.records import (
     START,
     STEP,
 )
-from trainer.observe.sampling import FIRST_SECONDS, LEAST_STEPS, obstacle
+from trainer.observe.sampling import LEAST_STEPS, SHORTEST_SECONDS, obstacle
 
 COMPUTING, HOST, COMMUNICATION, WAITING, UNDIVIDED = "computing", "host", "communication", "waiting", "steps"
 """The parts of the steps by a sample; without one, steps of several ranks or on a CPU are not divided."""
@@ -98,8 +98,8 @@ def time_parts(metrics: Metrics) -> TimeParts | None:
             slowest = max(samples, key=lambda one: one.waiting).slowest
     else:
         device = info.get("device", "cpu")
-        seconds_before = FIRST_SECONDS["cpu" if device == "cpu" else "cuda"]
-        begin = f"it begins after {LEAST_STEPS} steps and {seconds_before:.0f} seconds"
+        shortest = SHORTEST_SECONDS["cpu" if device == "cpu" else "cuda"]
+        begin = f"it begins after {LEAST_STEPS} steps of a training of {shortest:.0f} seconds or more"
         why = obstacle(info.get("recipe") or {}, device) or begin
         notes.append(f"no step was sampled ({why}), so that the parts of a step are not known")
         if several or info.get("device") == "cpu":
