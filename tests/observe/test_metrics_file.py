@@ -193,3 +193,16 @@ def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         MetricsFile().start(replace(run_info(tmp_path), resumed_from=3))
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", "null", '"run"', '{"loss": 1}', '{"step": "1"}', '{"step": true}', "{"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str):
+    record = MetricsFile()
+    record.start(run_info(tmp_path))
+    record.step(step_record(1))
+    record.close()
+    file = tmp_path / METRICS_FILE_NAME
+    written = file.read_text()
+    file.write_text(f"{written}\n{line}\n{written}")
+    with pytest.raises(UsageError, match=r"line \d+ of .* must be an object that holds `run` or `step`, but is"):
+        read_metrics(file)
