@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
