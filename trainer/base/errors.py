@@ -36,7 +36,7 @@ class TrainerError(Exception):
     @property
     def exit_code(self) -> ExitCode:
         """The exit code; `FAILED` instead of `USER` if a fault of machine or network caused the error."""
-        if self._exit_code == ExitCode.USER and _may_pass(self):
+        if self._exit_code == ExitCode.USER and may_pass(self):
             return ExitCode.FAILED
         return self._exit_code
 
@@ -83,8 +83,8 @@ _OF_THE_MACHINE = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-_OF_THE_NETWORK = {"ConnectionError", "Timeout", "TimeoutError", "TransportError"}
-"""Names of classes of errors in the standard library, requests, urllib3 and httpx, which are not imported here."""
+_OF_THE_NETWORK = {"ConnectionError", "ClientConnectionError", "Timeout", "TimeoutError", "TransportError"}
+"""Names of classes of errors in the standard library, requests, urllib3, httpx and aiohttp; none is imported here."""
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -95,7 +95,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
             yield error
 
 
-def _may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
     """Return whether a fault that may pass is among the causes: a full disk, a lost server, no network."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE)

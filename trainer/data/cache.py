@@ -30,6 +30,10 @@ from trainer.base.extensions import packages
 from trainer.data.split import EncodedSplit, Ragged
 
 ENTRY_VERSION = 5  # version of the file format, part of the key of an entry
+_LIBRARIES = (
+    "transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common", "pillow", "numpy"
+)  # fmt: skip
+"""The packages that prepare rows of texts and images."""
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -172,7 +176,7 @@ class _ArrayFile:
         }
 
 
-def entry_key(encoder: Any, libraries: Sequence[str], **facts: Any) -> str:
+def entry_key(encoder: Any, libraries: Sequence[str] = _LIBRARIES, **facts: Any) -> str:
     """Return the key of an entry, which covers everything that determines its content.
 
     Args:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _IMAGES_AT_ONCE = 100
 _PIXELS = "pixel_values"
-_LIBRARIES = ("transformers", "pillow", "numpy")
 
 
 class ImageProcessor(Protocol):
@@ -75,7 +74,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     """
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
-    key = entry_key(encoder, _LIBRARIES, rows=_hash_images(rows, split.folders), processor=processor.fingerprint)
+    key = entry_key(encoder, rows=_hash_images(rows, split.folders), processor=processor.fingerprint)
 
     def write(writer: EntryWriter) -> None:
         shape: tuple[int, ...] | None = None
@@ -84,8 +83,8 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
 
             def encode(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
                 first_row += split.first_row
-                rows = _with_images(rows, split.folders, split.where, first_row)
-                return encoder.encode_images(rows, processor, split.where, first_row)
+                images = _with_images(rows, split.folders, split.where, first_row)
+                return encoder.encode_images(images, processor, split.where, first_row)
 
             with split.names_lines():
                 features = encode_rows(batch, first_row, encode)
@@ -96,6 +95,27 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
                 split.show(first_row + len(batch), len(rows))
 
     return replace(open_or_write(cache, key, write), sources=split.sources)
+
+
+def encode_streamed(
+    encoder: ImageEncoder,
+    processor: ImageProcessor,
+    shape: tuple[int, ...],
+    rows: Dataset,
+    where: str,
+    first_row: int,
+) -> dict[str, list[Any]]:
+    """Return prepared rows of a stream, which hold the bytes of their images.
+
+    Args:
+        shape: the shape of the images before.
+
+    Raises:
+        DataError: a value is not valid, names a file, or has another shape.
+    """
+    features = encoder.encode_images(_with_images(rows, (), where, first_row), processor, where, first_row)
+    _check_shapes(features[_PIXELS], shape, where, first_row)
+    return features
 
 
 def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:

@@ -11,14 +11,14 @@ import re
 import shutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -34,12 +34,11 @@ from trainer.data.split import EncodedSplit, encode_rows, joined_rows
 from trainer.data.streams.index import RowReader, ShardIndex, index_of
 from trainer.data.streams.shards import Shard
 from trainer.data.streams.windows import Windows
-from trainer.data.tokenised_split import LIBRARIES, RowEncoder, tokenizer_digest
+from trainer.data.tokenised_split import RowPacker
 from trainer.data.workers import one_thread_of_tokenizers
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from transformers import PreTrainedTokenizerBase
 
 _AT_ONCE = 4  # shards that are indexed
 _OPEN = 2  # windows that a process keeps mapped
@@ -48,19 +47,39 @@ _LOCKS = 64
 _WINDOW = re.compile(r"window-(\d+)")
 
 
+class StreamedTask(Protocol):
+    """The part of `trainer.tasks.task.Task` that this module uses."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def own_lengths(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def keeps_rows(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class WindowEncoder:
     """From rows to a window of encoded rows.
 
     Attributes:
+        packer: makes a packer for the rows of a source in a window, or None.
+        prepare: encodes rows of the task's columns: (rows, name of their source in messages, number of the first one).
+        facts: digests of the parts of `prepare` beside the task.
         features: the types of the columns of the source, from the first rows.
         row_map: makes the columns of the task; None: they are those of the source.
         check: raises an error for a window that does not fit the model.
     """
 
-    task: RowEncoder
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
+    task: StreamedTask
+    packer: Callable[[], RowPacker | None]
+    prepare: Callable[[Dataset, str, int], dict[str, list[Any]]]
+    facts: Mapping[str, Any]
     features: Features
     row_map: RowMap | None
     check: Callable[[EncodedSplit], None]
@@ -69,7 +88,7 @@ class WindowEncoder:
     def keeps_rows(self) -> bool:
         """Whether a window has as many encoded rows as rows."""
         drops_rows = self.row_map is not None and self.row_map.conditions
-        return self.task.keeps_rows and self.task.packer(self.max_length) is None and not drops_rows
+        return self.task.keeps_rows and self.packer() is None and not drops_rows
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -89,11 +108,7 @@ class WindowEncoder:
                 return {}
             if self.row_map.conditions:
                 where, first_row = f"the filtered rows of {where} from row {first_row + 1} on", 0
-        return encode_rows(
-            rows,
-            first_row,
-            lambda rows, first_row: self.task.encode(rows, self.tokenizer, self.max_length, where, first_row),
-        )
+        return encode_rows(rows, first_row, lambda rows, first_row: self.prepare(rows, where, first_row))
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ class StreamedSplit:
 
     Attributes:
         windows: the rows of each window.
-        content_hash: changes with the names, the sizes and the rows of the shards, and with how they are encoded.
+        content_hash: changes with the names, sizes, rows and checksums of the shards, and with how they are encoded.
     """
 
     def __init__(
@@ -141,15 +156,17 @@ class StreamedSplit:
         made = encoder.row_map
         facts: dict[str, Any] = {
             "window": settings.window,
-            "tokenizer": tokenizer_digest(encoder.tokenizer),
-            "max_length": encoder.max_length,
+            **encoder.facts,
             "map": repr(made and (made.columns, made.conditions, made.keeps_others)),
         }
-        names = [[(Path(one.shard.place).name, one.shard.size, one.num_rows) for one in source] for source in shards]
+        names = [
+            [(Path(one.shard.place).name, one.shard.size, one.num_rows, one.checksum) for one in source]
+            for source in shards
+        ]
         self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
         stamps = [(one.shard.place, one.shard.size, one.shard.stamp) for one in self._shards]
         order = [settings.weights, settings.seed, list(map(len, sources)), settings.run]
-        key = entry_key(encoder.task, LIBRARIES, **facts, shards=stamps, order=order)
+        key = entry_key(encoder.task, **facts, shards=stamps, order=order)
         self._folder = cache / "streams" / key
         self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
         self._begun = -1  # the last window that was begun ahead
@@ -238,7 +255,7 @@ class StreamedSplit:
         encoder = self._encoder
         with one_thread_of_tokenizers() if get_worker_info() else nullcontext():
             for _, spans in groupby(self.windows.spans(epoch, window), lambda span: span.source):
-                packer = encoder.task.packer(encoder.max_length)
+                packer = encoder.packer()
                 for span in spans:
                     where = f"`{self._shards[span.shard].shard}`"
                     for first_row, rows in self._reader.read(span.shard, span.start, span.stop):

@@ -36,7 +36,6 @@ _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process
 _PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
 _MOST_SPECIAL = 4  # tokens that tokenizers add to a text or a pair, such as `<s></s></s></s>`
-LIBRARIES = ("transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common")
 _PLACE_AND_CALLS = {
     "name_or_path", "is_local", "local_files_only", "init_kwargs", "cache", "deprecation_warnings", "verbose"
 }  # fmt: skip
@@ -63,9 +62,6 @@ class RowEncoder(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
-
-    @property
-    def keeps_rows(self) -> bool: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
@@ -144,7 +140,6 @@ def encode_split(
 
     key = entry_key(
         encoder,
-        LIBRARIES,
         rows=hash_rows(rows),
         sources=split.sources,
         tokenizer=tokenizer_digest(tokenizer),

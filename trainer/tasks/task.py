@@ -252,10 +252,12 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         beside_rows: the attributes of the instance that encoded rows do not depend on.
         unused_modules: modules of the base model that do not take part in the loss; they are frozen if the model has
             them.
+        own_lengths: the encoded columns with one list of integers for each row that is not as long as its `input_ids`.
     """
 
     auto_class_name: str
     unused_modules: tuple[str, ...] = ()
+    own_lengths: tuple[str, ...] = ()
     cut_targets = "targets cut to `task.max_target_length`"
 
     def changed(self, **fields: Any) -> Self:
@@ -272,6 +274,15 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
     def packs_documents(self) -> bool:
         """Whether rows hold several documents, which the model must keep apart by their positions."""
         return False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a row is encoded as one row."""
+        return True
+
+    def packer(self, max_length: int) -> Packer | None:
+        """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
+        return None
 
     @property
     @abstractmethod
@@ -347,17 +358,9 @@ class TextTask(Task):
 
     Attributes:
         labels_are_tokens: whether the labels that `encode` returns are token ids, for which the model needs embeddings.
-        own_lengths: the columns of `encode` with one list of integers for each row that is not as long as its
-            `input_ids`.
     """
 
     labels_are_tokens = False
-    own_lengths: tuple[str, ...] = ()
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether `encode` returns one row for each row that it gets."""
-        return True
 
     def for_split(self, rows: Dataset, first_row: int) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split.
@@ -392,10 +395,6 @@ class TextTask(Task):
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
         """Return notes for the user on how the task uses the tokenizer."""
         return []
-
-    def packer(self, max_length: int) -> Packer | None:
-        """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
-        return None
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
         """Return the masking that makes labels from tokens in each epoch; None if `encode` returns labels.

@@ -99,7 +99,7 @@ def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapp
     """Return the name of encoded rows, which differ from those of the source if a split has another number of them."""
     if all(source_rows[name] == len(split) for name, split in splits.items()):
         return "rows"
-    return "packed rows" if isinstance(task, TextTask) and task.packer(recipe.data.max_length) else "windows"
+    return "packed rows" if task.packer(recipe.data.max_length) else "windows"
 
 
 def row_notes(recipe: Recipe, unit: str, splits: SplitsByName, source_rows: Mapping[str, int]) -> list[str]:

@@ -15,11 +15,11 @@ import numpy as np
 
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
-from trainer.data.image_split import encode_images
+from trainer.data.image_split import encode_images, encode_streamed
 from trainer.data.sources import Split, Stream
 from trainer.data.split import EncodedSplit
 from trainer.data.streamed_split import WindowEncoder
-from trainer.data.tokenised_split import encode_split
+from trainer.data.tokenised_split import encode_split, tokenizer_digest
 from trainer.models.configuration import (
     checkpoint_labels,
     load_config,
@@ -36,7 +36,7 @@ from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
-from trainer.tasks.types import Tokenizer
+from trainer.tasks.types import Dataset, Tokenizer
 
 
 class Preparation(Protocol):
@@ -88,6 +88,10 @@ class Preparation(Protocol):
         Raises:
             TrainerError: The rows do not fit, or the cache cannot be written.
         """
+        ...
+
+    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
+        """Return the encoder of the windows of a stream, which begins with the prepared rows `head`."""
         ...
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
@@ -262,11 +266,16 @@ class TextPreparation:
             self._check(task, split.where, encoded)
         return encoded
 
-    def for_windows(self, stream: Stream, task: Task) -> WindowEncoder:
-        """Return the encoder of the windows of a stream."""
+    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
         assert isinstance(task, TextTask)
+
+        def prepare(rows: Dataset, where: str, first_row: int) -> dict[str, list[Any]]:
+            return task.encode(rows, self.tokenizer, self.max_length, where, first_row)
+
+        facts = {"tokenizer": tokenizer_digest(self.tokenizer), "max_length": self.max_length}
+        packer = partial(task.packer, self.max_length)
         check = partial(self._check, task, "`data.train`")
-        return WindowEncoder(task, self.tokenizer, self.max_length, stream.features, stream.row_map, check)
+        return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check)
 
     def _check(self, task: TextTask, where: str, encoded: EncodedSplit) -> None:
         """Refuse encoded rows with tokens that the model does not have or cannot read."""
@@ -343,6 +352,12 @@ class ImagePreparation:
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, ImageTask)
         return encode_images(split, task, self.processor, cache)
+
+    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
+        assert isinstance(task, ImageTask)
+        prepare = partial(encode_streamed, task, self.processor, head.arrays["pixel_values"].shape[1:])
+        facts = {"processor": self.processor.fingerprint}
+        return WindowEncoder(task, lambda: None, prepare, facts, stream.features, stream.row_map, lambda rows: None)
 
     def masking(self, task: Task, seed: int) -> None:
         return None

@@ -36,7 +36,7 @@ from trainer.training.data_notes import (
     stream_notes,
     trained_notes,
 )
-from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, resolve_task
+from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,6 @@ def _streamed(
 ) -> StreamedSplit:
     data, training = recipe.data, recipe.training
     assert isinstance(data, FileData)
-    assert isinstance(preparation, TextPreparation), "a rule refuses images"
     rows_ahead = (2 * data.num_workers + 2) * training.global_batch_size
     settings = StreamSettings(
         data.shuffle_window,
@@ -228,7 +227,7 @@ def _streamed(
         behind=1 + -(-rows_ahead // data.shuffle_window),
     )
     assert splits.stream is not None
-    encoder = preparation.for_windows(splits.stream, task)
+    encoder = preparation.for_windows(splits.stream, task, head)
     return StreamedSplit(splits.stream.sources, settings, encoder, head, len(splits.train.rows), cache)
 
 
@@ -238,7 +237,6 @@ def require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
     Raises:
         UsageError: a key counts epochs.
     """
-    assert isinstance(task, TextTask)
     drops_rows = stream.row_map is not None and stream.row_map.conditions
     if task.keeps_rows and task.packer(recipe.data.max_length) is None and not drops_rows:
         return

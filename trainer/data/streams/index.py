@@ -7,6 +7,8 @@ one pass over the shard finds them, and the cache keeps them.
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
-_LONGEST_LINE = 64 << 20
+_LONGEST_LINE = 32 << 20
+_FOOTER_END = 8  # bytes at the end of Parquet: the length of the footer, and a mark
 _BUFFER_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, before the first line
 
@@ -39,11 +42,13 @@ class ShardIndex:
     Attributes:
         starts: the row group or the first byte of each part.
         ends: the number of rows up to the end of each part.
+        checksum: of the lines, or of the footer of Parquet.
     """
 
     shard: Shard
     starts: IndexArray
     ends: IndexArray
+    checksum: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -68,37 +73,51 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
     """
     kept = cache / f"index-{digest_of([shard.place, shard.size, shard.stamp, shard.file_format])[:32]}.json"
     try:
-        pairs = np.array(json.loads(read_plain(kept)), np.int64).reshape(-1, 2)
-        if (pairs[:, 1] < 1).any() or (np.diff(pairs[:, 0], prepend=-1) < 1).any():
+        checksum, pairs = json.loads(read_plain(kept))
+        index = _index(shard, pairs, int(checksum))
+        if (np.diff(index.ends, prepend=0) < 1).any() or (np.diff(index.starts, prepend=-1) < 1).any():
             raise ValueError
     except (OSError, ValueError, TypeError):
-        found = _row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard)
-        pairs = np.array([pair for pair in found if pair[1]], np.int64).reshape(-1, 2)
-        replace_text(kept, json.dumps(pairs.tolist()))
-    return ShardIndex(shard, pairs[:, 0], np.cumsum(pairs[:, 1]))
+        pairs, checksum = _row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard)
+        index = _index(shard, pairs, checksum)
+        replace_text(kept, json.dumps([checksum, pairs]))
+    return index
 
 
-def _row_groups(shard: Shard) -> list[tuple[int, int]]:
-    def begin(_: int) -> Iterator[list[tuple[int, int]]]:
+def _index(shard: Shard, pairs: Sequence[tuple[int, int]], checksum: int) -> ShardIndex:
+    parts = np.array(pairs, np.int64).reshape(-1, 2)
+    return ShardIndex(shard, parts[:, 0], np.cumsum(parts[:, 1]), checksum)
+
+
+def _row_groups(shard: Shard) -> tuple[list[tuple[int, int]], int]:
+    """Return the number of each row group with rows and its number of rows, and the checksum of the footer."""
+
+    def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
         with _parquet(shard) as file:
-            groups = map(file.metadata.row_group, range(file.num_row_groups))
-            yield [(number, group.num_rows) for number, group in enumerate(groups)]
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        with shard.open() as raw:  # the file above has closed its own
+            raw.seek(-_FOOTER_END, os.SEEK_END)
+            length = int.from_bytes(raw.read(4), "little")
+            raw.seek(-_FOOTER_END - length, os.SEEK_END)
+            yield [(number, count) for number, count in enumerate(counts) if count], zlib.crc32(raw.read(length))
 
     return next(shard.resumed(0, begin, len))
 
 
-def _line_runs(shard: Shard) -> Iterator[tuple[int, int]]:
-    """Yield the first byte of each run of lines, and its number of rows; empty lines are none."""
-    start, rest = 0, b""
+def _line_runs(shard: Shard) -> tuple[list[tuple[int, int]], int]:
+    """Return the first byte and the number of rows of each run of lines with rows, and the checksum of all bytes."""
+    start, rest, checksum = 0, b"", 0
+    runs: list[tuple[int, int]] = []
     for block in chain(shard.blocks(0), [b""]):
+        checksum = zlib.crc32(block, checksum)
         data = rest + (block or (b"\n" if rest else b""))
         end = data.rfind(b"\n") + 1
-        if not end and len(data) > _LONGEST_LINE:
-            raise _no_object(shard, start, "is longer than 64 MiB")
         rest = data[end:]
-        if end:
-            yield start, _count_rows(shard, start, data[:end])
+        _require_short(shard, start + end, rest)
+        if end and (count := _count_rows(shard, start, data[:end])):
+            runs.append((start, count))
         start += end
+    return runs, checksum
 
 
 def _count_rows(shard: Shard, start: int, lines: bytes) -> int:
@@ -106,12 +125,17 @@ def _count_rows(shard: Shard, start: int, lines: bytes) -> int:
     begins = np.concatenate([[0], ends[:-1] + 1])
     others = np.flatnonzero(np.frombuffer(lines, np.uint8)[begins] != ord("{"))
     num_empty = 0
-    for line in others.tolist():
+    for line in others:  # no list: there may be millions of empty lines
         text = _stripped(lines[begins[line] : ends[line]])
         num_empty += not text
         if text and not text.startswith(b"{"):
             raise _no_object(shard, start + int(begins[line]), f"begins with {text[:20].decode(errors='replace')!r}")
     return len(ends) - num_empty
+
+
+def _require_short(shard: Shard, start: int, line: bytes) -> None:
+    if len(line) > _LONGEST_LINE:
+        raise _no_object(shard, start, f"is longer than {_LONGEST_LINE >> 20} MiB")
 
 
 def _stripped(line: bytes) -> bytes:
@@ -143,8 +167,7 @@ def first_rows(shards: Sequence[Shard]) -> tuple[Shard, Dataset]:
     """
     for shard in shards:
         if shard.file_format == "parquet":
-            parts = np.array([group for group in _row_groups(shard) if group[1]], np.int64).reshape(-1, 2)
-            index = ShardIndex(shard, parts[:, 0], np.cumsum(parts[:, 1]))
+            index = _index(shard, *_row_groups(shard))
         else:
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
         for rows in RowReader([index]).all_rows(index, 0):
@@ -220,8 +243,7 @@ class RowReader:
                 group = int(index.starts[part])
                 if group >= file.num_row_groups:
                     raise _changed(index)
-                facts = file.metadata.row_group(group)
-                at_once = _rows_at_once(facts.total_byte_size / max(1, facts.num_rows))
+                at_once = _rows_at_once(index.shard, file.metadata.row_group(group), columns)
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns, use_threads=False):
                     if len(batch) <= skip:
                         skip -= len(batch)
@@ -279,14 +301,25 @@ def _changed(index: ShardIndex) -> DataError:
     )
 
 
-def _rows_at_once(row_bytes: float) -> int:
-    return int(min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // max(1, row_bytes))))
+def _rows_at_once(shard: Shard, group: Any, columns: Sequence[str]) -> int:
+    """Return the rows of a row group of Parquet that are read together, by the uncompressed bytes of these columns."""
+    chunks = map(group.column, range(group.num_columns))
+    read = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.split(".")[0] in columns)
+    row_bytes = max(1, read // group.num_rows)
+    if row_bytes > _LONGEST_LINE:
+        raise DataError(
+            f"rows of `data.train` must have at most {_LONGEST_LINE >> 20} MiB, but those of a row group of `{shard}`"
+            f" have {row_bytes >> 20:,} MiB on average; write smaller values, or leave the shard out"
+        )
+    return min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // row_bytes))
 
 
 def _lines(shard: Shard, start: int) -> Iterator[bytes]:
     rest = b""
     for block in shard.blocks(start):
+        start += len(block)
         *whole, rest = (rest + block).split(b"\n")
+        _require_short(shard, start - len(rest), rest)
         yield from filter(None, map(_stripped, whole))
     if text := _stripped(rest):
         yield text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
-from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.errors import DataError, TrainerError, UsageError, causes, may_pass
 from trainer.base.text import without_secrets
 from trainer.data.formats.base import reason
 from trainer.data.formats.table import FORMAT_OF_ENDING
@@ -22,7 +22,8 @@ _KEY = "data.train"
 _BLOCK_BYTES = 4 << 20
 _DAMAGED = (ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
 """Errors that another try does not mend; those of pyarrow are `ValueError`s."""
-_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+_TRY_AGAIN = (408, 429)  # answers of HTTP: a time limit, and too many requests
+_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
 
 Item = TypeVar("Item")
 ShardFormat = Literal["json", "parquet"]
@@ -70,11 +71,11 @@ class Shard:
                 return
             except TrainerError:
                 raise
-            except _DAMAGED as error:
-                raise DataError(
-                    f"`{_KEY}` must hold {self.file_format} that can be read, but `{self}` cannot: {reason(error)}"
-                ) from error
             except Exception as error:  # the classes differ between file systems
+                if _lasts(error):
+                    raise DataError(
+                        f"`{_KEY}` must hold {self.file_format} that can be read, but `{self}` cannot: {reason(error)}"
+                    ) from error
                 problem = f"`{self}` of `{_KEY}` cannot be read: {reason(error)}"
                 if failures == RETRIES:
                     raise TrainerError(
@@ -96,6 +97,14 @@ class Shard:
                     yield block
 
         return self.resumed(start, begin, len)
+
+
+def _lasts(error: Exception) -> bool:
+    """Return whether another try does not help; fsspec reports each failure of HTTP as a missing file."""
+    statuses = (getattr(cause, "status", None) for cause in (error, *causes(error)))
+    if (status := next((status for status in statuses if isinstance(status, int)), None)) is not None:
+        return 400 <= status < 500 and status not in _TRY_AGAIN
+    return isinstance(error, _DAMAGED) and not may_pass(error)
 
 
 def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Shard]:
@@ -125,18 +134,18 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
             f"`{_KEY}` must name places that fsspec can open, but names {shown}: {reason(error)}; install its package,"
             " such as s3fs for s3:// and gcsfs for gs://"
         ) from error
-    except FileNotFoundError as error:
-        raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`") from error
     except Exception as error:  # the classes differ between file systems
+        if isinstance(error, FileNotFoundError) and _lasts(error):
+            raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`") from error
         raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
     shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
     if not shards:
         raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`")
     for place, info in shards.items():
-        if info.get("size") is None:
+        if info.get("size") is None or info.get("partial") is False:
             raise DataError(
-                f"`{_KEY}` must name shards that can be read from any byte, but the server of `{shown}` does not state"
-                " their size; use a server with range requests"
+                f"`{_KEY}` must name shards that can be read from any byte, but the server of `{shown}` does not allow"
+                " it; use a server that states sizes and answers range requests"
             )
         stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
         full = str(files.unstrip_protocol(place)) if is_url(name) else place

@@ -41,7 +41,7 @@ _TAUGHT = ("sequence_classification", "token_classification", "image_classificat
 
 _STREAMED = (
     "causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "sequence_regression", "token_classification",
-    "question_answering", "embedding",
+    "question_answering", "embedding", "image_classification",
 )  # fmt: skip
 """Tasks that encode a row without the other rows of the split."""
 
@@ -120,7 +120,7 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
 def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
     stream = "data.streaming"
     if task.type not in _STREAMED:
-        text = f"is true, but the task {task.type} needs facts on all rows, or images; use {', '.join(_STREAMED)}"
+        text = f"is true, but the task {task.type} needs facts on all rows; use {', '.join(_STREAMED)}"
         yield clash(text, stream, "task.type")
     elif hasattr(task, "labels") and task.labels is None:
         text = "is missing, and a stream is not searched for classes; list them in order"
