@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
 from itertools import chain
 from pathlib import Path
@@ -50,6 +52,19 @@ def write_shards(folder: Path, ending: str, sizes=SIZES) -> None:
             text = "\n".join(json.dumps(row) + "\n" * (index % 3 == 0) for index, row in enumerate(rows))
             path.write_text("\ufeff" * (number == 0) + text + "\n" * (number % 2), encoding="utf-8")
         start += size
+
+
+def long_rows() -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word1", "x" * 5000], "label": ["a", "b"]}), file)
+    return file.getvalue()
+
+
+def damaged_page() -> bytes:
+    file, texts = io.BytesIO(), ["word1 word2 word3"] * 9
+    table = pyarrow.table({"text": texts, "label": ["a"] * 9})
+    pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=False, write_page_checksum=True)
+    return file.getvalue().replace(b"word2 word3", b"word2 word4", 3)
 
 
 @pytest.fixture
@@ -131,8 +146,9 @@ def test_a_place_goes_on_without_a_read_from_the_start(folder, monkeypatch):
         assert sum(stop - start for _, start, stop in read) <= 162 - samples + 24, "at most a window too much"
     with pytest.raises(UsageError, match="no such place"):
         loaders(recipe, progress=Progress(1, 13, place=(0, 0, 12)))
-    with pytest.raises(UsageError, match="no such place"):
-        loaders(recipe, progress=Progress(1, 12, place=(0, 9, 12)))
+    for place in ((0, 9, 12), None):
+        with pytest.raises(UsageError, match="no such place"):
+            loaders(recipe, progress=Progress(1, 12, place=place))
 
 
 @pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow), "joined"])
@@ -161,6 +177,44 @@ def test_tasks_that_change_the_number_of_rows(folder, packing):
         prepare_data(recipe_of(folder, *keys[:2], "evaluation.every=null", task=task), most_rows=20)
     with pytest.raises(TrainerError, match=r"`evaluation.every` must count steps"):
         prepare_data(recipe_of(folder, *keys[:3], "evaluation.every=1 epoch", task=task))
+
+
+def test_images_are_those_of_a_split_in_memory(tmp_path):
+    sample = str(Path(__file__).parents[2] / "recipes" / "vit_sample.json")
+    keys = (f"data.cache={tmp_path}", "data.validation=null", f"task.labels={json.dumps(list('0123456789'))}")
+    whole = prepare_data(load_recipe(sample, keys).recipe).train
+    recipe = load_recipe(sample, (*keys, "data.streaming=true", "data.shuffle_window=80")).recipe
+    data = prepare_data(recipe)
+    rows = data.training_rows(recipe, Progress())
+    for step in range(2):
+        found, ids = rows.of_step(step), rows.row_ids(step)
+        assert len(set(ids)) == recipe.training.global_batch_size
+        assert np.array_equal(found.split.arrays["pixel_values"], whole.arrays["pixel_values"][ids])
+        assert np.array_equal(found.split.scalars["labels"], whole.scalars["labels"][ids])
+
+
+WINDOWED = {
+    "question_answering": ({"type": "question_answering", "stride": 2}, lambda row: {
+        "id": str(row["id"]), "question": "word1", "context": row["text"],
+        "answers": {"text": [row["text"].split()[0]], "answer_start": [0]},
+    }),
+    "token_classification": ({"type": "token_classification", "labels": LABELS, "stride": 2}, lambda row: {
+        "tokens": row["text"].split(), "tags": [row["label"]] * len(row["text"].split()),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_long_rows_become_windows(folder, kind):
+    task, convert = WINDOWED[kind]
+    task = task | ({"words": "tokens", "tags": "tags"} if kind == "token_classification" else {})
+    for path in folder.glob("part-*.jsonl"):
+        path.unlink()
+    (folder / "part-0.jsonl").write_text("\n".join(json.dumps(convert(row)) for row in ROWS))
+    keys = ("data.max_length=8", "training.max_steps=25", "evaluation.every=null", "data.validation=null")
+    recipe = recipe_of(folder, *keys, task=task)
+    assert not prepare_data(recipe).stream.keeps_rows
+    assert steps_of(recipe, 2) == steps_of(recipe)
 
 
 def test_a_mixture_has_the_shares_of_its_weights(folder):
@@ -205,7 +259,7 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
         patched.setattr("trainer.data.streams.index._line_runs", lambda shard: pytest.fail("read again"))
         assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
     (kept,) = cache.glob("index-*.json")
-    for damage in ("", "[[0, -1]]", "[[5, 1], [5, 1]]", '{"a": 1}', "[[1]]"):
+    for damage in ("", "[1, [[0, -1]]]", "[1, [[5, 1], [5, 1]]]", '{"a": 1}', "[[1]]", "[[5, 1], [9, 1]]"):
         kept.write_text(damage)
         assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
 
@@ -220,12 +274,38 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
         ("a.jsonl", b"\n\n", "must hold at least one row"),
         ("a.parquet", b"PAR1 no", "must hold parquet that can be read, but `.*a.parquet` cannot"),
         ("a.jsonl.gz", b"", "cannot be read from the middle"),
+        ("a.jsonl", b"{" + b"a" * 3000, "the line of `.*a.jsonl` at byte 0 is longer than"),
+        ("a.parquet", long_rows(), "those of a row group of `.*a.parquet` have"),
+        ("a.parquet", damaged_page(), "must hold parquet that can be read, but `.*a.parquet` cannot: .*CRC"),
     ],
 )
-def test_bad_shards_are_named(folder, name, content, message):
+def test_bad_shards_are_named(folder, monkeypatch, name, content, message):
+    monkeypatch.setattr("trainer.data.streams.index._LONGEST_LINE", 2000)
     (folder / name).write_bytes(content)
     with pytest.raises(TrainerError, match=message):
         list(loaders(recipe_of(folder, train=name))[0])
+
+
+def test_a_shard_of_equal_size_with_other_rows_is_another_stream(folder):
+    def content_hash():
+        return prepare_data(recipe_of(folder, train=["part-0.jsonl", "part-2.parquet"])).train_hash
+
+    before, file = content_hash(), folder / "part-0.jsonl"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("word1", "word2"), encoding="utf-8")
+    os.utime(file, (1, 1))
+    changed = content_hash()
+    file.write_text(text, encoding="utf-8")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[24:64]), folder / "part-2.parquet", row_group_size=6)
+    assert len({before, changed, content_hash()}) == 3
+
+
+def test_first_rows_may_all_be_filtered_out(folder):
+    keys = ("training.max_steps=2", "evaluation.every=null", "data.validation=null")
+    (loader,) = loaders(recipe_of(folder, 'data.map.where=["id >= 50"]', *keys))
+    assert [len(rows) for rows in map(contents, zip(loader, strict=True))] == [12, 12]
+    with pytest.raises(DataError, match=r"`data.map.where` must keep a row"):
+        prepare_data(recipe_of(folder, 'data.map.where=["id >= 500"]', *keys))
 
 
 def test_a_changed_shard_is_named(folder):
@@ -235,19 +315,20 @@ def test_a_changed_shard_is_named(folder):
         list(loader)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", pytest.param(".parquet", marks=pytest.mark.slow)])
-def test_a_server_that_comes_back(folder, monkeypatch, capfd, ending):
-    waits = []
+@pytest.mark.parametrize(("protocol", "ending"), [pytest.param("webhdfs", ".jsonl", marks=pytest.mark.slow), ("http", ".parquet")])
+def test_a_server_that_comes_back(folder, monkeypatch, capfd, protocol, ending):
+    waits, away = [], "away" if protocol == "webhdfs" else "cut"
     with webhdfs(folder) as server:
-        recipe = recipe_of(folder, train=server.url(f"part-*{ending}"))
+        url = server.http_url if protocol == "http" else server.url
+        recipe = recipe_of(folder, train=url(f"part-*{ending}"))
         expected = steps_of(recipe_of(folder, train=f"part-*{ending}"))
         batches = iter(loaders(recipe)[0])
         found = [contents([next(batches)])]
-        server.state = "away"
+        server.state = away
 
         def sleep(seconds):
             waits.append(seconds)
-            server.state = "well" if seconds == 4 else "away"
+            server.state = "well" if seconds == 4 else away
 
         monkeypatch.setattr(shards.time, "sleep", sleep)
         found += [contents([batch]) for batch in batches]
@@ -255,11 +336,32 @@ def test_a_server_that_comes_back(folder, monkeypatch, capfd, ending):
         assert waits[:3] == [1, 2, 4]
         assert "retry 1 of 5 in 1 s" in capfd.readouterr().err
         server.state = "well"
-        batches = iter(loaders(recipe_of(folder, "training.seed=3", train=server.url(f"part-*{ending}")))[0])
+        batches = iter(loaders(recipe_of(folder, "training.seed=3", train=url(f"part-*{ending}")))[0])
         server.state = "away"
         monkeypatch.setattr(shards.time, "sleep", waits.append)
         with pytest.raises(TrainerError, match=r"gave up after 5 retries in 31 s"):
             next(batches)
+
+
+def test_missing_files_and_lost_servers_of_http_differ(folder, monkeypatch, capfd):
+    monkeypatch.setattr(shards.time, "sleep", lambda seconds: None)
+    with webhdfs(folder) as server:
+        (shard,) = find_shards([server.http_url("part-2.jsonl")])
+        with pytest.raises(DataError, match="there is none at"):
+            find_shards([server.http_url("part-9.jsonl")])
+        for server.state in ("away", "cut"):
+            with pytest.raises(TrainerError, match="cannot be read") as found:
+                find_shards([server.http_url("part-2.jsonl")])
+            assert not isinstance(found.value, DataError)
+        with pytest.raises(TrainerError, match="gave up after 5 retries"):
+            index_of(shard, folder)
+        server.state, server.has_ranges = "well", False
+        with pytest.raises(DataError, match=r"must hold json that can be read, but .* range requests"):
+            index_of(shard, folder)
+        (folder / "part-2.jsonl").unlink()
+        with pytest.raises(DataError, match="must hold json that can be read"):
+            index_of(shard, folder)
+    assert capfd.readouterr().err.count("retry") == 5
 
 
 @pytest.mark.slow
@@ -304,6 +406,7 @@ def test_an_s3_server_that_is_killed_and_comes_back(folder, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("data.validation=http://host/rows.jsonl", "read whole"),
         ("data.group_by_length=true", "group_by_length"),
         ("data.validation=0.1", "hold out"),
         ("data.format=csv", "read from the middle"),

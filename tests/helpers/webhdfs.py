@@ -1,4 +1,4 @@
-"""A stand-in of a WebHDFS server on the loopback, over a folder, that can be away or silent."""
+"""A server on the loopback, over a folder, that can be away or silent: WebHDFS, and HTTP with ranges."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ class WebHdfs(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.folder = folder
-        self.state: Literal["well", "away", "silent"] = "well"
+        self.state: Literal["well", "away", "silent", "cut"] = "well"
         self.heard: Callable[[str, str], None] = lambda operation, path: None
         """Called with each operation and its path, before the answer."""
+        self.has_ranges = True
         self.ended = threading.Event()
 
     def url(self, path: str) -> str:
         """Return the URL of a path for fsspec."""
         return f"webhdfs://127.0.0.1:{self.server_port}/{path}"
+
+    def http_url(self, path: str) -> str:
+        """Return the URL of a path by HTTP."""
+        return f"http://127.0.0.1:{self.server_port}/{path}"
 
 
 @contextmanager
@@ -68,6 +73,10 @@ class _Answers(BaseHTTPRequestHandler):
             self.close_connection = True
         elif self.server.state == "away":
             self._say(503, b"<html>in maintenance</html>")
+        elif self.server.state == "cut":
+            self.close_connection = True
+        elif not operation and self.command in ("GET", "HEAD"):
+            self._give(self.server.folder / name.lstrip("/"))
         elif not operation:  # the data itself, at the address of a redirection
             with (self.server.folder / name.lstrip("/")).open("ab") as file:
                 file.write(body)
@@ -75,7 +84,7 @@ class _Answers(BaseHTTPRequestHandler):
         else:
             self._do(operation, self.server.folder / name.lstrip("/"), name, query)
 
-    do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 (names of http.server)
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 (names of http.server)
 
     def _do(self, operation: str, path: Path, name: str, query: dict[str, str]) -> None:
         if operation in ("CREATE", "APPEND"):
@@ -108,11 +117,24 @@ class _Answers(BaseHTTPRequestHandler):
             statuses = [_status(one, one.name) for one in listed] or [_status(path, "")] * path.is_file()
             self._say(200, json.dumps({"FileStatuses": {"FileStatus": statuses}}).encode())
 
+    def _give(self, path: Path) -> None:
+        """Answer a plain request for a file, a part of it, or the links of a folder."""
+        if path.is_dir():
+            return self._say(200, "".join(f'<a href="{one.name}">x</a>' for one in path.iterdir()).encode())
+        if not path.exists():
+            return self._say(404)
+        content, part = path.read_bytes(), self.headers.get("range")
+        if part is None or not self.server.has_ranges:
+            return self._say(200, content)
+        first, last = part.removeprefix("bytes=").split("-")
+        return self._say(206, content[int(first) : int(last) + 1])
+
     def _say(self, code: int, body: bytes = b"") -> None:
         self.send_response(code)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 def _status(path: Path, suffix: str) -> dict[str, Any]:

@@ -27,8 +27,23 @@ GPT2 = {
     "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "classes": {"task": {"type": "sequence_classification", "text": "text", "labels": ["a", "b", "c"]}},
-    "masked": {"task": {"type": "masked_lm", "text": "text"}},
+    "mapped": {
+        "task": {"type": "sequence_classification", "text": "text", "label": "kind", "labels": ["x", "y"]},
+        "data": {
+            "map": {
+                "columns": {
+                    "text": "{text} word1",
+                    "kind": {"column": "label", "values": {"a": "x", "b": "y", "c": "y"}},
+                },
+                "where": ["label != d"],
+            }
+        },
+        "checkpoint": {"every": "100 steps"},
+    },
+    "mixed": {
+        "task": {"type": "masked_lm", "text": "text"},
+        "data": {"train": ["part-0.jsonl", "part-[12].jsonl"], "mixture": [0.6, 0.4]},
+    },
     "packed": {
         "task": {"type": "causal_lm", "text": "text", "packing": "documents"},
         "model": {"config": GPT2, "tokenizer": "decoder"},
@@ -52,11 +67,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context": (2, {"parallel": {"context": 2}}),
 }
 CASES = [
-    ("classes", "ddp-accumulated"), ("packed", "ddp-3"), ("masked", "ddp-3"), ("classes", "fsdp-workers"),
-    ("masked", "fsdp-3-tokens"), ("packed", "zero3"), ("classes", "tensor"), ("packed", "stages"),
-    ("masked", "context"),
+    ("mapped", "ddp-accumulated"), ("packed", "ddp-3"), ("mixed", "ddp-3"), ("mapped", "fsdp-workers"),
+    ("mixed", "fsdp-3-tokens"), ("packed", "zero3"), ("mapped", "tensor"), ("packed", "stages"),
+    ("mixed", "context"),
 ]  # fmt: skip
-FAST = (("classes", "ddp-accumulated"), ("packed", "ddp-3"), ("classes", "tensor"))
+FAST = (("mapped", "ddp-accumulated"), ("packed", "ddp-3"), ("mapped", "tensor"))
 
 
 def recipe_of(folder: Path, *layers: dict[str, Any]) -> Recipe:

@@ -35,11 +35,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """Return the progress of the values that `to_json` gave, which may come from anyone.
+        """Return the progress of the values that `to_json` gave, which may come from anyone; `place` may be missing.
 
         Raises:
             ValueError: a value is missing or unknown, or is no number that a run can count.
         """
-        if values.keys() != (names := {one.name for one in fields(cls)}):
+        if {*values, "place"} != (names := {one.name for one in fields(cls)}):
             raise ValueError(f"`progress` must have the keys {', '.join(sorted(names))}")
         return TypeAdapter(cls).validate_python(values)

@@ -20,7 +20,7 @@ from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.data.formats.base import Files, TextOptions, json_chats, reason
 from trainer.data.formats.csv_files import open_quotes_notes
 from trainer.data.formats.table import Format
-from trainer.data.mapped_rows import map_of, map_rows
+from trainer.data.mapped_rows import map_of, map_part, map_rows
 from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
 from trainer.data.row_map import RowMap
 from trainer.data.streams.index import first_rows
@@ -316,8 +316,10 @@ def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, mos
     with problems.collect():
         parts = [entries] if data.mixture is None else [[entry] for entry in entries]
         sources = tuple(find_shards(part, data.format) for part in parts)
-        shard, rows = first_rows([shard for source in sources for shard in source])
-        row_map = map_of(rows, data.map, columns, f"`{shard}`")
+        for shard, rows in first_rows([shard for source in sources for shard in source]):
+            row_map = map_of(rows, data.map, columns, f"`{shard}`")
+            if row_map is None or len(map_part(row_map, rows, 0, f"`{shard}`")):
+                break  # else `data.map.where` keeps none of these
         train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
     splits, others = _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows)
     loaded = _with_train(train, splits.get("data.validation"), (*notes, *others), problems)

@@ -49,7 +49,8 @@ class StreamOrder:
         self._split = split
         self._size = global_batch_size
         start = StreamPlace(*(place or (0, 0, 0)))
-        is_there = start.window < len(split.windows) and start.row < max(1, split.num_rows(start.epoch, start.window))
+        is_there = (place is not None or not start_sample) and start.window < len(split.windows)
+        is_there = is_there and start.row < max(1, split.num_rows(start.epoch, start.window))
         if is_there and split.keeps_rows:
             before = start.epoch * split.windows.num_rows + int(split.windows.bounds[start.window])
             is_there = before + start.row == start_sample

@@ -183,6 +183,15 @@ class StreamedSplit:
             return self.windows.num_rows
         return max(1, round(self.windows.num_rows * len(self.head) / self._head_rows))
 
+    @property
+    def head_row_bytes(self) -> float:
+        """The bytes that a row of the shards has after it was encoded, from the first rows."""
+        head = self.head
+        ragged = [column.values for column in head.ragged.values()]
+        arrays = [head.offsets, *head.tokens.values(), *head.scalars.values(), *head.arrays.values(), *ragged]
+        num_bytes: int = sum(array.nbytes for array in arrays)
+        return num_bytes / self._head_rows
+
     def num_rows(self, epoch: int, window: int) -> int:
         """Return the number of encoded rows of a window."""
         if self.keeps_rows:

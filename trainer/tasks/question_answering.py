@@ -96,6 +96,10 @@ class QuestionAnsweringTask(TextTask):
             needed = 'a column of the form {"text": [...], "answer_start": [...]}, or two columns for text and start'
             require_kind(features, self.answer_columns[0], "task.answers", where, _is_of_squad, needed)
 
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
     def encode(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> dict[str, list[Any]]:

@@ -75,6 +75,10 @@ class TokenClassificationTask(NamedClasses, TextTask):
     def columns(self) -> tuple[str, ...]:
         return (self.input_column, self.label_column) if self.labelled else (self.input_column,)
 
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
     def resolve(self, train: Dataset, where: str) -> TokenClassificationTask:
         self.check_columns(train.features, where)
         feature = train.features[self.label_column]

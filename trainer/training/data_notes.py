@@ -57,16 +57,12 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
 def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) -> list[str]:
     """Return warnings on a training split that teaches too little.
 
-    They are on answers that are trained wholly with their prompts, or not at all; on a missing end; on most rows being
-    cut; and on classes without a row.
+    They are on answers that are trained wholly with their prompts, or not at all; on a missing end; and on most rows
+    being cut.
     """
     notes = []
     if 2 * split.num_cut > len(split):
         notes.append(f"most training rows lose their end: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
-    if absent := [name for name, count in class_counts(task, split) if not count]:
-        notes.append(
-            f"no training row has the class {listed(list(map(repr, absent)), 3)}, so it is never predicted well"
-        )
     if (
         not isinstance(task, TextTask)
         or not task.labels_are_tokens
@@ -127,7 +123,9 @@ def stream_notes(recipe: Recipe, stream: StreamedSplit | None, splits: Splits) -
     shards = sum(map(len, splits.stream.sources))
     rows = f"{stream.windows.num_rows:,} rows in {shards:,} shard{'s' * (shards > 1)}"
     about = "" if stream.keeps_rows else f", about {len(stream):,} rows of at most {recipe.data.max_length} tokens"
-    return [f"stream: {rows}{about}, shuffled in {len(stream.windows):,} windows", head]
+    window = stream.head_row_bytes * stream.windows.num_rows / len(stream.windows) / 2**20
+    size = f"of about {window:,.1f} MiB in `data.cache`"
+    return [f"stream: {rows}{about}, shuffled in {len(stream.windows):,} windows {size}", head]
 
 
 def position_notes(config: Any, splits: SplitsByName) -> list[str]:
@@ -177,6 +175,10 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
     """Return warnings on classes that look like one or lack rows, and on rows that are there more than once."""
     counts = class_counts(task, train)
     notes = []
+    if absent := [name for name, count in counts if not count]:
+        notes.append(
+            f"no training row has the class {listed(list(map(repr, absent)), 3)}, so it is never predicted well"
+        )
     alike: dict[str, list[str]] = {}
     for name, _ in counts:
         alike.setdefault(plain_name(name), []).append(name)

@@ -204,13 +204,14 @@ def prepare_data(
             if splits.stream
             else row_notes(recipe, unit, prepared.splits, source_rows)
         ),
-        *class_notes(task, train, validation),
+        *(() if splits.stream else class_notes(task, train, validation)),
         *trained_notes(task, train, tokenizer),
         *position_notes(preparation.config, prepared.splits),
         *bounded,
         *mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)),
     )
-    return replace(prepared, data_notes=notes, unit=unit, is_whole=not bounded)
+    is_whole = not bounded and (stream is None) == (splits.stream is None)
+    return replace(prepared, data_notes=notes, unit=unit, is_whole=is_whole)
 
 
 def _streamed(

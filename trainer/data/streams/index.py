@@ -154,25 +154,29 @@ def _parquet(shard: Shard) -> Iterator[Any]:
     """Open a Parquet shard; its pages are read when they are needed."""
     from pyarrow.parquet import ParquetFile
 
-    with shard.open() as raw, ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+    options = {"pre_buffer": False, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
+    with shard.open() as raw, ParquetFile(raw, **options) as file:
         yield file
 
 
-def first_rows(shards: Sequence[Shard]) -> tuple[Shard, Dataset]:
-    """Return at most 1,000 first rows, and their shard; no pass over JSON Lines is needed.
+def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Dataset]]:
+    """Yield at most 1,000 rows at a time, and their shard; no pass over JSON Lines is needed.
 
     Raises:
-        DataError: there is no row, or the first shard is damaged.
+        DataError: there is no row, or a shard is damaged.
         TrainerError: it cannot be read.
     """
+    is_empty = True
     for shard in shards:
         if shard.file_format == "parquet":
             index = _index(shard, *_row_groups(shard))
         else:
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
         for rows in RowReader([index]).all_rows(index, 0):
-            return shard, rows
-    raise DataError("`data.train` must hold at least one row, but its shards have none")
+            is_empty = False
+            yield shard, rows
+    if is_empty:
+        raise DataError("`data.train` must hold at least one row, but its shards have none")
 
 
 class RowReader:
@@ -305,7 +309,7 @@ def _rows_at_once(shard: Shard, group: Any, columns: Sequence[str]) -> int:
     """Return the rows of a row group of Parquet that are read together, by the uncompressed bytes of these columns."""
     chunks = map(group.column, range(group.num_columns))
     read = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.split(".")[0] in columns)
-    row_bytes = max(1, read // group.num_rows)
+    row_bytes: int = max(1, read // group.num_rows)
     if row_bytes > _LONGEST_LINE:
         raise DataError(
             f"rows of `data.train` must have at most {_LONGEST_LINE >> 20} MiB, but those of a row group of `{shard}`"

@@ -104,7 +104,8 @@ def _lasts(error: Exception) -> bool:
     statuses = (getattr(cause, "status", None) for cause in (error, *causes(error)))
     if (status := next((status for status in statuses if isinstance(status, int)), None)) is not None:
         return 400 <= status < 500 and status not in _TRY_AGAIN
-    return isinstance(error, _DAMAGED) and not may_pass(error)
+    is_of_parquet = type(error) is OSError and error.errno is None  # a page that is damaged or of another length
+    return is_of_parquet or (isinstance(error, _DAMAGED) and not may_pass(error))
 
 
 def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Shard]:

@@ -133,6 +133,10 @@ class FileData(_DataKeys):
         for key in self.changed("delimiter", "quotes", "encoding"):
             text = "applies to files that are read whole; remove it, and write the rows as JSON Lines in UTF-8"
             yield clash(text, f"data.{key}", stream)
+        held = self.validation if isinstance(self.validation, list) else [self.validation]
+        if url := next((place for place in held if isinstance(place, str) and is_url(place)), None):
+            text = f"names {shown_value(url)}, but the validation split is read whole; copy it to this machine"
+            yield clash(text, "data.validation", stream)
         if isinstance(self.validation, float):
             text = (
                 f"is {self.validation}, but a stream has no rows to hold out; name a file of validation rows, or null"
