@@ -17,6 +17,15 @@ def test_through_json(progress):
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
+def test_the_place_in_a_stream_may_be_missing():
+    values = Progress(3, 24).to_json()
+    del values["place"]
+    assert Progress.from_json(values) == Progress(3, 24)
+    del values["samples"]
+    with pytest.raises(ValueError, match="must have the keys"):
+        Progress.from_json(values)
+
+
 def test_reading_leaves_the_values_alone():
     values = Progress(1).to_json()
     assert Progress.from_json(values) == Progress.from_json(values)

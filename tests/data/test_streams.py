@@ -315,7 +315,9 @@ def test_a_changed_shard_is_named(folder):
         list(loader)
 
 
-@pytest.mark.parametrize(("protocol", "ending"), [pytest.param("webhdfs", ".jsonl", marks=pytest.mark.slow), ("http", ".parquet")])
+@pytest.mark.parametrize(
+    ("protocol", "ending"), [pytest.param("webhdfs", ".jsonl", marks=pytest.mark.slow), ("http", ".parquet")]
+)
 def test_a_server_that_comes_back(folder, monkeypatch, capfd, protocol, ending):
     waits, away = [], "away" if protocol == "webhdfs" else "cut"
     with webhdfs(folder) as server:

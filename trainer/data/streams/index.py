@@ -121,11 +121,12 @@ def _line_runs(shard: Shard) -> tuple[list[tuple[int, int]], int]:
 
 
 def _count_rows(shard: Shard, start: int, lines: bytes) -> int:
-    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == ord("\n"))
+    characters = np.frombuffer(lines, np.uint8)
+    ends = np.flatnonzero(characters == ord("\n"))
     begins = np.concatenate([[0], ends[:-1] + 1])
-    others = np.flatnonzero(np.frombuffer(lines, np.uint8)[begins] != ord("{"))
-    num_empty = 0
-    for line in others:  # no list: there may be millions of empty lines
+    firsts = characters[begins]
+    num_empty = int((firsts == ord("\n")).sum())
+    for line in np.flatnonzero((firsts != ord("{")) & (firsts != ord("\n"))):
         text = _stripped(lines[begins[line] : ends[line]])
         num_empty += not text
         if text and not text.startswith(b"{"):
