@@ -130,6 +130,9 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
     try:
         files, path = url_to_fs(name)
         found = files.glob(path, detail=True) if glob.has_magic(path) else {path: files.info(path)}
+        shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
+        # The list of a folder by HTTP has no sizes.
+        shards = {place: files.info(place) if info.get("size") is None else info for place, info in shards.items()}
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"`{_KEY}` must name places that fsspec can open, but names {shown}: {reason(error)}; install its package,"
@@ -139,7 +142,6 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
         if isinstance(error, FileNotFoundError) and _lasts(error):
             raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`") from error
         raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
-    shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
     if not shards:
         raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`")
     for place, info in shards.items():
