@@ -176,3 +176,6 @@ def test_a_copied_folder_without_its_data_is_only_read(tmp_path: Path, capsys: p
         lines[1] = json.dumps(json.loads(lines[1]) | {place: value})
         (tmp_path / "run" / METRICS_FILE_NAME).write_text("\n".join(lines))
         assert main(["why", str(tmp_path / "run"), "--json"]) in (0, 2)
+    text = (tmp_path / "run" / METRICS_FILE_NAME).read_text()
+    (tmp_path / "run" / METRICS_FILE_NAME).write_text(text.replace('"world_size": 1', '"world_size": 0'))
+    assert main(["why", str(tmp_path / "run")]) == 2

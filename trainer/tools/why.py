@@ -7,6 +7,7 @@ marked.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -116,7 +117,7 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
         show: shows a line of progress.
 
     Raises:
-        UsageError: the folder is no run, or its metrics have no times.
+        UsageError: the folder is no run, or its metrics have no times or impossible ones.
         RecipeError: its recipe is wrong.
     """
     run = read_run(folder)
@@ -126,10 +127,16 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
             f"{str(folder)!r} must hold the times of steps, but its metrics.jsonl has none; train it by this version"
             " until a step is logged"
         )
+    world_size = int(run.info.get("world_size", 1))
+    is_finite = math.isfinite(parts.total) and math.isfinite(parts.mfu or 0.0)
+    if world_size < 1 or not is_finite or not 0 <= (parts.padding or 0.0) <= 1:
+        raise UsageError(
+            f"{str(folder)!r} must hold finite times, padding from 0 to 1 and at least one rank, but its metrics.jsonl"
+            " was edited; train it again"
+        )
     if hardware is not None:
         parse_devices(f"1x{hardware}")
     with _recipe_file(run, is_kept=steps is not None) as recipe:
-        world_size = int(run.info.get("world_size", 1))
         advisor = _Advisor(recipe, run, parts, _devices(run, hardware, world_size))
         changes = advisor.changes()
         made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
