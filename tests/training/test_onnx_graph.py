@@ -21,6 +21,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
 from tests.training.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
 from trainer.base.errors import UsageError
+from trainer.recipe.reading.trained import load_trained
 from trainer.training import export as export_module
 from trainer.training import onnx_graph, verifying
 from trainer.training.certificate import NotTheTrainedModelError
@@ -87,6 +88,10 @@ def test_a_sound_graph_has_a_certificate(made: Callable[[str], Path], name: str)
         card.split("```python\n")[1].split("```")[0].replace("path/to/this/folder", str(graph)).replace("...", "word1")
     )
     exec(compile(use, "README.md", "exec"), {})
+    with pytest.raises(
+        UsageError, match=r"`RUN` must hold weights, but .* holds a graph of ONNX; name the run's folder"
+    ):
+        load_trained(graph, None, [], 1, evaluates=True)
 
 
 def _edited(change: Callable[[Any], None]) -> Callable[[Path], None]:

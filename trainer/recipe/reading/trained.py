@@ -137,6 +137,11 @@ def _model_folder(source: Path) -> Path:
             f"`RUN` must hold merged weights, but {source} is an adapter in the format of PEFT; name the run's folder,"
             " or a folder that `trainer export` wrote without --adapter"
         )
+    if any(source.glob("*.onnx")) and not any(source.glob("*.safetensors")):
+        raise UsageError(
+            f"`RUN` must hold weights, but {source} holds a graph of ONNX; name the run's folder, or a folder that"
+            " `trainer export` wrote without --to onnx"
+        )
     if (found := folder_with(source, CONFIG)) is not None:
         return found
     if not source.is_dir():
