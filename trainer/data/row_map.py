@@ -63,6 +63,9 @@ class RowMap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_makers", {name: _maker(mapped) for name, mapped in self.columns.items()})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowMap, (self.columns, self.conditions, self.keeps_others, self.notes)  # makers cannot be pickled
+
     @classmethod
     def of(
         cls,

@@ -65,7 +65,7 @@ class StreamedTask(Protocol):
 
 @dataclass(frozen=True)
 class WindowEncoder:
-    """From rows to a window of encoded rows.
+    """From rows to a window of encoded rows; processes that prepare batches get a pickled copy.
 
     Attributes:
         packer: makes a packer for the rows of a source in a window, or None.
@@ -73,7 +73,7 @@ class WindowEncoder:
         facts: digests of the parts of `prepare` beside the task.
         features: the types of the columns of the source, from the first rows.
         row_map: makes the columns of the task; None: they are those of the source.
-        check: raises an error for a window that does not fit the model.
+        check: raises an error for a window that does not fit the model; None: all fit.
     """
 
     task: StreamedTask
@@ -82,7 +82,7 @@ class WindowEncoder:
     facts: Mapping[str, Any]
     features: Features
     row_map: RowMap | None
-    check: Callable[[EncodedSplit], None]
+    check: Callable[[EncodedSplit], None] | None
 
     @property
     def keeps_rows(self) -> bool:
@@ -256,7 +256,7 @@ class StreamedSplit:
                 f"the shards of `data.train` must stay as they are during a run, but a window has {len(rows):,} rows"
                 f" instead of {self.num_rows(epoch, window):,}; restore them, or start a new run"
             )
-        if len(rows):
+        if len(rows) and self._encoder.check is not None:
             self._encoder.check(rows)
         return rows
 

@@ -124,8 +124,9 @@ def stream_notes(recipe: Recipe, stream: StreamedSplit | None, splits: Splits) -
     rows = f"{stream.windows.num_rows:,} rows in {shards:,} shard{'s' * (shards > 1)}"
     about = "" if stream.keeps_rows else f", about {len(stream):,} rows of at most {recipe.data.max_length} tokens"
     window = stream.head_row_bytes * stream.windows.num_rows / len(stream.windows) / 2**20
+    windows = f"{len(stream.windows):,} window{'s' * (len(stream.windows) > 1)}"
     size = f"of about {window:,.1f} MiB in `data.cache`"
-    return [f"stream: {rows}{about}, shuffled in {len(stream.windows):,} windows {size}", head]
+    return [f"stream: {rows}{about}, shuffled in {windows} {size}", head]
 
 
 def position_notes(config: Any, splits: SplitsByName) -> list[str]:

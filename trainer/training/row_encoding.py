@@ -268,14 +268,14 @@ class TextPreparation:
 
     def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
         assert isinstance(task, TextTask)
-
-        def prepare(rows: Dataset, where: str, first_row: int) -> dict[str, list[Any]]:
-            return task.encode(rows, self.tokenizer, self.max_length, where, first_row)
-
+        prepare = partial(self._prepare, task)
         facts = {"tokenizer": tokenizer_digest(self.tokenizer), "max_length": self.max_length}
         packer = partial(task.packer, self.max_length)
         check = partial(self._check, task, "`data.train`")
         return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check)
+
+    def _prepare(self, task: TextTask, rows: Dataset, where: str, first_row: int) -> dict[str, list[Any]]:
+        return task.encode(rows, self.tokenizer, self.max_length, where, first_row)
 
     def _check(self, task: TextTask, where: str, encoded: EncodedSplit) -> None:
         """Refuse encoded rows with tokens that the model does not have or cannot read."""
@@ -357,7 +357,8 @@ class ImagePreparation:
         assert isinstance(task, ImageTask)
         prepare = partial(encode_streamed, task, self.processor, head.arrays["pixel_values"].shape[1:])
         facts = {"processor": self.processor.fingerprint}
-        return WindowEncoder(task, lambda: None, prepare, facts, stream.features, stream.row_map, lambda rows: None)
+        packer = partial(task.packer, 0)
+        return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check=None)
 
     def masking(self, task: Task, seed: int) -> None:
         return None

@@ -199,6 +199,9 @@ class RowReader:
         self._place: tuple[int, int] = (-1, 0)  # the shard of `_rows`, and its next row
         self._left: Dataset | None = None  # rows at this place
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowReader, (self._shards, self._columns, self._features)  # open files stay in their process
+
     def read(self, number: int, start: int, stop: int) -> Iterator[tuple[int, Dataset]]:
         """Yield rows of a shard, from row `start` to `stop`, with the number of the first one in the shard.
 
