@@ -146,17 +146,34 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
     assert "`model.name_or_path` is not checked" in capsys.readouterr().out
 
 
-def test_an_end_token_outside_of_the_marks_of_a_template_is_noted(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("template", "note"),
+    [
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}{% endfor %}",
+            "the token '[SEP]' behind an answer is not trained",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }} {{ m.content }}{{ sep_token }}{% endfor %}",
+            "has no {% generation %} marks",
+        ),
+    ],
+    ids=["end token", "no marks"],
+)
+def test_weak_marks_of_a_template_are_noted_by_each_verb(tmp_path, capsys, template, note):
     recipe = json.loads(write_tiny_run(tmp_path, model={"config": TINY_DECODERS["llama"]}).read_text())
     recipe["task"] = {"type": "causal_lm", "messages": "m"}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}{% endfor %}"
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
     rows = [{"m": [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]}] * 8
     for name in ("train", "validation"):
         write_rows(tmp_path / f"{name}.jsonl", rows)
-    assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
-    assert "the token '[SEP]' behind an answer is not trained" in " ".join(capsys.readouterr().out.split())
+    for verb in ("check", "preview", "run"):
+        assert (
+            main([verb, str(tmp_path / "recipe.json"), "training.max_steps=1", 'logging.to=["console"]'])
+            == ExitCode.DONE
+        )
+        assert note in " ".join("".join(capsys.readouterr()).split()), verb
 
 
 def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):

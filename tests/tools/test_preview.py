@@ -107,12 +107,15 @@ def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "must be below the data-parallel size 1" in capsys.readouterr().err
 
 
-def test_a_class_without_rows_is_noted_by_check_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    recipe = write_tiny_run(tmp_path, task={"labels": ["no", "yes", "rare"]})
-    write_rows(tmp_path, [{"text": f"word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)])
-    for verb in ("check", "preview"):
-        assert main([verb, str(recipe)]) == 0
-        assert "no training row has the class 'rare'" in " ".join(capsys.readouterr().out.split())
+def test_a_class_without_rows_and_cut_rows_are_noted_by_each_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = write_tiny_run(tmp_path, task={"labels": ["no", "yes", "rare"]}, data={"max_length": 6})
+    words = "word1 word2 word3 word4"
+    write_rows(tmp_path, [{"text": f"{words} word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)])
+    for verb in ("check", "preview", "run"):
+        assert main([verb, str(recipe), "training.max_steps=1", 'logging.to=["console"]']) == 0
+        shown = " ".join("".join(capsys.readouterr()).split())
+        assert "no training row has the class 'rare'" in shown, verb
+        assert "lose their end: 40 of 40" in shown, verb
 
 
 class TestNotesOnAnswers:
