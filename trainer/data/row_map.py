@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from trainer.base.errors import DataError
@@ -64,7 +64,7 @@ class RowMap:
         object.__setattr__(self, "_makers", {name: _maker(mapped) for name, mapped in self.columns.items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowMap, (self.columns, self.conditions, self.keeps_others, self.notes)  # makers cannot be pickled
+        return RowMap, tuple(getattr(self, one.name) for one in fields(self) if one.init)  # makers cannot be pickled
 
     @classmethod
     def of(
