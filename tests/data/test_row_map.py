@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from typing import Any
 
@@ -200,6 +201,16 @@ def test_each_entry_may_have_a_map_of_its_own(in_folder):
         load_splits(FileData.model_validate({**keys, "maps": [{}, {}, {"columns": columns}]}), columns=["messages"])
     with pytest.raises(DataError, match=r"cannot be read: .*; `data.maps` reads each entry of `data.train` by itself"):
         load_splits(FileData.model_validate({**keys, "maps": None}), columns=["messages"])
+    (in_folder / "asked.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"line 1 of `asked.jsonl` is not JSON: [^;]*$"):
+        load_splits(FileData.model_validate({**keys, "maps": None}), columns=["messages"])
+
+
+def test_a_process_that_prepares_batches_gets_all_of_a_map():
+    found = RowMap({"text": "{title}"}, notes=("a note",), key="data.maps[1]")
+    again = pickle.loads(pickle.dumps(found))
+    assert (again.columns, again.notes, again.key) == (found.columns, found.notes, found.key)
+    assert again.of_rows([{"title": "one"}], 0, "rows") == [{"text": "one"}]
 
 
 SHAREGPT = {

@@ -111,10 +111,12 @@ def read_files(file_format: Format, files: Files) -> Loaded:
                 f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or"
                 f" name its encoding in `data.encoding`, such as {likely}"
             ) from error
-        where = ", ".join(f"`{path}`" for path in files.paths)
-        problem = reader.fault(files.paths) or f"{where} cannot be read: {reason(error)}"
-        fix = "; `data.maps` reads each entry of `data.train` by itself" if len(files.paths) > 1 else ""
-        raise DataError(f"`{key}` must hold {file_format}, but {problem}{fix}") from error
+        problem = reader.fault(files.paths)
+        if problem is None:
+            problem = f"{', '.join(f'`{path}`' for path in files.paths)} cannot be read: {reason(error)}"
+            if key == "data.train" and len(files.paths) > 1:
+                problem += "; `data.maps` reads each entry of `data.train` by itself"
+        raise DataError(f"`{key}` must hold {file_format}, but {problem}") from error
 
 
 def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:

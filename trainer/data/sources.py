@@ -359,8 +359,9 @@ def _read_splits(
                 if key == "data.train" and (data.maps is not None or (data.mixture is not None and bound is None)):
                     named = [data.train] if isinstance(data.train, str) else data.train
                     entries = [files_of(entry, key) for entry in named]
-                    maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps or [])]
-                    maps = maps or [("data.map", data.map)] * len(entries)
+                    maps *= len(entries)
+                    if data.maps is not None:
+                        maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps)]
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
