@@ -27,7 +27,7 @@ from trainer.base.disk import open_plain, read_plain, remove
 from trainer.base.distribution import installed
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.extensions import packages
-from trainer.data.split import EncodedSplit, Ragged
+from trainer.data.split import EncodedSplit, Encoder, Ragged
 
 ENTRY_VERSION = 5  # version of the file format, part of the key of an entry
 _LIBRARIES = (
@@ -176,7 +176,7 @@ class _ArrayFile:
         }
 
 
-def entry_key(encoder: Any, libraries: Sequence[str] = _LIBRARIES, **facts: Any) -> str:
+def entry_key(encoder: Encoder, libraries: Sequence[str] = _LIBRARIES, **facts: Any) -> str:
     """Return the key of an entry, which covers everything that determines its content.
 
     Args:

@@ -16,7 +16,7 @@ from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit, encode_rows
+from trainer.data.split import EncodedSplit, Encoder, encode_rows
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -40,14 +40,8 @@ class ImageProcessor(Protocol):
         ...
 
 
-class ImageEncoder(Protocol):
+class ImageEncoder(Encoder, Protocol):
     """The part of `trainer.tasks.task.ImageTask` that this package uses."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
@@ -108,7 +102,7 @@ def encode_streamed(
     """Return prepared rows of a stream, which hold the bytes of their images.
 
     Args:
-        shape: the shape of the images before.
+        shape: the shape that all images of the stream must have, `[channels, height, width]`.
 
     Raises:
         DataError: a value is not valid, names a file, or has another shape.

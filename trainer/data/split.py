@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,19 @@ MOST_ROWS_SHOWN = 5
 """Rows that are not valid, in the errors of one split."""
 
 _ROW = re.compile(r"\brow (\d+)")
+
+
+class Encoder(Protocol):
+    """The part of `trainer.tasks.task.Task` that all encodings of rows need."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def own_lengths(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.mapped_rows import map_part
 from trainer.data.order import IndexArray
 from trainer.data.row_map import RowMap
-from trainer.data.split import EncodedSplit, encode_rows, joined_rows
+from trainer.data.split import EncodedSplit, Encoder, encode_rows, joined_rows
 from trainer.data.streams.index import RowReader, ShardIndex, index_of
 from trainer.data.streams.shards import Shard
 from trainer.data.streams.windows import Windows
@@ -47,17 +47,8 @@ _LOCKS = 64
 _WINDOW = re.compile(r"window-(\d+)")
 
 
-class StreamedTask(Protocol):
+class StreamedTask(Encoder, Protocol):
     """The part of `trainer.tasks.task.Task` that this module uses."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def own_lengths(self) -> tuple[str, ...]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
     @property
     def keeps_rows(self) -> bool: ...

@@ -22,7 +22,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit, FlatArray, encode_rows
+from trainer.data.split import EncodedSplit, Encoder, FlatArray, encode_rows
 from trainer.data.workers import ordered_results
 from trainer.ranks.environment import available_cores
 
@@ -51,17 +51,8 @@ class RowPacker(Protocol):
     def finish(self) -> dict[str, list[Any]]: ...
 
 
-class RowEncoder(Protocol):
+class RowEncoder(Encoder, Protocol):
     """The part of `trainer.tasks.task.TextTask` that this package uses."""
-
-    @property
-    def columns(self) -> tuple[str, ...]: ...
-
-    @property
-    def own_lengths(self) -> tuple[str, ...]: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
