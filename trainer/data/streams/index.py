@@ -312,7 +312,8 @@ def _changed(index: ShardIndex) -> DataError:
 def _rows_at_once(shard: Shard, group: Any, columns: Sequence[str]) -> int:
     """Return the rows of a row group of Parquet that are read together, by the uncompressed bytes of these columns."""
     chunks = map(group.column, range(group.num_columns))
-    read = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.split(".")[0] in columns)
+    prefixes = tuple(f"{name}." for name in columns)  # names may have dots, and so have the paths of nested columns
+    read = sum(one.total_uncompressed_size for one in chunks if f"{one.path_in_schema}.".startswith(prefixes))
     row_bytes: int = max(1, read // group.num_rows)
     if row_bytes > _LONGEST_LINE:
         raise DataError(
