@@ -20,7 +20,7 @@ class MadeMessage(Section):
     role: Literal["system", "developer", "user", "assistant", "turns"]
     """The role of the message. `turns`: earlier turns, a list of pairs of a user's text and its answer."""
     content: _Name
-    """A template; a message without text is left out. The column of `turns`."""
+    """A template, or the column of `turns`; a message without text is left out."""
 
 
 class ChatKeys(Section):

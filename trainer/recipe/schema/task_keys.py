@@ -64,10 +64,10 @@ class ClassificationKeys(TaskKeys):
     """Keys that all classifications share."""
 
     label: str = "label"
-    """The column of the class: a name, or an integer from 0."""
+    """The column of the class: a name, an integer from 0, or one that `task.labels` names."""
     labels: Annotated[list[str], Field(min_length=2)] | None = None
-    """The class names in order; null: those of a fine-tuned checkpoint with the same names, of the data set, or
-    sorted."""
+    """The class names in order; null: those of the training split, in the order of a fine-tuned checkpoint or the data
+    set, or sorted."""
     metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
         default=["accuracy"], min_length=1
     )
