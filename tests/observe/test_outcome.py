@@ -66,6 +66,5 @@ def test_a_whole_run_that_teaches_nothing_ends_in_warnings(tmp_path, capsys, tas
         rows.write_text("".join(json.dumps({**row, **alike}) + "\n" for row in own))
     assert main(["run", str(recipe), f"optimizer.learning_rate={rate}"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    print(shown[-1500:])
     assert shown.count("which a prediction that ignores the input reaches") == 1
     assert shown.count("the loss diverged: ") == warnings - 1

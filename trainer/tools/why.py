@@ -7,12 +7,11 @@ marked.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -128,8 +127,8 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
             " until a step is logged"
         )
     world_size = int(run.info.get("world_size", 1))
-    is_finite = math.isfinite(parts.total) and math.isfinite(parts.mfu or 0.0)
-    if world_size < 1 or not is_finite or not 0 <= (parts.padding or 0.0) <= 1:
+    are_finite = isfinite(parts.total) and isfinite(parts.mfu or 0.0)
+    if world_size < 1 or not are_finite or not 0 <= (parts.padding or 0.0) <= 1:
         raise UsageError(
             f"{str(folder)!r} must hold finite times, padding from 0 to 1 and at least one rank, but its metrics.jsonl"
             " was edited; train it again"

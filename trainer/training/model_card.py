@@ -183,7 +183,7 @@ def _use_graph(tag: str | None, config: Mapping[str, Any]) -> list[str]:
         rows = '["...", "..."], ["one choice", "another"], padding=True'
         further = ["inputs = {name: tensor[None] for name, tensor in inputs.items()}"]
     if tag == TEXT_TO_TEXT:
-        first = config.get("decoder_start_token_id")
+        first = _plain(config.get("decoder_start_token_id"))
         further = [f'inputs["decoder_input_ids"] = [[{first}]]  # and the tokens that were generated so far']
     return [
         "from onnxruntime import InferenceSession",

@@ -29,7 +29,7 @@ from trainer.training.certificate import OUTPUTS
 from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
-_SAMPLE_TARGET = 4  # tokens; others than of the inputs, so that they are free apart from them
+_SAMPLE_TARGET = 4  # tokens; another number than that of the inputs, or the exporter would tie both
 
 _MOST_REASON = 300  # letters
 
