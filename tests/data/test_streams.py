@@ -303,12 +303,17 @@ def test_a_shard_of_equal_size_with_other_rows_is_another_stream(folder):
     assert len({before, changed, content_hash()}) == 3
 
 
-def test_first_rows_may_all_be_filtered_out(folder):
+def test_first_rows_may_all_be_filtered_out(folder, monkeypatch):
     keys = ("training.max_steps=2", "evaluation.every=null", "data.validation=null")
     (loader,) = loaders(recipe_of(folder, 'data.map.where=["id >= 50"]', *keys))
     assert [len(rows) for rows in map(contents, zip(loader, strict=True))] == [12, 12]
     with pytest.raises(DataError, match=r"`data.map.where` must keep a row"):
         prepare_data(recipe_of(folder, 'data.map.where=["id >= 500"]', *keys))
+    monkeypatch.setattr("trainer.data.streams.index._ROWS_AT_ONCE", 10)
+    late = [{**row, "id": str(row["id"]) if place > 11 else None} for place, row in enumerate(ROWS[:20])]
+    (folder / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in late))
+    with pytest.raises(DataError, match=r"column `id`, row 13 of `.*late.jsonl` is '12', a text"):
+        prepare_data(recipe_of(folder, 'data.map.where=["id >= 5"]', *keys, train="late.jsonl"))
 
 
 def test_a_changed_shard_is_named(folder):

@@ -316,9 +316,9 @@ def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, mos
     with problems.collect():
         parts = [entries] if data.mixture is None else [[entry] for entry in entries]
         sources = tuple(find_shards(part, data.format) for part in parts)
-        for shard, rows in first_rows([shard for source in sources for shard in source]):
+        for shard, first_row, rows in first_rows([shard for source in sources for shard in source]):
             row_map = map_of(rows, data.map, columns, f"`{shard}`")
-            if row_map is None or len(map_part(row_map, rows, 0, f"`{shard}`")):
+            if row_map is None or len(map_part(row_map, rows, first_row, f"`{shard}`")):
                 break  # else `data.map.where` keeps none of these
         train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
     splits, others = _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows)

@@ -160,8 +160,8 @@ def _parquet(shard: Shard) -> Iterator[Any]:
         yield file
 
 
-def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Dataset]]:
-    """Yield at most 1,000 rows at a time, and their shard; no pass over JSON Lines is needed.
+def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
+    """Yield a shard, a row of it, and at most 1,000 rows from there on; no pass over JSON Lines is needed.
 
     Raises:
         DataError: there is no row, or a shard is damaged.
@@ -169,13 +169,15 @@ def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Dataset]]:
     """
     is_empty = True
     for shard in shards:
+        first_row = 0
         if shard.file_format == "parquet":
             index = _index(shard, *_row_groups(shard))
         else:
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
         for rows in RowReader([index]).all_rows(index, 0):
             is_empty = False
-            yield shard, rows
+            yield shard, first_row, rows
+            first_row += len(rows)
     if is_empty:
         raise DataError("`data.train` must hold at least one row, but its shards have none")
 
