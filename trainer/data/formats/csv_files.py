@@ -41,7 +41,7 @@ class CsvReader(Reader):
         first, notes = delimiters[0], []
         for path, delimiter in zip(paths, delimiters, strict=True):
             names = _names(path, text, delimiter, key)
-            if value := next(filter(_is_value, names), None):
+            if not notes and (value := next(filter(_is_value, names), None)):  # one note for all files
                 notes.append(
                     f"`{key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
                     " value; if the file has no names, add a line of them, such as text,label"
