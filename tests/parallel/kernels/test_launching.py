@@ -118,3 +118,11 @@ def test_those_who_watch_see_an_operation():
     assert seen.names == [f"trainer.{name}.default"]
     assert f"trainer::{name}" in {event.key for event in profiled.key_averages()}
     assert scaled(x, 3.0).tolist() == [3.0, 3.0]
+
+
+def test_torch_warns_of_a_gradient_that_an_operation_lacks():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="scaled_in_a_test: an autograd kernel was not registered"):
+        scaled(x, 2.0).sum().backward()
+    with torch.no_grad():
+        assert not scaled(x, 2.0).requires_grad

@@ -32,7 +32,8 @@ def raise_maxima(
             maxima.view(torch.int32), gradient, first, second, scales, tuple(values), blocks, gradient.numel(),
             scales.shape[1], _shares(betas),
         )  # fmt: skip
-        facts = ("8-bit maxima", width, *arguments[-3:-1], *facts_of(maxima, gradient, first, second, scales, blocks))
+        of_tensors = facts_of(maxima, gradient, first, second, scales, blocks)
+        facts = ("8-bit maxima", gradient.device, width, *arguments[-3:-1], *of_tensors)
         launch(facts, [arguments], lambda: [Launch(_kernels().maxima_kernel, _grid(gradient), (), _options(width))])
 
 
@@ -73,7 +74,7 @@ def update(
             gradient.numel(), scales.shape[1], _shares(betas), eps, decay,
         )  # fmt: skip
         of_tensors = facts_of(weight, gradient, first, second, scales, blocks, maxima, corrections, flag)
-        facts = ("8-bit update", width, gradient.numel(), scales.shape[1], *of_tensors)
+        facts = ("8-bit update", gradient.device, width, gradient.numel(), scales.shape[1], *of_tensors)
         launch(facts, [arguments], lambda: [Launch(_kernels().update_kernel, _grid(gradient), (), _options(width))])
 
 

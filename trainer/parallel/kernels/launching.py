@@ -43,10 +43,11 @@ def operation(name: str, schema: str = "") -> Callable[[Callable[..., Any]], Cal
 
 
 def _is_watched(tensor: Tensor) -> bool:
-    """Return whether a compiler, a mode, a profiler or a subclass of tensors wants to see operations."""
+    """Return whether a compiler, autograd, a mode, a profiler or a subclass of tensors wants to see operations."""
     return (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
+        or (tensor.requires_grad and torch.is_grad_enabled())  # torch warns of gradients that an operation lacks
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
