@@ -134,7 +134,7 @@ def measurements(minutes: float) -> list[Part]:
         training("large_resumed", *large),
         Part("figures", (*figures, "{out}/gpu.json"), 420),
         Part("variants", (*figures, "{out}/variants.json", "--variants", *variants), 240),
-        replace(training("sampled", *long), limit_seconds=270),  # samples begin after 200 seconds
+        replace(training("sampled", *long), limit_seconds=120),  # killed after its first samples
         Part("why", ("-m", "trainer", "why", "{out}/sampled")),
         Part("blocks", blocks, 240),
         Part("speed", (*PYTEST, "-k", SLOW_TESTS, "tests/gpu/test_attention_gpu.py"), 600),

@@ -38,6 +38,10 @@ class FakeEngine:
         self.placements = {name: ParameterPlacement(name, shape)}
         self.tensors = {f"model.{name}": torch.ones(shape), f"optimizer.{name}.step": torch.tensor(1.0)}
         self.loaded_step: int | None = None
+        self.keeps = True
+
+    def keeps_state(self) -> bool:
+        return self.keeps
 
     def state(self) -> EngineState:
         return EngineState(tuple(whole_part(name, t, self.mesh) for name, t in self.tensors.items()), {"scale": 2.0})
@@ -212,6 +216,18 @@ class TestChanged:
         assert saver(tmp_path, engine).resume("auto") == [
             "bias had no gradient before step 0: the checkpoint has no state of the optimizer for it"
         ]
+
+    @pytest.mark.parametrize("keeps", [True, False])
+    def test_a_lost_state_of_all_parameters_is_noted(self, tmp_path, keeps):
+        engine = FakeEngine()
+        engine.keeps = keeps
+        del engine.tensors["optimizer.weight.step"]
+        run = saver(tmp_path, engine)
+        run.progress = Progress(4)
+        run.save()
+        run.finish()
+        notes = ["weight had no gradient before step 4: the checkpoint has no state of the optimizer for it"]
+        assert saver(tmp_path, engine).resume("auto") == notes * keeps
 
     def test_a_state_of_another_parameter_is_refused(self, tmp_path):
         engine = FakeEngine()

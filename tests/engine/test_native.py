@@ -304,6 +304,7 @@ def refuse_changed_states(*recipes: Recipe) -> bool:
             state = whole_state(training.engine, training.mesh)
             load = training.engine.load_state
             of_optimizer = [name for name in state.tensors if name.startswith("optimizer.")]
+            assert training.engine.keeps_state() == bool(of_optimizer)
             last = {}  # one parameter for each set of keys
             for name in of_optimizer:
                 last.setdefault(name.rpartition(".")[0], []).append(name)

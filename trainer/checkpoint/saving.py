@@ -207,7 +207,7 @@ class Saver:
         """Refuse another model, by names and shapes: `model.name_or_path` is not part of the identity.
 
         Returns:
-            A note on the parameters without a state of the optimizer, if others have one.
+            A note on the parameters without a state of the optimizer, after a step.
         """
         saved = {
             name.removeprefix(MODEL_PREFIX): shape
@@ -236,11 +236,13 @@ class Saver:
                     f"{state.folder} was changed by another program: it has a state of the optimizer for"
                     f" {min(unknown)}, which is not trained; remove it, or restore its files"
                 )
-            if not stepped or not (without := sorted(trained - stepped)):
+            step = state.facts.progress.step
+            keeps = stepped or (step and self._engine.keeps_state())
+            if not keeps or not (without := sorted(trained - stepped)):
                 return []
             return [
-                f"{listed(without, 3)} had no gradient before step {state.facts.progress.step}: the checkpoint has no"
-                " state of the optimizer for it"
+                f"{listed(without, 3)} had no gradient before step {step}: the checkpoint has no state of"
+                " the optimizer for it"
             ]
 
         return self._mesh.on_rank_zero(compare)

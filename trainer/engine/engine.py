@@ -137,6 +137,11 @@ class Engine(ABC):
         """Return the numbers of a checkpoint."""
         return {**(self._scaler.state() if self._scaler else {}), **self.optimizer.scalars()}
 
+    def keeps_state(self) -> bool:
+        """Return whether the optimizer keeps a state of the parameters that it updates."""
+        trained = ((self.parameters[label], one) for label, one in self.placements.items() if one.trainable)
+        return any(self.optimizer.state_shapes(parameter, one.shape) for parameter, one in trained)
+
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:
         """Load a state saved after `step` steps under any layout; all ranks must call it.
