@@ -84,6 +84,7 @@ def test_a_long_chain_of_extends_is_refused(problems: Callable[..., list[str]], 
     ("extends", "message"),
     [
         ('"nope"', '`extends` "nope": nope: no such file, and no shipped recipe has this name; they are '),
+        ('"\ue000"', r'`extends` "\ue000": \ue000: no such file'),
         ('"."', '`extends` ".": .: is not a recipe file; `trainer recipes` lists the shipped recipes'),
         ("3", "`extends` must be a path or a shipped name, but is 3"),
         ('["bert_base"]', '`extends` must be a path or a shipped name, but is ["bert_base"]'),

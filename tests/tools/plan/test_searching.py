@@ -296,7 +296,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], str]] = {
 )
 def test_one_microbatch_gives_the_plan_of_all(world_size: int, parallel: dict[str, Any], precision: str):
     model = {"config": {**SMALL_BERT, "num_hidden_layers": 5}, "tokenizer": "none"}
-    training = {"max_steps": 4, "global_batch_size": 20, "micro_batch_size": 4}
+    training = {"max_steps": 4, "global_batch_size": 24, "micro_batch_size": 4}
     recipe = recipe_of({"model": model, "training": training, "parallel": parallel, "precision": precision})
     plan = plan_run(recipe, world_size)
     for short in plan_steps(plan, LENGTH):

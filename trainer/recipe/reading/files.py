@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,11 @@ def is_yaml(path: Path) -> bool:
 
 
 def shown_path(path: Path) -> str:
-    """Return the path relative to the current folder if it is inside, else the absolute path."""
-    absolute = Path(os.path.abspath(path))
-    try:
-        return str(absolute.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # outside, or the current folder was removed
-        return str(absolute)
+    """Return the path for messages: relative to the current folder if it is inside, and in printable characters."""
+    shown = Path(os.path.abspath(path))
+    with suppress(ValueError, OSError):  # outside, or the current folder was removed
+        shown = shown.relative_to(Path.cwd())
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(shown))
 
 
 def file_origin(path: Path) -> Origin:
