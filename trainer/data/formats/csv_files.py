@@ -38,7 +38,8 @@ class CsvReader(Reader):
     def load(self, files: Files) -> Loaded:
         paths, text, key = files.paths, files.text, files.key
         delimiters = [text.delimiter or delimiter_of(path, text) for path in paths]
-        first, notes = delimiters[0], []
+        first = delimiters[0]
+        notes: list[str] = []
         for path, delimiter in zip(paths, delimiters, strict=True):
             names = _names(path, text, delimiter, key)
             if not notes and (value := next(filter(_is_value, names), None)):  # one note for all files
