@@ -116,6 +116,17 @@ TINY_DECODERS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8, **_LLAMA_SIZES},
 }
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+    "8 bits": {"optimizer": {"name": "adamw_8bit"}},
+    "schedule-free": {
+        "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
+        "schedule": {"name": "constant"},
+    },
+}
+"""Sections of recipes with an optimizer that has a state of its own kind, by the name of a test."""
+
 TINY_RESNET = {
     "model_type": "resnet",
     "num_channels": 1,

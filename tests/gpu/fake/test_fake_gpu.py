@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.training import RANK_STRATEGIES, TINY_DECODERS, TINY_TASKS, parallel_keys, tiny_recipe
+from tests.helpers.training import OPTIMIZERS, RANK_STRATEGIES, TINY_DECODERS, TINY_TASKS, parallel_keys, tiny_recipe
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
@@ -209,13 +209,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "averages": {"training": {"ema_decay": 0.9}},
     "stochastic weights": {"precision": "bf16", "weights": "bf16_stochastic"},
     "compensated weights": {"precision": "bf16", "weights": "bf16_compensated"},
-    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
-    "adafactor": {"optimizer": {"name": "adafactor"}},
-    "8 bits": {"optimizer": {"name": "adamw_8bit"}},
-    "schedule-free": {
-        "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
-        "schedule": {"name": "constant"},
-    },
+    **OPTIMIZERS,
     "lora": {"task": TINY_TASKS["causal_lm"].keys, "model": {**LLAMA, "adapter": {"type": "lora"}}},
     "blocks of the vocabulary": {"task": {**TINY_TASKS["causal_lm"].keys, "vocabulary_chunk": 50}, "model": LLAMA},
 }  # fmt: skip

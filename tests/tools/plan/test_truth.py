@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_DECODERS, TINY_TASKS, TINY_VIT
+from tests.helpers.training import OPTIMIZERS, TINY_DECODERS, TINY_TASKS, TINY_VIT
 from tests.tools.plan.measured import SMALL_BERT, measure, planned
 from tests.tools.plan.table import SMALL_BUCKETS, layouts, published
 
@@ -26,13 +26,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "weights in bf16": {"precision": "bf16", "weights": "bf16_stochastic"},
     "recomputed": {"activation_checkpointing": "full"},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
-    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
-    "adafactor": {"optimizer": {"name": "adafactor"}},
-    "8 bits": {"optimizer": {"name": "adamw_8bit"}},
-    "schedule-free": {
-        "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},
-        "schedule": {"name": "constant"},
-    },
+    **OPTIMIZERS,
     "torch dropout": {"training": {"global_batch_size": 16, "micro_batch_size": 4, "layout_invariant_dropout": False}},
     "masked_lm": {"task": TINY_TASKS["masked_lm"].keys},
     # its peak is where the gradients of the tied embedding are added
