@@ -226,6 +226,7 @@ def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequenc
         )
     _lay_out(figure, title, "", "")
     figure.update_layout(hovermode="closest")
+    figure.update_xaxes(automargin=True)  # a narrow page turns the names of the axes
     figure.update_yaxes(showticklabels=False)
     return figure
 
