@@ -68,6 +68,9 @@ class ShardedEngine:
         sharded = TensorPart("model.sharded", (ROWS, 2), (box,))
         return EngineState((sharded, whole_part("model.whole", self.whole, self.mesh)), {"scale": 2.0})
 
+    def keeps_state(self) -> bool:
+        return False
+
     def load_state(self, source: StateSource, step: int) -> None:
         source.fill(self.state().parts)
         self.loaded_step = step
