@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.recipe.deepspeed_keys import refused_keys
 from trainer.recipe.schedules import SCHEDULE_NAMES, SCHEDULES
 from trainer.recipe.schema.fields import Duration, DurationField
 from trainer.recipe.schema.section import Contradiction, Section, clash
@@ -94,5 +93,8 @@ class Parallel(Section):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from self.pipeline.contradictions()
-        for path, reason in refused_keys(self.deepspeed):
-            yield Contradiction((("parallel", "deepspeed", *path),), reason)
+        if self.deepspeed:
+            from trainer.recipe.deepspeed_keys import refused_keys  # it reads tables, which few recipes need
+
+            for path, reason in refused_keys(self.deepspeed):
+                yield Contradiction((("parallel", "deepspeed", *path),), reason)
