@@ -39,12 +39,13 @@ class FakeEngine:
         self.tensors = {f"model.{name}": torch.ones(shape), f"optimizer.{name}.step": torch.tensor(1.0)}
         self.loaded_step: int | None = None
         self.keeps = True
+        self.scalars = {"scale": 2.0}
 
     def keeps_state(self) -> bool:
         return self.keeps
 
     def state(self) -> EngineState:
-        return EngineState(tuple(whole_part(name, t, self.mesh) for name, t in self.tensors.items()), {"scale": 2.0})
+        return EngineState(tuple(whole_part(name, t, self.mesh) for name, t in self.tensors.items()), self.scalars)
 
     def load_state(self, source: StateSource, step: int) -> None:
         source.fill(self.state().parts)
@@ -228,6 +229,17 @@ class TestChanged:
         run.finish()
         notes = ["weight had no gradient before step 4: the checkpoint has no state of the optimizer for it"]
         assert saver(tmp_path, engine).resume("auto") == notes * keeps
+
+    @pytest.mark.parametrize(("bad", "skipped", "noted"), [(4, 0, 0), (1, 4, 0), (1, 3, 1), (3, 0, 1)])
+    def test_steps_that_were_not_taken_leave_no_state(self, tmp_path, bad, skipped, noted):
+        engine = FakeEngine()
+        engine.scalars["loss_scaler.skipped_steps"] = skipped
+        del engine.tensors["optimizer.weight.step"]
+        run = saver(tmp_path, engine)
+        run.progress = Progress(4, bad_steps=bad)
+        run.save()
+        run.finish()
+        assert len(saver(tmp_path, engine).resume("auto")) == noted
 
     def test_a_state_of_another_parameter_is_refused(self, tmp_path):
         engine = FakeEngine()

@@ -16,6 +16,7 @@ from trainer.checkpoint.format import Facts, SavedBoxes, snapshot
 from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen, remedy
 from trainer.checkpoint.tier import Found, Tier, gather_shapes
 from trainer.engine.engine import Engine
+from trainer.engine.scaling import skipped_steps
 from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.digest import joined, own_digest
@@ -237,7 +238,8 @@ class Saver:
                     f" {min(unknown)}, which is not trained; remove it, or restore its files"
                 )
             step = state.facts.progress.step
-            keeps = stepped or (step and self._engine.keeps_state())
+            has_updates = step > max(state.facts.progress.bad_steps, skipped_steps(state.scalars))
+            keeps = stepped or (has_updates and self._engine.keeps_state())
             if not keeps or not (without := sorted(trained - stepped)):
                 return []
             return [

@@ -43,15 +43,15 @@ class LossScaler:
             NonFiniteError: the scale falls below 1.
         """
         if not result.is_finite:
-            skipped_steps = self.skipped_steps + 1
+            skipped = self.skipped_steps + 1
             assert result.loss_scale is not None
             if result.loss_scale / 2.0 < _SMALLEST:
                 raise NonFiniteError(
-                    f"the loss scale of fp16 fell below {_SMALLEST:g} after {skipped_steps} skipped steps: the model"
+                    f"the loss scale of fp16 fell below {_SMALLEST:g} after {skipped} skipped steps: the model"
                     " itself leaves the range of fp16. Use `precision` bf16 or fp32, or lower"
                     " `optimizer.learning_rate`"
                 )
-            self.skipped_steps = skipped_steps
+            self.skipped_steps = skipped
         return replace(result, skipped_steps=self.skipped_steps)
 
     def state(self) -> dict[str, float]:
@@ -63,4 +63,9 @@ class LossScaler:
         """Load a state that `state` returned."""
         self.scale.fill_(scalars[f"{_PREFIX}scale"])
         self._good_steps.fill_(int(scalars[f"{_PREFIX}good_steps"]))
-        self.skipped_steps = int(scalars[f"{_PREFIX}skipped_steps"])
+        self.skipped_steps = skipped_steps(scalars)
+
+
+def skipped_steps(scalars: Mapping[str, float]) -> int:
+    """Return the number of skipped steps in the numbers of a checkpoint; 0 without loss scaling."""
+    return int(scalars.get(f"{_PREFIX}skipped_steps", 0))
