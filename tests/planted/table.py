@@ -269,14 +269,6 @@ _PARALLEL = [
         ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_are_those_of_the_whole",),
     ),
     Defect(
-        "smoothing_over_the_own_columns",
-        "Label smoothing divides by the columns of a rank instead of the vocabulary.",
-        "parallel/tensor/cross_entropy.py",
-        "slopes.sub_(ctx.smoothing / ctx.vocab_size)",
-        "slopes.sub_(ctx.smoothing / num_columns)",
-        ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_are_those_of_the_whole[2]",),
-    ),
-    Defect(
         "bias_added_twice",
         "A row-parallel layer adds its bias on every rank before the sum, and once after it.",
         "parallel/tensor/linear.py",

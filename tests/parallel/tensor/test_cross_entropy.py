@@ -37,30 +37,16 @@ def my_part(logits: Tensor, garbage: float = 77.0) -> Tensor:
     return part.requires_grad_()
 
 
-def compare(
-    logits: Tensor,
-    labels: Tensor,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    rtol: float | None = None,
-    atol: float | None = None,
-) -> None:
-    """Against fp64: torch's own fp32 gradient with label smoothing is off by 1e-4 for BERT's vocabulary."""
+def compare(logits: Tensor, labels: Tensor, rtol: float | None = None, atol: float | None = None) -> None:
+    """Compare with torch's loss and gradient in fp64."""
     group, vocab = dist.group.WORLD, logits.shape[-1]
     whole = logits.detach().clone().requires_grad_()
     part = my_part(logits)
-    expected = F.cross_entropy(
-        whole.double().flatten(0, -2),
-        labels.flatten(),
-        reduction="none",
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    ).view(labels.shape)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    found = vocab_parallel_cross_entropy(part, labels, group, vocab, reduction="none", **options)
+    expected = F.cross_entropy(whole.double().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    found = vocab_parallel_cross_entropy(part, labels, group, vocab, reduction="none")
     assert found.dtype == torch.promote_types(logits.dtype, torch.float32)
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=rtol, atol=atol)
-    total = vocab_parallel_cross_entropy(part, labels, group, vocab, **options)
+    total = vocab_parallel_cross_entropy(part, labels, group, vocab)
     torch.testing.assert_close(total, expected.sum().to(total.dtype), rtol=rtol, atol=atol)
     slope = torch.randn(labels.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     expected.backward(slope)
@@ -74,22 +60,19 @@ def compare(
 
 def compare_all() -> None:
     for vocab in (13, 16, 5):  # 5 on 4 ranks: one has no column
-        for smoothing in (0.0, 0.1):
-            labels = some_labels(vocab, 3, 7)
-            compare(whole_logits(3, 7, vocab), labels, smoothing)
-            compare(whole_logits(3, 7, vocab, dtype=torch.float64), labels, smoothing)
-            compare(whole_logits(21, vocab), labels.flatten().masked_fill(torch.arange(21) % 3 == 0, -100), smoothing)
-            compare(whole_logits(3, 7, vocab), torch.full((3, 7), -100), smoothing)
-            compare(whole_logits(3, 7, vocab), labels, smoothing, ignore_index=0)
-            compare(whole_logits(0, vocab), labels.flatten()[:0], smoothing)
+        labels = some_labels(vocab, 3, 7)
+        compare(whole_logits(3, 7, vocab), labels)
+        compare(whole_logits(3, 7, vocab, dtype=torch.float64), labels)
+        compare(whole_logits(21, vocab), labels.flatten().masked_fill(torch.arange(21) % 3 == 0, -100))
+        compare(whole_logits(3, 7, vocab), torch.full((3, 7), -100))
+        compare(whole_logits(0, vocab), labels.flatten()[:0])
     for dtype in (torch.bfloat16, torch.float16):
         eps = torch.finfo(dtype).eps
-        compare(whole_logits(3, 7, 13, dtype=dtype), some_labels(13, 3, 7), 0.1, rtol=eps, atol=eps**2)
+        compare(whole_logits(3, 7, 13, dtype=dtype), some_labels(13, 3, 7), rtol=eps, atol=eps**2)
     for sign in (1.0, -1.0):
         large = whole_logits(3, 7, 13) + sign * 1e4
         large[0, 0] *= 3.0
         compare(large, some_labels(13, 3, 7))
-        compare(large, some_labels(13, 3, 7), 0.1)
 
 
 @DEGREES
@@ -100,8 +83,7 @@ def test_losses_and_gradients_are_those_of_the_whole(ranks: RankPools, degree):
 def compare_with_bert() -> None:
     labels = some_labels(30522, 2, 8)
     labels[:, 1::3] = -100
-    for smoothing in (0.0, 0.1):
-        compare(whole_logits(2, 8, 30522), labels, smoothing)
+    compare(whole_logits(2, 8, 30522), labels)
 
 
 @pytest.mark.parametrize("degree", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -129,7 +111,7 @@ def own_gradient() -> None:
     slope = torch.tensor([0.7, -1.3], dtype=torch.float64)
 
     def loss(moved: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(moved, labels, dist.group.WORLD, 5, -100, 0.1, "none") @ slope
+        return vocab_parallel_cross_entropy(moved, labels, dist.group.WORLD, 5, "none") @ slope
 
     (found,) = torch.autograd.grad(loss(part), part)
     with torch.no_grad():
@@ -146,7 +128,7 @@ def test_the_gradient_in_fp64_by_finite_differences(ranks: RankPools):
     ranks(2).run(own_gradient)
 
 
-def communications(label_smoothing: float) -> tuple[list[str], list[str]]:
+def communications() -> tuple[list[str], list[str]]:
     part = my_part(whole_logits(2, 9))
     called: list[str] = []
     original = dist.all_reduce
@@ -156,9 +138,7 @@ def communications(label_smoothing: float) -> tuple[list[str], list[str]]:
         return original(tensor, op, group)
 
     with patch.object(dist, "all_reduce", counting):
-        loss = vocab_parallel_cross_entropy(
-            part, torch.tensor([1, 2]), dist.group.WORLD, 9, label_smoothing=label_smoothing
-        )
+        loss = vocab_parallel_cross_entropy(part, torch.tensor([1, 2]), dist.group.WORLD, 9)
         forward = called.copy()
         loss.backward()
     return forward, called[len(forward) :]
@@ -166,8 +146,7 @@ def communications(label_smoothing: float) -> tuple[list[str], list[str]]:
 
 def test_two_all_reduces_forward_and_none_backward(ranks: RankPools):
     expected = ["MAX (2,) torch.float32", "SUM (2, 2) torch.float32"]
-    assert ranks(2).run(communications, 0.0) == [(expected, [])] * 2
-    assert ranks(2).run(communications, 0.1)[0] == ([expected[0], "SUM (3, 2) torch.float32"], [])
+    assert ranks(2).run(communications) == [(expected, [])] * 2
 
 
 def what_is_saved() -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -179,7 +158,7 @@ def what_is_saved() -> list[tuple[tuple[int, ...], torch.dtype]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        vocab_parallel_cross_entropy(part, torch.arange(4), dist.group.WORLD, 9, label_smoothing=0.1)
+        vocab_parallel_cross_entropy(part, torch.arange(4), dist.group.WORLD, 9)
     return saved
 
 
@@ -218,16 +197,13 @@ def test_low_precision_logits_are_computed_in_fp32(ranks: RankPools):
 
 class TestOneRank:
     @pytest.mark.parametrize("reduction", ["none", "sum"])
-    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-    def test_is_torchs_to_the_last_bit(self, reduction, smoothing):
+    def test_is_torchs_to_the_last_bit(self, reduction):
         assert not dist.is_initialized()  # so nothing can be communicated
         labels = some_labels(9, 2, 5)
         labels[0, 3] = -100
         ours, torchs = (whole_logits(2, 5, 9).requires_grad_() for _ in range(2))
-        found = vocab_parallel_cross_entropy(ours, labels, None, 9, label_smoothing=smoothing, reduction=reduction)
-        expected = F.cross_entropy(
-            torchs.flatten(0, 1), labels.flatten(), reduction=reduction, label_smoothing=smoothing
-        )
+        found = vocab_parallel_cross_entropy(ours, labels, None, 9, reduction=reduction)
+        expected = F.cross_entropy(torchs.flatten(0, 1), labels.flatten(), reduction=reduction)
         assert found.shape == (labels.shape if reduction == "none" else ())
         assert torch.equal(found.flatten(), expected.flatten())
         found.sum().backward()

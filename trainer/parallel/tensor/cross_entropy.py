@@ -1,8 +1,7 @@
 """Cross entropy and argmax of logits that are sharded over the vocabulary on the tensor axis, and never gathered.
 
-For each row, one all-reduce exchanges the maximum. Another one exchanges the sum of exponentials, the logit of the
-label and, for label smoothing, the sum of the logits. The backward pass needs no communication (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3).
+For each row, one all-reduce exchanges the maximum, and another one the sum of exponentials and the logit of the label.
+The backward pass needs no communication (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ class VocabularyCut:
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    group: Group,
-    vocab_size: int,
-    ignore_index: int = IGNORED_LABEL,
-    label_smoothing: float = 0.0,
-    reduction: Literal["none", "sum"] = "sum",
+    logits: Tensor, labels: Tensor, group: Group, vocab_size: int, reduction: Literal["none", "sum"] = "sum"
 ) -> Tensor:
     """Return `F.cross_entropy` of the whole logits, computed in fp32 at least; the gradient has the logits' type.
 
@@ -49,17 +42,15 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: this rank's columns `[*, ceil(vocab / tp)]`, not gathered ones.
-        labels: integer labels `[*]`, equal on all ranks.
+        labels: integer labels `[*]`, or `IGNORED_LABEL`; equal on all ranks.
         vocab_size: the number of columns of the whole logits, without padding.
-        ignore_index: the label of rows that do not count.
-        label_smoothing: the share of the target that is spread evenly over the whole vocabulary.
         reduction: `none` for losses `[*]`, with zero for ignored rows; `sum` for their sum, a scalar.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits), equal on all ranks.
 
     Raises:
-        IndexError: a label is neither `ignore_index` nor in the vocabulary; raised on every rank. A group with several
+        IndexError: a label is neither ignored nor in the vocabulary; raised on every rank. A group with several
             ranks raises RuntimeError; a GPU fails with a device-side assertion.
     """
     size, columns = group_size(group), logits.shape[-1]
@@ -71,14 +62,9 @@ def vocab_parallel_cross_entropy(
     labels = labels.long()
     if group is None or size == 1:
         rows = at_least_fp32(logits).reshape(-1, columns)
-        losses = F.cross_entropy(
-            rows, labels.reshape(-1), None, None, ignore_index, None, reduction, label_smoothing=label_smoothing
-        )
+        losses = F.cross_entropy(rows, labels.reshape(-1), ignore_index=IGNORED_LABEL, reduction=reduction)
         return losses.view(labels.shape) if reduction == "none" else losses
-    losses = cast(
-        Tensor,
-        _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size, ignore_index, label_smoothing),  # type: ignore[no-untyped-call]
-    )
+    losses = cast(Tensor, _VocabParallelCrossEntropy.apply(logits, labels, group, vocab_size))  # type: ignore[no-untyped-call]
     return losses if reduction == "none" else losses.sum()
 
 
@@ -115,15 +101,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Tensor:
         num_columns = logits.shape[-1]
         start, stop = bounds_of_part(vocab_size, index_in_group(group), group_size(group))
         known = logits[..., : stop - start]  # without padded columns, which count as minus infinity
@@ -132,27 +110,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
         shifted = known - maximum.unsqueeze(-1)  # in the type of the maximum
 
-        ignored = labels == ignore_index
+        ignored = labels == IGNORED_LABEL
         target, elsewhere = target_columns(labels, ignored, start, num_columns, vocab_size)
         at_label = at_least_fp32(logits.gather(-1, target.unsqueeze(-1))).squeeze(-1) - maximum
-        sums = [at_label.masked_fill_(elsewhere, 0.0)]
-        if label_smoothing:
-            sums.append(shifted.sum(-1))
-        sums.append(shifted.exp_().sum(-1))
-        summed = torch.stack(sums)
+        summed = torch.stack([at_label.masked_fill_(elsewhere, 0.0), shifted.exp_().sum(-1)])
         dist.all_reduce(summed, group=group)
-        at_label, *sum_of_logits, sum_of_exponentials = summed.unbind()
-
+        at_label, sum_of_exponentials = summed.unbind()
         log_sum = sum_of_exponentials.log()
-        losses = log_sum - at_label
-        if label_smoothing:
-            spread = log_sum - sum_of_logits[0] / vocab_size
-            losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
         # The maximum and the logarithm are saved separately: with a large maximum, their sum would lose digits.
         ctx.save_for_backward(logits, labels, maximum, log_sum)
         ctx.bounds, ctx.vocab_size = (start, stop), vocab_size
-        ctx.ignore_index, ctx.smoothing = ignore_index, label_smoothing
-        return losses.masked_fill_(ignored, 0.0)
+        return (log_sum - at_label).masked_fill_(ignored, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -163,15 +131,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         # (softmax - target), times the gradient of the loss of each row
         slopes = logits - maximum.unsqueeze(-1)
         slopes.sub_(log_sum.unsqueeze(-1)).exp_()
-        if ctx.smoothing:
-            slopes.sub_(ctx.smoothing / ctx.vocab_size)
-        ignored = labels == ctx.ignore_index
+        ignored = labels == IGNORED_LABEL
         target, elsewhere = target_columns(labels, ignored, start, num_columns, ctx.vocab_size)
-        shares = maximum.new_full(labels.shape, ctx.smoothing - 1.0).masked_fill_(elsewhere, 0.0)
+        shares = maximum.new_full(labels.shape, -1.0).masked_fill_(elsewhere, 0.0)
         slopes.scatter_add_(-1, target.unsqueeze(-1), shares.unsqueeze(-1))
         slopes.mul_(grad.masked_fill(ignored, 0.0).unsqueeze(-1))
         slopes[..., stop - start :] = 0.0
-        return slopes.to(logits.dtype), None, None, None, None, None
+        return slopes.to(logits.dtype), None, None, None
 
 
 def target_columns(
