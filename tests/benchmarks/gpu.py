@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.engine.builders import build_engine, partitioned_loading
+from trainer.engine.builders import build_engine
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.describe import ModelUse, describe
@@ -229,8 +229,7 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
     mesh = ParallelMesh(device.device)
     device.clear()
-    loading = partial(partitioned_loading, plan, device.device)
-    built = build_model(planned_model(plan), *planned_cuts(plan, mesh), loading)
+    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)
     batches = random_batches(case, recipe, task, config)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers.training import RANK_STRATEGIES, weights_of
-from trainer.engine.builders import build_engine, partitioned_loading
+from trainer.engine.builders import build_engine
 from trainer.models.fill import build_model
 from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh, init_process_group
@@ -80,8 +79,7 @@ def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
     plan = plan_run(recipe_of(strategy, precision), 1)
     task = SequenceClassificationTask(("text",), "label", ("accuracy",), ("a", "b"))
     torch.cuda.reset_peak_memory_stats()
-    loading = partial(partitioned_loading, plan, mesh.device)
-    built = build_model(planned_model(plan), *planned_cuts(plan, mesh), loading)
+    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
     engine: Any = build_engine([built], task, mesh, plan, STEPS)
     losses, seconds = [], []
     for batch in batches():

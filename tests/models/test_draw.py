@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertFor
 
 from tests.helpers.families import CONFIGS, HEADS, has_head
 from tests.helpers.training import TINY_BERT
-from trainer.models.draw import draw_weights, whole_already
+from trainer.models.draw import draw_weights
 
 WIDTHS = ("hidden_size", "intermediate_size", "dim", "hidden_dim", "n_embd", "d_model", "d_ff")  # for statistics
 
@@ -27,7 +27,7 @@ def fresh(**keys: Any) -> BertForSequenceClassification:
 
 def drawn(seed: int = 1, names: list[str] | None = None, **keys: Any) -> dict[str, torch.Tensor]:
     model = fresh(**keys)
-    draw_weights(model, dict(model.named_parameters()) if names is None else names, seed, whole_already)
+    draw_weights(model, dict(model.named_parameters()) if names is None else names, seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -72,7 +72,7 @@ def test_torchs_generator_is_left_alone():
     state = torch.get_rng_state()
     model = fresh()
     before = torch.get_rng_state()
-    draw_weights(model, dict(model.named_parameters()), 1, whole_already)
+    draw_weights(model, dict(model.named_parameters()), 1)
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(state, before), "only building it drew"
 
@@ -109,7 +109,7 @@ def test_every_family_draws_as_transformers_does(model_type):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
-    draw_weights(model, dict(model.named_parameters()), 1, whole_already)
+    draw_weights(model, dict(model.named_parameters()), 1)
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         if parameter.numel() < 200:
             assert not (parameter == 7.0).any(), name

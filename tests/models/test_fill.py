@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,9 +27,11 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from tests.helpers.families import CONFIGS, HEADS, LABELS, NEAR_FAMILIES, build, has_head
 from tests.helpers.ranks import RankPools
+from tests.helpers.training import Curve, tiny_recipe, train_tiny
 from trainer.base.errors import UsageError
+from trainer.models import fill
 from trainer.models.describe import CannotLoadPartsError, ModelUse, describe
-from trainer.models.fill import _place_whole, build_model, load_whole, loading_whole
+from trainer.models.fill import _place_whole, build_model, load_whole
 from trainer.models.hub_files import pretrained_files
 from trainer.models.place import ModelCut, PlacedModel, ShardChoice
 from trainer.parallel.dropout import DropoutKeys
@@ -61,7 +65,7 @@ def built(
     described = describe(Model.model_validate(recipe), Training.model_validate(training), use)
     if cut:
         return build_model(described, ModelCut(dist.group.WORLD, shard=shard))
-    return _place_whole(described, ModelCut(), loading_whole, CannotLoadPartsError())
+    return _place_whole(described, ModelCut(), CannotLoadPartsError())
 
 
 def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) -> list[str]:
@@ -348,3 +352,15 @@ class TestAnIndexThatNamesAnotherFile:
     def test_is_refused_where_it_is_built_in_parts(self, recipe, file):
         with pytest.raises(UsageError, match=re.escape(repr(file))):
             pretrained_files(describe(recipe, Training(), ModelUse(CLASSIFICATION)))
+
+
+def train_under_zero3(whole: bool) -> Curve:
+    error = CannotLoadPartsError("the test asks for it")
+    with patch.object(fill, "_fill_parts", side_effect=error) if whole else nullcontext():
+        return train_tiny(tiny_recipe(training={"max_steps": 2}, parallel={"strategy": "zero3"}))
+
+
+def test_zero3_partitions_a_model_that_was_built_whole(ranks: RankPools):
+    in_parts, whole = (ranks(2).run(train_under_zero3, kind) for kind in (False, True))
+    for curve, expected in zip(whole, in_parts, strict=True):
+        assert (curve.losses, curve.digests) == (expected.losses, expected.digests)

@@ -10,17 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.helpers.ranks import RankPools
-from tests.helpers.training import tiny_recipe
 from trainer.base.errors import UsageError
-from trainer.engine.zero import partitioned_loading
 from trainer.models import invariance
 from trainer.models.describe import ModelUse, describe
 from trainer.models.dropout import set_probabilities
 from trainer.models.fill import build_model
 from trainer.models.invariance import check_invariance, sample_of
 from trainer.parallel.dropout import KeyedDropPath, MicrobatchKey
-from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Model, Training
 
 difference = invariance._difference
@@ -232,17 +228,3 @@ class TestASample:
         check_invariance(sample.eval(), None)
         assert not sample.training
         assert sample.config.pad_token_id is None
-
-    def test_is_whole_where_zero3_partitions_the_model(self, ranks: RankPools):
-        """This class builds its base model by `AutoModel`, which transformers partitions under ZeRO-3."""
-        assert all(all(sizes) for sizes in ranks(2).run(sizes_under_zero3))
-
-
-def sizes_under_zero3() -> list[int]:
-    keys = {**DECODER, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = AutoConfig.for_model("olmo", **keys)
-    model_class = AutoModelForSequenceClassification._model_mapping[type(config)]
-    plan = plan_run(tiny_recipe(parallel={"strategy": "zero3"}), 2)
-    with partitioned_loading(plan, torch.device("cpu")):
-        sample = sample_of(model_class, config, "eager")
-    return [parameter.numel() for parameter in sample.parameters()]

@@ -296,8 +296,8 @@ _PARALLEL = [
         "missing_all_reduce_of_an_input_gradient",
         "The gradient of an input that is copied to tensor ranks is not summed over them.",
         "parallel/communication.py",
-        '"copy_to_group": (_view, _sum)',
-        '"copy_to_group": (_view, _same)',
+        '"copy_to_group": (lambda x, _: x.view_as(x), _sum)',
+        '"copy_to_group": (lambda x, _: x.view_as(x), lambda grad, _: grad)',
         ("parallel/test_communication.py::test_gradients_on_two_ranks",),
     ),
     Defect(
@@ -351,7 +351,7 @@ _PARALLEL = [
     Defect(
         "partial_gradient_not_summed",
         "The gradients of norms under sequence parallelism are not summed over tensor ranks.",
-        "parallel/tensor/partial_gradients.py",
+        "parallel/gradients.py",
         "return TENSOR_AXIS in placement.partial_over and mesh.size(TENSOR_AXIS) > 1",
         "return False",
         ("engine/test_tensor.py::test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps[True]",),
@@ -979,8 +979,8 @@ _ENGINE = [
         "mean_of_means_over_ranks",
         "Each rank divides by its own labels instead of those of all ranks.",
         "engine/forward.py",
-        'lambda local: self._mesh.sum_(local, "dp")',
-        'lambda local: local * self._mesh.size("dp")',
+        'lambda local: self.mesh.sum_(local, "dp")',
+        'lambda local: local * self.mesh.size("dp")',
         ("engine/test_native.py::TestIgnoredLabels::test_how_they_lie_over_ranks_changes_nothing",),
     ),
     Defect(

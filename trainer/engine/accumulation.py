@@ -18,16 +18,13 @@ class Schedule(ABC):
 
     Args:
         sums: the sums of gradients that the wrapper of the model leaves out; None: there are none.
-        complete: completes the gradients after those that tensor ranks have in parts are summed; None: they are
-            complete.
     """
 
     adds_in_place = False
     """Whether passes add to gradients in their memory of the step before."""
 
-    def __init__(self, sums: OverlappedSums | None = None, complete: Callable[[], None] | None = None) -> None:
+    def __init__(self, sums: OverlappedSums | None = None) -> None:
         self._sums = sums or OverlappedSums((), None)
-        self._complete = complete
 
     @abstractmethod
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
@@ -40,11 +37,6 @@ class Schedule(ABC):
         Returns:
             This rank's sum of losses / denominator, a detached scalar without the scale.
         """
-
-    def complete_gradients_(self) -> None:
-        """Complete the gradients of a step, in place, after the sums over tensor ranks."""
-        if self._complete is not None:
-            self._complete()
 
     def idle_share(self) -> float | None:
         """Return the idle share of the time in `run`; None without a pipeline."""
@@ -64,9 +56,8 @@ class AccumulationSchedule(Schedule):
         loss_sum: Callable[[Microbatch], Tensor],
         no_sync: Callable[[], AbstractContextManager[None]],
         sums: OverlappedSums | None = None,
-        complete: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(sums, complete)
+        super().__init__(sums)
         self._loss_sum = loss_sum
         self._no_sync = no_sync
 

@@ -11,7 +11,7 @@ from trainer.engine.engine import Engine
 from trainer.engine.pipelined import build_pipelined
 from trainer.engine.replicated import build_replicated
 from trainer.engine.sharded import build_sharded
-from trainer.engine.zero import build_zero, partitioned_loading
+from trainer.engine.zero import build_zero
 from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
 from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
@@ -69,7 +69,7 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     columns = task.vocabulary_chunk
     if columns is None:
         return None
-    if isinstance(columns, str) and (plan.recipe.distillation or plan.recipe.parallel.strategy == "dp"):
+    if isinstance(columns, str) and (plan.recipe.distillation or plan.strategy.single_process):
         return None
     why = next((why for part in built if (why := why_whole(part.model))), None)
     if why is not None and not isinstance(columns, str):
@@ -88,6 +88,3 @@ def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
     ):
         if task.generates and degree > 1:
             raise UsageError(f"`{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add {key}=1")
-
-
-__all__ = ["BUILDERS", "build_engine", "partitioned_loading", "refuse_generation_in_parts"]

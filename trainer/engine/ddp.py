@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
 from trainer.engine.accumulation import AccumulationSchedule, Schedule
+from trainer.engine.engine import nothing
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 from trainer.engine.native import NativeEngine, placements_of
@@ -85,7 +86,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     """
     model, recipe, is_alone = built.model, plan.recipe, mesh.size("dp") == 1
     sent_in = sent_dtype(recipe.parallel.communication)
-    prepare_model(built, mesh, plan)
+    built = prepare_model(built, mesh, plan)
     model.to(mesh.device)
     rounded = rounded_weights([model], recipe)
     named = dict(model.named_parameters())
@@ -97,7 +98,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     if not is_alone and any(p.requires_grad and name not in left_out for name, p in named.items()):
         call = wrapped = wrap_ddp(model, mesh, sent_in, left_out)
         no_sync = wrapped.no_sync
-    complete: Callable[[], None] | None = None
+    complete: Callable[[], object] = nothing
     if is_alone and sent_in is not None:
         complete = partial(round_gradients_, list(named.values()), sent_in)
     elif not is_alone and not recipe.cuda_graphs:
@@ -112,8 +113,8 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         # A graph rounds the weights itself, because it reads the memory that it was captured with.
         loss_sum = forward.loss_sum if rounded is None else rounded.used_in(forward.loss_sum)
         capture = replay_eagerly if simulated() else CudaCapture(mesh.device)
-        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums, complete)
+        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)
     else:
         forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
-        schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums, complete)
-    return NativeEngine(forward, [built], schedule, placements_of(built, mesh), mesh, plan, total_steps)
+        schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
+    return NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)

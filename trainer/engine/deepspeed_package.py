@@ -60,7 +60,7 @@ def linear_restored() -> Iterator[None]:
 
 
 def ready_deepspeed(local_rank: int) -> Any:
-    """Return DeepSpeed, for a rank of this number on its host.
+    """Return DeepSpeed, with the variable of the local rank that it reads when it starts.
 
     Raises:
         UsageError: it is not installed.

@@ -23,13 +23,11 @@ from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, LazyParts, StateSource, buffer_parts, whole_tensors
 from trainer.models.compiled import compile_cache
 from trainer.models.save import save_model
-from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements
 from trainer.parallel.shards.boxes import TensorPart
 from trainer.parallel.shards.gathering import laid_out_as, local_part
 from trainer.parallel.tensor.low_rank import is_start
-from trainer.recipe.plan import RunPlan
 
 
 def nothing() -> None:
@@ -50,8 +48,6 @@ class Engine(ABC):
         models: Sequence[nn.Module],
         optimizer: EngineOptimizer,
         placements: Placements,
-        mesh: ParallelMesh,
-        plan: RunPlan,
         total_steps: int,
     ) -> None:
         self.placements = placements
@@ -59,11 +55,11 @@ class Engine(ABC):
         self.optimizer = optimizer
         self._forward = forward
         self._models = models
-        self._mesh = mesh
-        self._recipe = plan.recipe
+        self._mesh = forward.mesh
+        self._recipe = forward.plan.recipe
         self._total_steps = total_steps
         self._step = 0
-        self._scaler = LossScaler(mesh.device) if plan.recipe.precision == "fp16" else None
+        self._scaler = LossScaler(self._mesh.device) if self._recipe.precision == "fp16" else None
 
     @abstractmethod
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:

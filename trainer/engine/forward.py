@@ -38,8 +38,10 @@ from trainer.tasks.task import Task
 ModelCall = Callable[..., Any]
 
 
-def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> None:
+def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> PlacedModel:
     """Apply the recipe's precision, recomputation and compilation to the model, before a strategy wraps it.
+
+    Returns the description of the model, with its compiled layers.
 
     Raises:
         UsageError: the device does not support the precision; activation checkpointing or compilation does not find
@@ -53,18 +55,18 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> None
     if how != "none":
         checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys)
     if plan.recipe.compile:
-        layers = layers_of(built.model).values()
-        built.compiled.append(CompiledLayers(layers, built.dropout_keys, mesh.device))
+        compiled = CompiledLayers(layers_of(built.model).values(), built.dropout_keys, mesh.device)
+        built = replace(built, compiled=compiled)
     if plan.recipe.weights != "fp32":
         store_in_bf16(built)
     # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
     if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:
         store_frozen(built, plan.recipe.precision)
     cast_forward(built.model, plan.recipe.precision, mesh.device)
+    return built
 
 
 def origin_changed(problem: str) -> UsageError:
-    """Return the error of an origin that changed while the training ran."""
     return UsageError(
         "`model.name_or_path` must keep its files until the training ends, because frozen weights are held in 16 bits"
         f" and read again to be written, but {problem}; restore the files and resume"
@@ -120,10 +122,11 @@ class ModelForward:
         eval_call: ModelCall | None = None,
         rounded: RoundedWeights | None = None,
     ) -> None:
+        self.mesh, self.plan = mesh, plan
         self._model = built.model
         self._origins = [built.origin] if built.origin else []
         self._keys = built.dropout_keys
-        self._compiled = built.compiled
+        self._compiled = [built.compiled] if built.compiled else []
         self._head = built.head
         self._teacher = built.teacher
         self._call = call or built.model
@@ -131,7 +134,6 @@ class ModelForward:
         self._rounded = rounded
         self._task = task
         self._eval_task = task.for_evaluation()
-        self._mesh = mesh
         self._seed = plan.recipe.training.seed
         # Whether each forward pass is a collective of the data-parallel ranks.
         self._synced = plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1
@@ -181,8 +183,8 @@ class ModelForward:
         if self._keys is None:
             # Torch's own dropout must draw other masks on each data-parallel rank and in each stage, and the same masks
             # again after a resumption.
-            place = self._mesh.index("dp") + self._mesh.size("dp") * self._mesh.index("pp")
-            seed_generator(self._mesh.device, stream_key(self._seed, self._step, place))
+            place = self.mesh.index("dp") + self.mesh.size("dp") * self.mesh.index("pp")
+            seed_generator(self.mesh.device, stream_key(self._seed, self._step, place))
 
     @torch.no_grad()
     def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
@@ -193,11 +195,11 @@ class ModelForward:
         if len(batch.microbatches) == 1:
             return None
         scores = [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
-        return joint_losses(self._task, self._mesh, batch.num_rows, batch.microbatches, scores)
+        return joint_losses(self._task, self.mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
         """Return the number of valid labels in the global batch, or the sum of their weights."""
-        return denominator_of(self._task, batch, self._mesh.device, lambda local: self._mesh.sum_(local, "dp"))
+        return denominator_of(self._task, batch, self.mesh.device, lambda local: self.mesh.sum_(local, "dp"))
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """Return the sum of losses of a microbatch; a filler joins the collectives with a gradient of zero."""
@@ -206,7 +208,7 @@ class ModelForward:
         if not self._task.rows_depend:
             loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs, microbatch.is_padded))
         else:
-            joint = self._joint or joint_losses(self._task, self._mesh, self._num_rows, [microbatch], [logits])
+            joint = self._joint or joint_losses(self._task, self.mesh, self._num_rows, [microbatch], [logits])
             loss = joint.sum_of(microbatch.rows, logits)
         return loss * 0.0 if microbatch.filler else loss
 
@@ -284,11 +286,11 @@ class ModelForward:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
         is_padded = has_padding(microbatch.hidden) if microbatch.is_padded is None else microbatch.is_padded
         num_labels = self._num_labels(microbatch) if self._head else None
-        ready = replace(microbatch.to(self._mesh.device), is_padded=is_padded, num_labels=num_labels)
+        ready = replace(microbatch.to(self.mesh.device), is_padded=is_padded, num_labels=num_labels)
         if not self._packs or ready.packed is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]
-        packed = PackedTokens.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self._mesh.device)
+        packed = PackedTokens.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self.mesh.device)
         return replace(ready, packed=packed)
 
     def _num_labels(self, microbatch: Microbatch) -> int | None:

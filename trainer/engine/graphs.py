@@ -82,9 +82,8 @@ class GraphedSchedule(Schedule):
         dropout_table: Callable[[torch.device], Tensor | None],
         capture: Capture,
         sums: OverlappedSums | None = None,
-        complete: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(sums, complete)
+        super().__init__(sums)
         self._loss_sum = loss_sum
         self._dropout_table = dropout_table
         self._capture = capture

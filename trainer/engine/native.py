@@ -20,14 +20,13 @@ from trainer.engine.state import MODEL_PREFIX, EngineState, StateSource, optimiz
 from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.gradients import sum_partial_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
 from trainer.parallel.placement import TENSOR_AXIS, Placements
 from trainer.parallel.shards.boxes import TensorPart, tensor_part
 from trainer.parallel.shards.gathering import local_part
-from trainer.parallel.tensor.partial_gradients import sum_partial_gradients_
-from trainer.recipe.plan import RunPlan
 
 
 def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
@@ -45,7 +44,8 @@ class NativeEngine(Engine):
     """One model, one optimizer of torch, one schedule of microbatches.
 
     `built` is the model, or this rank's pipeline stages. `schedule` has the forward and backward passes of the
-    microbatches of a step; for other arguments see `Engine`.
+    microbatches of a step. `complete` completes the gradients, after those that tensor ranks have in parts are summed.
+    For other arguments see `Engine`.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class NativeEngine(Engine):
         built: Sequence[PlacedModel],
         schedule: Schedule,
         placements: Placements,
-        mesh: ParallelMesh,
-        plan: RunPlan,
         total_steps: int,
+        complete: Callable[[], object] = nothing,
     ) -> None:
-        models = [part.model for part in built]
-        trained = TrainedParameters.of(models, plan.recipe, placements, mesh, built[0].groups.rules)
-        optimizer = build_optimizer(plan.recipe.optimizer, trained)
-        super().__init__(forward, models, optimizer, placements, mesh, plan, total_steps)
+        models, recipe = [part.model for part in built], forward.plan.recipe
+        trained = TrainedParameters.of(models, recipe, placements, forward.mesh, built[0].groups.rules)
+        optimizer = build_optimizer(recipe.optimizer, trained)
+        super().__init__(forward, models, optimizer, placements, total_steps)
         self._schedule = schedule
+        self._complete = complete
         # Parameters of `freeze` before the step that unfreezes them.
         names = built[0].groups.late
         self._late = [parameter for name, parameter in self.parameters.items() if placements[name].name in names]
-        self._late_until = plan.recipe.model.unfreeze_at_step or 0
+        self._late_until = recipe.model.unfreeze_at_step or 0
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
-        self._sent_in = sent_dtype(plan.recipe.parallel.communication)
+        self._sent_in = sent_dtype(recipe.parallel.communication)
         self._settle: Callable[[], object] = nothing  # reads the last step, if that was not done
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
@@ -80,7 +80,7 @@ class NativeEngine(Engine):
         # Begun before the sums of gradients and read after them, so that it adds no wait of its own.
         loss = self._mesh.begin_sum_(share, "dp")
         sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
-        self._schedule.complete_gradients_()
+        self._complete()
         if self._step < self._late_until:
             for parameter in self._late:
                 parameter.grad = None

@@ -31,7 +31,7 @@ from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, hidden_positions, text_rows
-from trainer.parallel.pipeline.stage_schedule import BusyClock, LocalStage, PipelineDriver, Shapes
+from trainer.parallel.pipeline.stage_schedule import BusyClock, PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task
@@ -55,7 +55,6 @@ class Pass:
     rows_of_each: int
 
     def real_rows(self, microbatch: int) -> slice:
-        """Return the real rows of a microbatch, as a slice of the pass."""
         start = microbatch * self.rows_of_each
         return slice(min(start, self.num_rows), min(start + self.rows_of_each, self.num_rows))
 
@@ -106,7 +105,7 @@ class PipelinedForward(ModelForward):
         assert plan.pipeline is not None
         self._built = built
         self._origins = [stage.origin for stage in built if stage.origin]
-        self._compiled = [layers for stage in built for layers in stage.compiled]
+        self._compiled = [stage.compiled for stage in built if stage.compiled]
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
         types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - set(COMPUTE_DTYPES.values())
@@ -117,7 +116,7 @@ class PipelinedForward(ModelForward):
             model: Any = stage.model
             model.forward = partial(self._run_stage, stage, _part(stage), model.forward)
         self._driver = PipelineDriver(
-            [LocalStage(stage.model, index) for stage, index in zip(built, stages, strict=True)],
+            {index: stage.model for stage, index in zip(built, stages, strict=True)},
             plan.pipeline.num_stages,
             plan.pipeline.schedule.name,
             plan.pipeline.num_microbatches,
@@ -133,11 +132,11 @@ class PipelinedForward(ModelForward):
 
     def accumulate(self, rows: Pass, denominator: Tensor, scale: Tensor | None) -> Tensor:
         """Run forward and backward of one pass; return this rank's share of the loss, zero without the last stage."""
-        labels = to_device(rows.labels, self._mesh.device)
+        labels = to_device(rows.labels, self.mesh.device)
         factor = 1.0 if scale is None else scale
 
         def loss(logits: Tensor, number: Tensor) -> Tensor:
-            microbatch = self._index(number)
+            microbatch = min(int(number), self._pipeline.num_microbatches - 1)  # in a plan, `number` reads as 1
             real = rows.real_rows(microbatch)
             count = real.stop - real.start
             # Without real rows, too: it may be a collective.
@@ -164,7 +163,7 @@ class PipelinedForward(ModelForward):
             return None
         real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows, _ in parts]
         return joint_losses(
-            self._task, self._mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
+            self._task, self.mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
         )
 
     def _evaluated(self, microbatch: Microbatch, labelled: bool) -> tuple[Microbatch, Tensor | None]:
@@ -173,7 +172,7 @@ class PipelinedForward(ModelForward):
         scores = self._scores_of_pass(rows)
         if microbatch.filler or scores is None:
             return microbatch, None
-        return microbatch.to(self._mesh.device), scores[: len(microbatch.rows)]
+        return microbatch.to(self.mesh.device), scores[: len(microbatch.rows)]
 
     def _scores_of_pass(self, rows: Pass) -> Tensor | None:
         return self._driver.forward(self._inputs(rows), self._shapes(rows))
@@ -206,13 +205,9 @@ class PipelinedForward(ModelForward):
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
         tensors = {**rows.inputs, _ROWS: rows.rows, _LABELS: rows.labels}
-        inputs = {name: to_device(tensor, self._mesh.device) for name, tensor in tensors.items()}
+        inputs = {name: to_device(tensor, self.mesh.device) for name, tensor in tensors.items()}
         hidden = hidden_positions(rows.inputs)
         return inputs if hidden is None else {**inputs, _HIDDEN: hidden}
-
-    def _index(self, number: Tensor) -> int:
-        """Return the index of a microbatch; in a plan `number` has no value and reads as 1."""
-        return min(int(number), self._pipeline.num_microbatches - 1)
 
     def _taught_rows(self, rows: Pass, microbatch: int) -> Tensor | None:
         """Return the teacher's logits for a microbatch at the last stage; None without a teacher."""
@@ -220,7 +215,7 @@ class PipelinedForward(ModelForward):
             return None
         start, end = microbatch * rows.rows_of_each, (microbatch + 1) * rows.rows_of_each
         inputs = {name: tensor[start:end] for name, tensor in rows.inputs.items()}
-        on_device = {name: to_device(tensor, self._mesh.device) for name, tensor in inputs.items()}
+        on_device = {name: to_device(tensor, self.mesh.device) for name, tensor in inputs.items()}
         return self._taught(on_device, has_padding(hidden_positions(inputs)))
 
     def _shapes(self, rows: Pass) -> Shapes:
@@ -240,19 +235,11 @@ def _part(built: PlacedModel) -> StagePart:
 class PipelinedSchedule(Schedule):
     """The passes of one step. Under fsdp and hsdp, torch sums gradients over the ranks in each pass."""
 
-    def __init__(
-        self,
-        forward: PipelinedForward,
-        mesh: ParallelMesh,
-        plan: RunPlan,
-        sums: OverlappedSums | None,
-        complete: Callable[[], None],
-    ) -> None:
-        super().__init__(sums, complete)
+    def __init__(self, forward: PipelinedForward, sums: OverlappedSums | None) -> None:
+        super().__init__(sums)
         self._forward = forward
-        self._mesh = mesh
-        self._batch = plan.batch
-        self._clock = BusyClock(mesh.device)
+        self._batch = forward.plan.batch
+        self._clock = BusyClock(forward.mesh.device)
         self._num_runs = 0
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
@@ -264,7 +251,7 @@ class PipelinedSchedule(Schedule):
         self._sums.begin(self._batch.num_microbatches)
         total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
         self._sums.finish()  # before anything else changes a gradient
-        return self._mesh.sum_(total, PIPELINE_AXIS)
+        return self._forward.mesh.sum_(total, PIPELINE_AXIS)
 
     def idle_share(self) -> float | None:
         seconds = self._clock.read()
@@ -284,11 +271,11 @@ def build_pipelined(
 ) -> NativeEngine:
     """Return the engine of `ddp`, `fsdp` and `hsdp` with pipeline stages."""
     assert plan.pipeline is not None
-    models = [stage.model for stage in built]
     placements: Placements = {}
     is_sharded, sent_in = plan.strategy.cuts_parameters, sent_dtype(plan.recipe.parallel.communication)
+    built = [prepare_model(stage, mesh, plan) for stage in built]
+    models = [stage.model for stage in built]
     for stage in built:
-        prepare_model(stage, mesh, plan)
         if is_sharded:
             placed = shard_built(stage, mesh, plan)
         else:
@@ -310,8 +297,7 @@ def build_pipelined(
             round_gradients_(parameters, sent_in)
         tied.sum_()
 
-    schedule = PipelinedSchedule(forward, mesh, plan, sums, complete)
-    return NativeEngine(forward, built, schedule, placements, mesh, plan, total_steps)
+    return NativeEngine(forward, built, PipelinedSchedule(forward, sums), placements, total_steps, complete)
 
 
 def _tied_gradients(

@@ -78,7 +78,6 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
 
 
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of matrix products, by name."""
     return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
 
 
@@ -124,7 +123,6 @@ def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def written_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the type of the weights of the final model."""
     return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
 
 

@@ -7,7 +7,6 @@ loss, so only scalars are gathered.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ class ReplicatedForward(ModelForward):
         self._replicas = nn.DataParallel(LossReplica(built.model, task, built.dropout_keys))
 
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
-        microbatch = microbatch.to(self._mesh.device)
+        microbatch = microbatch.to(self.mesh.device)
         with self._watch:
             sums: Tensor = self._replicas(
                 step=self._step, rows=microbatch.text_rows, labels=microbatch.labels, **microbatch.inputs
@@ -74,9 +73,8 @@ def build_replicated(
             f"`parallel.strategy` is dp, which spreads one process over several GPUs, but this machine shows {gpus};"
             " use ddp, which runs on any number of processes"
         )
-    model: Any = built.model
-    prepare_model(built, mesh, plan)
-    model.to(mesh.device)
+    built = prepare_model(built, mesh, plan)
+    built.model.to(mesh.device)
     forward = ReplicatedForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, nullcontext)
-    return NativeEngine(forward, [built], schedule, whole(model), mesh, plan, total_steps)
+    return NativeEngine(forward, [built], schedule, whole(built.model), total_steps)

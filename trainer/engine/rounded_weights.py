@@ -64,8 +64,6 @@ class RoundedWeights:
                     del vars(module)[key]
 
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
-        """Return `function` inside of the context `use`."""
-
         def run(microbatch: Microbatch) -> Tensor:
             with self.use():
                 return function(microbatch)

@@ -60,7 +60,6 @@ class LossScaler:
         return {f"{_PREFIX}{key}": value for key, value in found.items()}
 
     def load_state(self, scalars: Mapping[str, float]) -> None:
-        """Load a state that `state` returned."""
         self.scale.fill_(scalars[f"{_PREFIX}scale"])
         self._good_steps.fill_(int(scalars[f"{_PREFIX}good_steps"]))
         self.skipped_steps = skipped_steps(scalars)

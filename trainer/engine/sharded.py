@@ -44,8 +44,6 @@ from trainer.tasks.task import Task
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are sharded."""
-
     precision: PrecisionName  # the type of matrix products, in which their weights are gathered
     reshard_after_forward: bool = True
     offloads: bool = False  # whether to keep parameters, gradients and optimizer state in CPU memory
@@ -185,8 +183,8 @@ def shard_built(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Placem
 
 def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `fsdp` and `hsdp`."""
-    prepare_model(built, mesh, plan)
+    built = prepare_model(built, mesh, plan)
     placements = shard_built(built, mesh, plan)
     forward = ModelForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, partial(defer_all_reduce, built.model))
-    return NativeEngine(forward, [built], schedule, placements, mesh, plan, total_steps)
+    return NativeEngine(forward, [built], schedule, placements, total_steps)

@@ -93,19 +93,19 @@ def whole_tensors(
         weights: for each parameter of this rank, by its key in `placements`, a function that returns it in fp32, whole
             but for the split over tensor ranks. Copies of tied weights on other stages are left out.
     """
+
+    def joined(read: Callable[[], Tensor], placement: ParameterPlacement) -> Tensor:
+        return join_whole(read(), placement, mesh)
+
     joins: dict[str, Callable[[], Tensor]] = {}
     like: dict[str, Tensor] = {}
     for label, read in weights.items():
         placement = placements[label]
         if not placement.is_copy:
-            joins[placement.name] = partial(_joined, read, placement, mesh)
+            joins[placement.name] = partial(joined, read, placement)
             like[placement.name] = torch.empty(placement.shape, device="meta")
     for model in models:
         for name, buffer in persistent_buffers(model).items():
             joins[name] = partial(Tensor.detach, buffer)
             like[name] = buffer.to("meta")
     return WholeTensors(joins, like, mesh)
-
-
-def _joined(read: Callable[[], Tensor], placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
-    return join_whole(read(), placement, mesh)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.deepspeed_package import import_deepspeed
+from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.engine import Engine, nothing
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizers.base import EngineOptimizer
@@ -30,15 +30,13 @@ from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_d
 from trainer.engine.results import StepResult
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.models.checkpointing import not_recorded
-from trainer.models.draw import Gather, whole_already
 from trainer.models.names import aliases, move_buffers, replace_in
 from trainer.models.place import PlacedModel, ShardChoice
+from trainer.parallel.gradients import is_partial, sum_while_backward
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.placement import TENSOR_AXIS, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
-from trainer.parallel.tensor.partial_gradients import is_partial, sum_while_backward
-from trainer.ranks.environment import set_local_rank
 from trainer.recipe.deepspeed_config import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
@@ -47,34 +45,6 @@ _STEP = "step"
 """The key of the count of steps in an optimizer's state; DeepSpeed flattens all other tensors as the weights."""
 _GATHERED_IN = "comm_dtype"
 """The attribute of a parameter with the type in which it is gathered; stage 3 of DeepSpeed reads it too."""
-
-
-def load_deepspeed(device: torch.device) -> Any:
-    """Return the package, with the variable that it reads when it starts."""
-    set_local_rank(device.index)  # not always that of the rank: each may see one GPU only
-    return import_deepspeed()
-
-
-@contextmanager
-def partitioned_loading(plan: RunPlan, device: torch.device) -> Iterator[Gather]:
-    """Let transformers build and load a ZeRO-3 model in partitions, so that no rank holds the whole model.
-
-    This serves models that cannot be loaded in parts. Rank 0 maps their files whole. Yields a context that gathers
-    parameters. Other strategies, and ZeRO-3 over tensor ranks, partition later.
-    """
-    if plan.strategy.zero_stage != 3 or plan.layout.tp > 1:
-        yield whole_already
-        return
-    deepspeed = load_deepspeed(device)
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    with redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(backend(device), verbose=False, dist_init_required=False)
-        alive = HfDeepSpeedConfig(deepspeed_config(plan))  # transformers keeps a weak reference to it
-        try:
-            yield lambda parameters: deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-        finally:
-            del alive
 
 
 def _partition(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
@@ -206,14 +176,12 @@ class ZeroEngine(Engine):
         engine: Any,
         optimizer: EngineOptimizer,
         placements: Placements,
-        mesh: ParallelMesh,
-        plan: RunPlan,
         total_steps: int,
     ) -> None:
-        super().__init__(forward, [engine.module], optimizer, placements, mesh, plan, total_steps)
+        super().__init__(forward, [engine.module], optimizer, placements, total_steps)
         self._engine = engine
         self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
-        self._is_partitioned = plan.strategy.cuts_parameters  # stage 3
+        self._is_partitioned = forward.plan.strategy.cuts_parameters  # stage 3
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         before_update()  # now, because DeepSpeed's own step waits for the device
@@ -406,7 +374,7 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
 
 def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`."""
-    deepspeed = load_deepspeed(mesh.device)
+    deepspeed = ready_deepspeed(mesh.device.index)  # not always that of the rank: each may see one GPU only
     model = built.model
     if built.shards is not None:
         _partition(built, mesh, plan, deepspeed)
@@ -420,7 +388,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
         if parameter.requires_grad and is_partial(placements[name], mesh):
             sum_while_backward(parameter, mesh, sent_dtype(plan.recipe.parallel.communication))
-    prepare_model(built, mesh, plan)
+    built = prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")
         placements = {name: replace(p, splits=(*p.splits, partition)) for name, p in placements.items()}
@@ -443,4 +411,4 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
             setattr(gathering, name, not_recorded(getattr(gathering, name)))
     forward = ModelForward(built, task, mesh, plan, engine, engine)
-    return ZeroEngine(forward, engine, optimizer, placements, mesh, plan, total_steps)
+    return ZeroEngine(forward, engine, optimizer, placements, total_steps)

@@ -15,7 +15,6 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, product_start, rows_start
 from trainer.models.added import is_added
-from trainer.models.draw import Gather, whole_already
 from trainer.models.families.table import layers_of
 from trainer.models.forward_context import replace_forward
 from trainer.models.names import aliases, prefixes, tied_names
@@ -36,9 +35,7 @@ from trainer.recipe.schema.model import matches
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
-def adapt(
-    model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (), gather: Gather = whole_already
-) -> None:
+def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = ()) -> None:
     """Freeze parameters and add adapters, as the recipe's `model` asks; the same for a model on `meta`.
 
     Args:
@@ -62,7 +59,7 @@ def adapt(
             _quantize(model, recipe.quantization)
         for name, start in starts.items():
             if not weights[name].is_meta:
-                _begin(model, name, weights[name], start, gather)
+                _begin(model, name, weights[name].detach(), start)
 
 
 def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:
@@ -99,16 +96,11 @@ def _quantize(model: nn.Module, kind: str) -> None:
 
 
 @torch.no_grad()
-def _begin(model: nn.Module, name: str, weight: nn.Parameter, start: Start, gather: Gather) -> None:
+def _begin(model: nn.Module, name: str, weight: Tensor, start: Start) -> None:
     """Give the parameters of an adapter the values that they begin with, from the weight `name`."""
     quantized = quantized_in(model).get(name)
-    with gather([weight]):
-        whole = weight.detach()
-        values = start(whole, quantized.rounded(whole) if quantized else whole)
-    own = [model.get_parameter(name) for name in values]
-    with gather(own):
-        for parameter, value in zip(own, values.values(), strict=True):
-            parameter.copy_(value)
+    for own, value in start(weight, quantized.rounded(weight) if quantized else weight).items():
+        model.get_parameter(own).copy_(value)
 
 
 def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
@@ -126,9 +118,7 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
-    # Attributes, because DeepSpeed may have partitioned the weight.
-    sizes = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
-    in_features, out_features = (getattr(layer, size) for size in sizes)
+    out_features, in_features = reversed(layer.weight.shape) if isinstance(layer, Conv1D) else layer.weight.shape
     rank, device = adapter.rank_of(name), "meta" if layer.weight.is_meta else "cpu"
     if adapter.start is not None and rank > min(in_features, out_features):
         raise UsageError(

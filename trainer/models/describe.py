@@ -20,7 +20,6 @@ from trainer.models.adapters import adapt
 from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
-from trainer.models.draw import Gather, whole_already
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.invariance import check_invariance, sample_of
@@ -41,8 +40,6 @@ class CannotLoadPartsError(Exception):
 
 @dataclass(frozen=True)
 class ModelUse:
-    """The use of a model by a task."""
-
     auto_class_name: str  # the head, as the name of an auto class of transformers
     # the configuration keys that the task sets, such as `num_labels`
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +69,6 @@ class ModelDescription:
 
     @property
     def keyword_arguments(self) -> dict[str, Any]:
-        """The arguments with which transformers makes the model."""
         return {"attn_implementation": self.attention, "dtype": torch.float32}
 
     def new_keys(self) -> DropoutKeys | None:
@@ -93,18 +89,16 @@ class ModelDescription:
         model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)
         return model
 
-    def adapt(self, model: nn.Module, drawn: Sequence[str] = (), gather: Gather = whole_already) -> None:
+    def adapt(self, model: nn.Module, drawn: Sequence[str] = ()) -> None:
         """Add the module of the task and adapters, and freeze as the recipe and the task ask; see `prepare`."""
         if self.use.added is not None:
             add_module(model, self.use.added)
-        adapt(model, self.recipe, self.seed, drawn, gather)
+        adapt(model, self.recipe, self.seed, drawn)
         _freeze(model, self.use.unused)
         if self.use.added is not None:
             _require_learned(model)
 
-    def prepare(
-        self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None, gather: Gather = whole_already
-    ) -> list[str]:
+    def prepare(self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None) -> list[str]:
         """Freeze, add adapters, key the dropout and fix statistics of a whole model, and return notes for the user.
 
         Args:
@@ -120,7 +114,7 @@ class ModelDescription:
                 f"`model.name_or_path` is {str(self.recipe.name_or_path)!r}, and its files hold no weight of a"
                 f" {self.model_class.__name__}; name a folder with weights, or train random ones by `model.config`"
             )
-        self.adapt(model, drawn, gather)
+        self.adapt(model, drawn)
         return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
 
     def check_invariance(self, model: nn.Module | None, keys: DropoutKeys | None) -> list[str]:

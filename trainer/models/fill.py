@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from trainer.models.adapters import factor_shapes, starts_of
 from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import CannotLoadPartsError, ModelDescription, ModelUse, sizes_differ
-from trainer.models.draw import Gather, draw_weights, whole_already
+from trainer.models.draw import draw_weights
 from trainer.models.hub_files import pretrained_files, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.origins import not_found, one_line
@@ -59,27 +59,16 @@ from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.tensor.low_rank import drawn_factor
 from trainer.recipe.schema import Model
 
-Loading = Callable[[], AbstractContextManager[Gather]]
-
-
-@contextmanager
-def loading_whole() -> Iterator[Gather]:
-    """Let a model be built as it is: the `Loading` of a model that is not partitioned."""
-    yield whole_already
-
 
 def build_model(
     described: ModelDescription,
     cut: ModelCut = ModelCut(),  # noqa: B008  # it is frozen
-    loading: Loading = loading_whole,
     node: NodeRanks | None = None,
 ) -> PlacedModel:
     """Build a model in fp32 on the CPU, with the same weights on every rank and under every layout.
 
     Args:
         cut: the cut of the model; the result holds this rank's parts only.
-        loading: the context in which a model is built that cannot be filled in parts. It may partition the parameters
-            as they are made, and yields the context that makes them whole.
         node: the ranks of this node, if one of them reads the weights for all; all of them must call it then.
 
     Raises:
@@ -95,26 +84,21 @@ def build_model(
                     f"`parallel.load` is broadcast, but each rank must read this model whole, because {reason}; use"
                     " read"
                 ) from reason
-            return _place_whole(described, cut, loading, reason)
+            return _place_whole(described, cut, reason)
 
 
-def _place_whole(
-    described: ModelDescription, cut: ModelCut, loading: Loading, reason: CannotLoadPartsError
-) -> PlacedModel:
+def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadPartsError) -> PlacedModel:
     keys = described.new_keys()
-    with loading() as gather:
-        is_partitioned = gather is not whole_already
-        model, drawn, notes = load_whole(described, gather)
-        lacking = () if described.recipe.is_random else drawn
-        prepared = described.prepare(model, lacking, keys, gather)
-        notes = [*notes, *described.check_invariance(None if is_partitioned else model, keys), *prepared]
-    if not is_partitioned and cut != ModelCut():
+    model, drawn, notes = load_whole(described)
+    lacking = () if described.recipe.is_random else drawn
+    prepared = described.prepare(model, lacking, keys)
+    notes = [*notes, *described.check_invariance(model, keys), *prepared]
+    if cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-    placed = PlacedModel(model) if is_partitioned else place(model, replace(cut, shard=None))
-    return replace(placed, dropout_keys=keys, notes=notes, lacking=lacking)
+    return replace(place(model, replace(cut, shard=None)), dropout_keys=keys, notes=notes, lacking=lacking)
 
 
-def load_whole(described: ModelDescription, gather: Gather = whole_already) -> tuple[nn.Module, list[str], list[str]]:
+def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[str]]:
     """Return the model as transformers loads it, the names of weights that are drawn instead, and notes."""
     recipe, seed = described.recipe, described.seed
     with torch.random.fork_rng(devices=[]):
@@ -122,7 +106,7 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
         if recipe.is_random:
             model = described.made()
             drawn = [name for name, _ in model.named_parameters()]
-            draw_weights(model, drawn, seed, gather)
+            draw_weights(model, drawn, seed)
             return model, drawn, []
         require_safe_shards(recipe, described.config)
         tensors = _fitted_tensors(described)
@@ -139,7 +123,7 @@ def load_whole(described: ModelDescription, gather: Gather = whole_already) -> t
             )
     missing = sorted(loading["missing_keys"])
     if missing:
-        draw_weights(model, missing, seed, gather)
+        draw_weights(model, missing, seed)
     return model, missing, _loading_notes(missing, loading)
 
 
@@ -207,7 +191,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
         _rebuild_buffers(parts.model)
         parts.read(stored, sources.renamed)
         parts.convert(stored, sources.converted, whole)
-        draw_weights(whole, sources.missing, seed, lambda parameters: parts.drawing(whole, parameters), parts.holds)
+        draw_weights(whole, sources.missing, seed, parts.drawing(whole), parts.holds)
         for name, shape in parts.factors.items():
             if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
@@ -229,7 +213,7 @@ def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWe
 
     def read(name: str) -> Tensor:
         if name in drawn:
-            draw_weights(whole, drawn, seed, lambda parameters: parts.drawing(whole, parameters), name.__eq__)
+            draw_weights(whole, drawn, seed, parts.drawing(whole), name.__eq__)
         else:
             parts.read(again(), {name: sources.renamed[name]})
         assert parts.shards is not None
@@ -503,9 +487,11 @@ class _Parts:
                     self.fill_whole(name, parameter.detach())
                     replace_in(whole, name, empty[name])
 
-    @contextmanager
-    def drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Give `parameters` of the model `whole` memory inside this `Gather`, and keep this rank's parts on exit."""
+    def drawing(self, whole: nn.Module) -> Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]:
+        """Return the context in which parameters of `whole` have memory; this rank's parts are kept on exit."""
+        return contextmanager(partial(self._drawing, whole))
+
+    def _drawing(self, whole: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         names = aliases(whole)
         real = {}
         for empty in parameters:
@@ -604,28 +590,17 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the rules skip it
         for name in own:
-            setattr(module, name, _unset_like(getattr(module, name)))
+            buffer = getattr(module, name)
+            setattr(module, name, torch.full_like(buffer, _unset(buffer.dtype), device="cpu"))
         owner._init_weights(module)
         for name in own:
-            if _is_unset(getattr(module, name)):
+            buffer = getattr(module, name)
+            if buffer.dtype != torch.bool and (buffer.isnan() | (buffer == _unset(buffer.dtype))).any():
                 raise CannotLoadPartsError(f"{type(owner).__name__} has no rule for the buffer {path}{name}")
 
     rebuild(model, "", model)
 
 
-def _unset_like(buffer: Tensor) -> Tensor:
-    """Return a buffer on the CPU, filled with a value that no rule sets."""
-    return torch.full_like(buffer, _unset_value(buffer), device="cpu")
-
-
-def _is_unset(buffer: Tensor) -> bool:
-    if buffer.dtype == torch.bool:
-        return False  # both values are valid
-    unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset_value(buffer)
-    return bool(unset.any())
-
-
-def _unset_value(buffer: Tensor) -> float:
-    if buffer.is_floating_point() or buffer.dtype == torch.bool:
-        return torch.nan
-    return torch.iinfo(buffer.dtype).min
+def _unset(dtype: torch.dtype) -> float:
+    """Return a value that no rule sets; both values of bool are valid."""
+    return torch.nan if dtype.is_floating_point or dtype == torch.bool else torch.iinfo(dtype).min

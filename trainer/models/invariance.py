@@ -79,7 +79,7 @@ def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = Fa
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     layers = getattr(config, "num_hidden_layers", None)
-    with torch.random.fork_rng(devices=[]), _not_partitioned():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if isinstance(layers, int) and layers > _MOST_LAYERS and not is_whole:
             small = copy.deepcopy(config)
@@ -91,19 +91,6 @@ def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = Fa
                 pass
         sample: nn.Module = model_class(config)
     return sample
-
-
-@contextmanager
-def _not_partitioned() -> Iterator[None]:
-    """Build whole modules: with stage 3 of ZeRO, transformers partitions a base model that a class builds itself."""
-    from transformers.integrations import deepspeed
-
-    before = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 @torch.no_grad()

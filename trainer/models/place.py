@@ -18,7 +18,7 @@ from trainer.models.chunked_head import ChunkedHead
 from trainer.models.compiled import CompiledLayers
 from trainer.models.describe import ModelDescription
 from trainer.models.parameter_rules import ParameterGroups
-from trainer.models.stage_split import StagePart, StageSplit, cut_stage, split_stages, trainable_stages
+from trainer.models.stage_split import StagePart, cut_stage, split_stages, trainable_stages
 from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import split_model
 from trainer.parallel.communication import Group, group_size, index_in_group
@@ -121,7 +121,7 @@ class PlacedModel:
     groups: ParameterGroups = field(default_factory=ParameterGroups)
     head: ChunkedHead | None = None
     teacher: Teacher | None = None
-    compiled: list[CompiledLayers] = field(default_factory=list)
+    compiled: CompiledLayers | None = None
 
     @property
     def placements(self) -> Placements:
@@ -170,17 +170,12 @@ def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:
     torch's pipeline needs the output of each stage to have a gradient, and an optimizer needs a parameter.
     """
     split = split_stages(model, choice.num_stages, choice.starts, choice.schedule)
-    _refuse_idle_stages(model, split)
-    return cut_stage(model, split, choice.stage)
-
-
-def _refuse_idle_stages(model: nn.Module, split: StageSplit) -> None:
-    idle = sorted(set(range(split.num_stages)) - trainable_stages(model, split))
-    if idle:
+    if idle := sorted(set(range(split.num_stages)) - trainable_stages(model, split)):
         raise UsageError(
             f"`parallel.pipeline.stages` is {split.num_stages}, but all parameters of stage {idle[0]}"
             f" ({listed(split.layers_of(idle[0]), 3)}) are frozen; freeze fewer, or use fewer stages"
         )
+    return cut_stage(model, split, choice.stage)
 
 
 def _of_stage(placement: ParameterPlacement, part: StagePart, stage: int) -> ParameterPlacement:

@@ -162,14 +162,6 @@ class _Collective(torch.autograd.Function):
         return _FORWARD_AND_BACKWARD[ctx.name][1](grad, ctx.group, *ctx.args), None, None, *[None] * len(ctx.args)
 
 
-def _view(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.view_as(x)  # autograd needs another tensor than the input
-
-
-def _same(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return grad
-
-
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks in new memory, since `x` may have other readers."""
     total = x.clone(memory_format=torch.contiguous_format)
@@ -250,8 +242,8 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 _FORWARD_AND_BACKWARD: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "copy_to_group": (_view, _sum),
-    "reduce_from_group": (_sum, _same),
+    "copy_to_group": (lambda x, _: x.view_as(x), _sum),  # autograd needs another tensor than the input
+    "reduce_from_group": (_sum, lambda grad, _: grad),
     "gather_sequence": (_gather, _scatter_sum),
     "scatter_sum_sequence": (_scatter_sum, _gather),
     "split_sequence": (_slice, _gather),

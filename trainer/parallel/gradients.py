@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
+
+_Item = TypeVar("_Item")
 
 _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
@@ -86,21 +92,32 @@ class OverlappedSums:
             self._end()
 
 
-def _buckets(parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> Iterable[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    size = 0
-    of_bucket: torch.dtype | None = None
-    for parameter in parameters:
+def _buckets(parameters: Iterable[nn.Parameter], sent_in: torch.dtype | None) -> Iterator[list[nn.Parameter]]:
+    def dtype(parameter: nn.Parameter) -> torch.dtype:
         # Weights in bf16 may have gradients in fp32.
-        dtype = sent_in or getattr(parameter, "grad_dtype", None) or parameter.dtype
-        num_bytes = parameter.numel() * dtype.itemsize
-        if bucket and (size + num_bytes > _BUCKET_BYTES or dtype != of_bucket):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size, of_bucket = size + num_bytes, dtype
-    if bucket:
-        yield bucket
+        return sent_in or getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+    for kind, alike in groupby(parameters, dtype):
+        yield from batches(alike, torch.Tensor.numel, _BUCKET_BYTES // kind.itemsize)
+
+
+def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """Yield consecutive items with at most `most` elements in all; a larger item is alone.
+
+    Args:
+        num_elements: a function that returns the elements of one.
+    """
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        number = num_elements(item)
+        if batch and total + number > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += number
+    if batch:
+        yield batch
 
 
 @torch.no_grad()
@@ -111,13 +128,38 @@ def round_gradients_(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> 
             parameter.grad.copy_(parameter.grad.to(dtype))
 
 
-def change_as_one_(
-    tensors: Sequence[Tensor], change_: Callable[[Tensor], object], dtype: torch.dtype | None = None
+def is_partial(placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
+    """Return whether the gradient of a replicated parameter is a partial sum on each tensor rank of the mesh."""
+    return TENSOR_AXIS in placement.partial_over and mesh.size(TENSOR_AXIS) > 1
+
+
+@torch.no_grad()
+def sum_partial_gradients_(
+    parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]],
+    mesh: ParallelMesh,
+    sent_in: torch.dtype | None = None,
 ) -> None:
-    """Apply `change_` to all tensors as one flat vector of type `dtype` (None: their own), in place."""
-    flat = torch.cat([tensor.reshape(-1).to(dtype or tensor.dtype) for tensor in tensors])
-    change_(flat)
-    _copy_parts_(tensors, flat)
+    """Sum the partial gradients over the tensor ranks, in place, with one all-reduce for all of them.
+
+    The gradients may be sharded over the data ranks, alike on all tensor ranks. They are sent in the type `sent_in`;
+    None: in their own.
+    """
+    gradients = [
+        local_part(p.grad) for p, placement in parameters if p.grad is not None and is_partial(placement, mesh)
+    ]
+    if gradients:
+        flat = torch.cat([gradient.reshape(-1).to(sent_in or gradient.dtype) for gradient in gradients])
+        _copy_parts_(gradients, mesh.sum_(flat, TENSOR_AXIS))
+
+
+def sum_while_backward(parameter: nn.Parameter, mesh: ParallelMesh, sent_in: torch.dtype | None = None) -> None:
+    """Sum a partial gradient in each backward pass, for engines that consume gradients during it."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        sent = gradient.to(sent_in or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
+        return mesh.sum_(sent, TENSOR_AXIS).to(gradient.dtype)
+
+    parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
 def _copy_parts_(tensors: Sequence[Tensor], flat: Tensor) -> None:

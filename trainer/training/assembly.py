@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from trainer.checkpoint.saving import IdleSaver, Saved, Saver
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.checkpoint.tier import Tier
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.engine.builders import build_engine, partitioned_loading
+from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
 from trainer.models.configuration import computed_facts
@@ -337,9 +336,9 @@ def assemble(
     recipe, task = plan.recipe, data.task
     reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
     with reading as node:
-        described, loading = describe_model(recipe, data), partial(partitioned_loading, plan, mesh.device)
+        described = describe_model(recipe, data)
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
-        built = [build_model(described, cut, loading, node) for cut in cuts]
+        built = [build_model(described, cut, node) for cut in cuts]
         if has_groups(recipe):
             whole = described.on_meta()
             described.adapt(whole, built[0].lacking)

@@ -18,7 +18,7 @@ from torch import nn
 from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.parameters import TrainedParameters
-from trainer.engine.optimizers.table import optimizer_class
+from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.quantizing import weights_of_parts
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
@@ -105,7 +105,7 @@ def planned_state_bytes(
     models = list(models)
     recipe, strategy = plan.recipe, plan.strategy
     trained = TrainedParameters.of(models, recipe, placements, mesh)
-    bytes_of = optimizer_class(recipe.optimizer, recipe.training.ema_decay).state_bytes(recipe.optimizer, trained)
+    optimizer = build_optimizer(recipe.optimizer, trained)
     master_bytes = 4 if strategy.zero_stage else 0  # DeepSpeed keeps a copy beside the parameters, in fp32 too
     own = state_bytes(
         placements,
@@ -113,7 +113,9 @@ def planned_state_bytes(
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
         weight_bytes=_weight_bytes(models),
-        optimizer_bytes=lambda name, number: bytes_of(name, number) + master_bytes * number,
+        optimizer_bytes=lambda name, number: (
+            optimizer.state_bytes(trained.named[name], placements[name].shape, number) + master_bytes * number
+        ),
     )
     gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
     return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own

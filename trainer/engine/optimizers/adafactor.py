@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -42,14 +41,6 @@ class Adafactor(EngineOptimizer):
             d=section.clip_threshold,
             eps2=section.minimum_scale,
         )
-
-    @classmethod
-    def state_bytes(cls, section: schema.Adafactor, trained: TrainedParameters) -> Callable[[str, int], int]:
-        def bytes_of(name: str, _: int) -> int:
-            shape = trained.whole.placement(trained.named[name]).shape
-            return 4 * (prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod((*shape[:-2], shape[-1])))
-
-        return bytes_of
 
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {key: tuple(zeros.shape) for key, zeros in _zeros_for(torch.empty(shape, device="meta")).items()}

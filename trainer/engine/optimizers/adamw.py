@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import batches, most_elements, stepped
+from trainer.engine.optimizers.batches import most_elements, stepped
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
+from trainer.parallel.gradients import batches
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.stochastic_rounding import KeyedRounding, Piece
 from trainer.recipe import schema
@@ -31,7 +32,6 @@ IN_BF16 = "in_bf16"
 
 
 def adamw_options(section: schema.AdamW | schema.AdamW8bit | schema.Muon, trained: TrainedParameters) -> dict[str, Any]:
-    """Return the options of torch's AdamW for a recipe's section."""
     first, second = section.betas
     return {"lr": section.learning_rate, "betas": (first, second), "eps": section.epsilon, "fused": trained.fused}
 
@@ -82,14 +82,6 @@ class AdamW(PartlyAdamW):
             rounding = KeyedRounding(whole.placements, whole.mesh, seed)
         groups = divided(trained.groups(section), IN_BF16, _is_in_bf16)
         return cls(groups, rounding, **adamw_options(section, trained))
-
-    @classmethod
-    def state_bytes(cls, section: schema.AdamW, trained: TrainedParameters) -> Callable[[str, int], int]:
-        def bytes_of(name: str, number: int) -> int:
-            has_compensation = _is_in_bf16(trained.named[name]) and trained.rounding_seed is None
-            return (8 + 2 * has_compensation) * number
-
-        return bytes_of
 
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         has_compensation = _is_in_bf16(parameter) and self._rounding is None

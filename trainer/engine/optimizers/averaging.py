@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.batches import stepped
-from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.parallel.shards.gathering import local_part
 
 _OTHER = "other_weights"
@@ -31,11 +30,6 @@ def averaged(optimizer: type[EngineOptimizer], decay: float) -> type[EngineOptim
 class _Averaged(EngineOptimizer):
     decay: float
     _is_shown = False
-
-    @classmethod
-    def state_bytes(cls, section: Any, trained: TrainedParameters) -> Callable[[str, int], int]:
-        own = super().state_bytes(section, trained)
-        return lambda name, number: own(name, number) + 4 * number
 
     def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]
         text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -41,11 +42,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def build(cls, section: Any, trained: TrainedParameters) -> EngineOptimizer:
         """Return the optimizer of a recipe's section for the parameters of a model."""
         raise NotImplementedError
-
-    @classmethod
-    def state_bytes(cls, section: Any, trained: TrainedParameters) -> Callable[[str, int], int]:
-        """Return a function from a parameter and the number of its elements on a rank to the bytes of its state."""
-        return lambda _, number: 8 * number  # two moments
 
     @classmethod
     def require_package(cls) -> None:
@@ -101,6 +97,14 @@ class EngineOptimizer(torch.optim.Optimizer):
             shape: the shape of the whole parameter.
         """
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+
+    def state_bytes(self, parameter: nn.Parameter, shape: tuple[int, ...], number: int) -> int:
+        """Return the bytes of the state of a parameter on a rank with `number` of its elements, but for its steps."""
+        return sum(
+            4 * prod(whole) if key in self.whole_keys else self.state_dtypes.get(key, torch.float32).itemsize * number
+            for key, whole in self.state_shapes(parameter, shape).items()
+            if key != "step"
+        )
 
     def refuse_other_state(
         self, parameter: nn.Parameter, placement: ParameterPlacement, saved: Mapping[str, tuple[int, ...]]

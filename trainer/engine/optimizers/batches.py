@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,6 @@ A larger tensor is alone.
 
 
 def most_elements(device: torch.device) -> int:
-    """Return the elements of a batch on a device."""
     return MOST_ON_CPU if is_cpu(device) else MOST
 
 
@@ -33,26 +32,6 @@ def takes_lists(device: torch.device) -> bool:
 def stepped(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that have gradients."""
     return [parameter for parameter in parameters if parameter.grad is not None]
-
-
-def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """Yield consecutive items with at most `most` elements in all; a larger item is alone.
-
-    Args:
-        num_elements: a function that returns the elements of one.
-        most: the most elements of a batch, from `most_elements`.
-    """
-    batch: list[_Item] = []
-    total = 0
-    for item in items:
-        number = num_elements(item)
-        if batch and total + number > most:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += number
-    if batch:
-        yield batch
 
 
 def alike(items: Iterable[_Item], key: Callable[[_Item], Hashable]) -> list[list[_Item]]:

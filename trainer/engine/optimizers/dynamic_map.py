@@ -32,7 +32,6 @@ class DynamicMap:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the codes."""
         return torch.int8 if self.signed else torch.uint8
 
     @property

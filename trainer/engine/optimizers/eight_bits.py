@@ -7,7 +7,7 @@ block. Ranks that shared the scales of their own parts would cut other blocks in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -52,15 +52,6 @@ def is_in_blocks(shape: tuple[int, ...]) -> bool:
     return prod(shape) >= SMALLEST
 
 
-def moment_bytes(shape: tuple[int, ...], num_elements: int) -> int:
-    """Return the bytes of the moments of a parameter on a rank.
-
-    Args:
-        num_elements: the elements of the rank's part. The scales of all blocks are on every rank.
-    """
-    return 2 * num_elements + 8 * num_blocks(shape) if is_in_blocks(shape) else 8 * num_elements
-
-
 class Tables(NamedTuple):
     """The `values` and `codes` of the maps of both moments."""
 
@@ -96,10 +87,6 @@ class AdamW8bit(PartlyAdamW):
             lambda parameter: is_in_blocks(trained.whole.placement(parameter).shape),
         )
         return cls(groups, trained.whole, **adamw_options(section, trained))
-
-    @classmethod
-    def state_bytes(cls, section: schema.AdamW8bit, trained: TrainedParameters) -> Callable[[str, int], int]:
-        return lambda name, number: moment_bytes(trained.whole.placement(trained.named[name]).shape, number)
 
     @classmethod
     def notes(cls, device: torch.device) -> list[str]:

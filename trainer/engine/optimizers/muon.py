@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,6 @@ class Muon(PartlyAdamW):
         of_matrices = {key: getattr(section, key) for key in ("momentum", "iterations")}
         groups += [{**group, **of_matrices} for group in trained.groups(section, names)]
         return cls(groups, trained.whole, **adamw_options(section, trained))
-
-    @classmethod
-    def state_bytes(cls, section: schema.Muon, trained: TrainedParameters) -> Callable[[str, int], int]:
-        names = trained.matrices()
-        return lambda name, number: (4 if name in names else 8) * number
 
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         if parameter in self._matrices:

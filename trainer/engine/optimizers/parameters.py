@@ -99,7 +99,6 @@ class TrainedParameters:
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters that are not frozen."""
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property

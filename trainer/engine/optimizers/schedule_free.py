@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import batches, most_elements, stepped, takes_lists
+from trainer.engine.optimizers.batches import most_elements, stepped, takes_lists
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters
 from trainer.engine.optimizers.skipping import unchanged_if
+from trainer.parallel.gradients import batches
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
 
@@ -72,12 +73,17 @@ class ScheduleFreeAdamW(EngineOptimizer):
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("z", "exp_avg_sq", _TRAINED), shape)  # a checkpoint has the averages
 
+    def state_bytes(self, parameter: nn.Parameter, shape: tuple[int, ...], number: int) -> int:
+        return 8 * number  # while the weights are trained
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         groups = self.param_groups
         try:
             for group in groups:
-                self._step({**group, **_scaled(group)})
+                # For the own rate of a group, which changes no share of the average.
+                weight_sum, largest = group["weight_sum"] * group[RATE] ** 2, group["lr_max"] * group[RATE]
+                self._step({**group, "weight_sum": weight_sum, "lr_max": largest})
                 base = {**group, "params": [], "lr": self.rate}
                 self.param_groups = [base]
                 super().step()
@@ -137,8 +143,3 @@ class ScheduleFreeAdamW(EngineOptimizer):
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
                     yield parameter, state, group["betas"][0]
-
-
-def _scaled(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a group for its own rate, which changes no share of the average."""
-    return {"weight_sum": group["weight_sum"] * group[RATE] ** 2, "lr_max": group["lr_max"] * group[RATE]}

@@ -29,10 +29,6 @@ class SGD(EngineOptimizer, torch.optim.SGD):
         groups = trained.groups(section)
         return cls(groups, lr=section.learning_rate, momentum=section.momentum, fused=trained.fused)
 
-    @classmethod
-    def state_bytes(cls, section: schema.SGD, trained: TrainedParameters) -> Callable[[str, int], int]:
-        return lambda _, number: 4 * number if section.momentum else 0
-
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {"momentum_buffer": shape} if self.defaults["momentum"] else {}
 

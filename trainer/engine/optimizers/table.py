@@ -30,5 +30,4 @@ def optimizer_class(section: OptimizerSection, ema_decay: float | None = None) -
 
 
 def build_optimizer(section: OptimizerSection, trained: TrainedParameters) -> EngineOptimizer:
-    """Return the recipe's optimizer for the parameters of a model."""
     return optimizer_class(section, trained.ema_decay).build(section, trained)

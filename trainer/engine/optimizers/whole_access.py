@@ -13,7 +13,8 @@ from math import prod
 
 from torch import Tensor, nn
 
-from trainer.engine.optimizers.batches import alike, batches, most_elements, stack_of, stepped
+from trainer.engine.optimizers.batches import alike, most_elements, stack_of, stepped
+from trainer.parallel.gradients import batches
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import gather_on_all, is_whole, local_part, part_like
@@ -27,7 +28,6 @@ class WholeAccess:
     mesh: ParallelMesh | None = None
 
     def placement(self, parameter: nn.Parameter) -> ParameterPlacement:
-        """Return the placement of a parameter."""
         if self.mesh is None:
             return ParameterPlacement("", tuple(parameter.shape))
         return self.placements[parameter]

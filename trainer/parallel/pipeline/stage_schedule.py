@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,18 +35,6 @@ Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 """The shapes of the tensors that each stage except the last sends for one microbatch."""
 
 
-@dataclass(frozen=True)
-class LocalStage:
-    """A stage of this rank.
-
-    `module` takes the tensors of the previous stage, and the inputs of the microbatch by name. It returns the tensors
-    for the next stage; the last stage returns the logits.
-    """
-
-    module: nn.Module
-    index: int
-
-
 class BusyClock:
     """A clock of the seconds in which this rank computes: the host's clock or, on a GPU, CUDA events."""
 
@@ -58,7 +45,6 @@ class BusyClock:
         self._is_running = False
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` and count its time."""
         self._is_running = True
         try:
             return self._timed(work, 1)
@@ -90,7 +76,6 @@ class BusyClock:
         self._seconds += sign * before.elapsed_time(after) / 1000
 
     def reset(self) -> None:
-        """Reset the count."""
         self._seconds = 0.0
         self._events.clear()
 
@@ -109,42 +94,39 @@ class _TimedStage(PipelineStage):
     host waits for it. Here they do. The first vote opens connections; later ones are left out.
     """
 
-    clock: BusyClock
-    votes: bool
+    def __init__(self, clock: BusyClock, votes: bool, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock, self._votes = clock, votes
 
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        if not self.votes:
-            return torch.ones(1, dtype=torch.int64)
-        found: Tensor = super()._warmup_forward_vote(has_backward, received_acc)
-        return found
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._warmup_forward_vote(*args, **kwargs) if self._votes else torch.ones(1, dtype=torch.int64)
 
-    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        if not self.votes:
-            return torch.ones(1, dtype=torch.int64)
-        found: Tensor = super()._warmup_backward_result(received_result)
-        return found
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._warmup_backward_result(*args, **kwargs) if self._votes else torch.ones(1, dtype=torch.int64)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clock.run(lambda: PipelineStage.forward_one_chunk(self, *args, **kwargs))
+        return self._clock.run(lambda: PipelineStage.forward_one_chunk(self, *args, **kwargs))
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clock.run(lambda: PipelineStage.backward_one_chunk(self, *args, **kwargs))
+        return self._clock.run(lambda: PipelineStage.backward_one_chunk(self, *args, **kwargs))
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clock.run(lambda: PipelineStage.backward_weight_one_chunk(self, *args, **kwargs))
+        return self._clock.run(lambda: PipelineStage.backward_weight_one_chunk(self, *args, **kwargs))
 
 
 class PipelineDriver:
     """The stages of one rank.
 
     Args:
+        stages: the module of each stage, by its index in the pipeline. A module takes the tensors of the previous
+            stage, and the inputs of the microbatch by name. It returns the tensors for the next stage, or the logits.
         schedule: a name of `SCHEDULE_CLASSES`.
         dtype: the type of the tensors between stages.
     """
 
     def __init__(
         self,
-        stages: Sequence[LocalStage],
+        stages: Mapping[int, nn.Module],
         num_stages: int,
         schedule: str,
         num_microbatches: int,
@@ -153,7 +135,7 @@ class PipelineDriver:
         dtype: torch.dtype,
     ) -> None:
         self._dtype = dtype
-        self._stages = list(stages)
+        self._stages = stages
         self._num_stages = num_stages
         self._class = SCHEDULE_CLASSES[schedule]
         self._num_microbatches = num_microbatches
@@ -167,7 +149,7 @@ class PipelineDriver:
     @property
     def has_last_stage(self) -> bool:
         """Whether the loss is computed on this rank."""
-        return self._stages[-1].index == self._num_stages - 1
+        return self._num_stages - 1 in self._stages
 
     def train(self, inputs: Mapping[str, Tensor], shapes: Shapes, loss: LossFunction) -> Tensor:
         """Run forward and backward of one pass; gradients accumulate.
@@ -208,7 +190,7 @@ class PipelineDriver:
         made_for, schedule = self._made.get(is_training, ((), None))
         if made_for == shapes:
             return schedule
-        stages = [self._stage(stage, shapes, is_training) for stage in self._stages]
+        stages = [self._stage(index, shapes, is_training) for index in self._stages]
         single = issubclass(self._class, ScheduleGPipe | Schedule1F1B)
         schedule = self._class(
             stages[0] if single else stages,
@@ -223,7 +205,7 @@ class PipelineDriver:
     def _loss_of_pass(self, logits: Tensor, number: Tensor) -> Tensor:
         return self._loss(logits, number)
 
-    def _stage(self, stage: LocalStage, shapes: Shapes, is_training: bool) -> _TimedStage:
+    def _stage(self, index: int, shapes: Shapes, is_training: bool) -> _TimedStage:
         def examples(sender: int) -> tuple[Tensor, ...]:
             sent = shapes[sender] if 0 <= sender < len(shapes) else ()
             return tuple(
@@ -231,16 +213,15 @@ class PipelineDriver:
             )
 
         # The last stage sends nothing, so torch never reads this shape.
-        sent = examples(stage.index) or (torch.empty(1, device="meta"),)
-        timed = _TimedStage(
-            stage.module,
-            stage.index,
+        sent = examples(index) or (torch.empty(1, device="meta"),)
+        return _TimedStage(
+            self.clock if is_training else BusyClock(self._device),
+            not self._is_connected,
+            self._stages[index],
+            index,
             self._num_stages,
             self._device,
-            input_args=examples(stage.index - 1),
+            input_args=examples(index - 1),
             output_args=sent,
             group=self._group,
         )
-        timed.clock = self.clock if is_training else BusyClock(self._device)
-        timed.votes = not self._is_connected
-        return timed

@@ -100,7 +100,6 @@ class Later(Absent):
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` on the meta device."""
     if all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return module
     return copy.deepcopy(module).to("meta")

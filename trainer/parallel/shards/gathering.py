@@ -19,11 +19,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every rank that holds a shard; a collective for sharded tensors."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:
     """Return the splits over the tensor axis, which precede sharding over data ranks."""
     return [split for split in placement.splits if split.axis == TENSOR_AXIS and mesh.size(split.axis) > 1]
@@ -60,16 +55,14 @@ def part_like(whole: Tensor, parameter: Tensor, placement: ParameterPlacement, m
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
-def join_whole(tensor: Tensor, placement: ParameterPlacement | None, mesh: ParallelMesh) -> Tensor:
+def join_whole(tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
     """Return a whole tensor on every rank of its pipeline stage; a collective of these ranks.
 
     Args:
-        tensor: this rank's part. A tensor without a placement, or with fewer dimensions (a count of steps), is not
-            split over the tensor axis.
-        placement: the placement of the tensor; None for a buffer.
+        tensor: this rank's part. One with fewer dimensions (a count of steps) is not split over the tensor axis.
     """
-    whole = gather_whole(tensor)
-    if placement is not None and whole.dim() == len(placement.shape):
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if whole.dim() == len(placement.shape):
         for split in tensor_splits(placement, mesh):
             whole = _join(whole, split, placement.shape, mesh)
     return whole
@@ -92,8 +85,10 @@ class WholeTensors:
         self._like = dict(like)
         self._holders = dict.fromkeys(like, mesh.rank)
         if mesh.size(PIPELINE_AXIS) > 1:
-            own = {name: (mesh.rank, *_described(one)) for name, one in like.items()} if mesh.is_first_replica else {}
-            for part in mesh.all_gather(own):
+            own = {
+                name: (mesh.rank, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in like.items()
+            }
+            for part in mesh.all_gather(own if mesh.is_first_replica else {}):
                 for name, (holder, shape, dtype) in part.items():
                     self._holders[name] = holder
                     self._like[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -106,10 +101,6 @@ class WholeTensors:
         if self._mesh.size(PIPELINE_AXIS) > 1:
             whole = self._mesh.send(whole, self._holders[name], rank, self._like[name])
         return whole.cpu() if whole is not None and self._mesh.rank == rank else None
-
-
-def _described(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _join(part: Tensor, split: Split, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:

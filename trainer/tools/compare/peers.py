@@ -34,7 +34,6 @@ from trainer.engine.forward import denominator_of, without_cache
 from trainer.engine.learning_rate import learning_rate, learning_rate_factor
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.engine.zero import load_deepspeed
 from trainer.models.families.table import layers_of
 from trainer.models.fill import build_model
 from trainer.models.parameter_rules import parameter_groups
@@ -213,7 +212,7 @@ class _DeepSpeed(_PyTorch):
 
     def __init__(self, training: PeerTraining) -> None:
         made, self._schedule = training.optimizer()
-        self.model, *_ = load_deepspeed(training.device).initialize(
+        self.model, *_ = ready_deepspeed(training.device.index).initialize(
             model=training.model.train(),
             optimizer=made,
             dist_init_required=False,
