@@ -25,7 +25,6 @@ def owner_of(name: str) -> str:
 
 
 def replace_in(model: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
-    """Replace the parameter or submodule `name` of a model."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, value)
 

@@ -24,8 +24,6 @@ from trainer.recipe.schema import OptimizerSection, Recipe
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """The learning rate and the weight decay of a parameter."""
-
     origin: str  # the patterns of its group, or its part of the model
     rate: float  # its learning rate, as a multiple of `optimizer.learning_rate`
     weight_decay: float  # its weight decay, unless it is a bias or a norm weight
@@ -33,8 +31,6 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """The groups of the parameters of a whole model."""
-
     # the rule of each parameter, by name; empty: all parameters have the values of the optimizer
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
     # the header and the rows of a table of the trained parameters; empty without rules

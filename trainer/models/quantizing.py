@@ -14,7 +14,7 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.models.families.table import layers_of
 from trainer.models.names import replace_in, tied_names
-from trainer.parallel.quantized import CODES, FORMATS, Format, QuantizedLinear, QuantizedWeight, load_package
+from trainer.parallel.quantized_linear import CODES, FORMATS, Format, QuantizedLinear, QuantizedWeight, load_package
 
 
 def quantize_layers(model: nn.Module, kind: str) -> None:

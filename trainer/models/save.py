@@ -116,7 +116,6 @@ def plan_weights(
 
 
 def writer_of(number: int, world_size: int) -> int:
-    """Return the rank that writes file `number`."""
     return number % world_size
 
 

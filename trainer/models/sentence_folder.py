@@ -150,7 +150,6 @@ def embedding_notes(recipe: Recipe) -> list[str]:
 
 
 def unreachable(recipe: Recipe) -> str:
-    """Return the note on a folder on the hub that cannot be reached."""
     return (
         f"`model.name_or_path`: whether {recipe.model.name_or_path} has a {_MODULES} of sentence-transformers is not"
         " checked: the hub cannot be reached"

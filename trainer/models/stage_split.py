@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainer.base.errors import UsageError
-from trainer.models.families.family import LayerStack, StagePlan, matches, relative_name
+from trainer.models.families.family import StagePlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.layer_hooks import change_inputs
 from trainer.models.names import owner_of, prefixes, replace_in, tied_names
@@ -52,11 +52,9 @@ class StageSplit:
         return len(self.starts)
 
     def stage_of(self, layer: int) -> int:
-        """Return the stage of the layer with this number."""
         return max(stage for stage, start in enumerate(self.starts) if start <= layer)
 
     def layers_of(self, stage: int) -> Names:
-        """Return the names of a stage's layers."""
         end = self.starts[stage + 1] if stage + 1 < self.num_stages else len(self.layers)
         return self.layers[self.starts[stage] : end]
 
@@ -210,7 +208,7 @@ def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
         layer = next((layer for layer in layers if _within(relative, layer)), None)
         if layer is not None:
             costs[layer] += cost
-        elif any(_stands_before(stack, relative) for stack in plan.stacks):
+        elif any(_stands_in(stack.before, relative) for stack in plan.stacks):
             before += cost
         else:
             after += cost
@@ -237,12 +235,8 @@ def _within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def _stands_before(stack: LayerStack, name: str) -> bool:
-    return any(matches(pattern, prefix) for pattern in stack.before for prefix in prefixes(name))
-
-
-def _stands_after(stack: LayerStack, name: str) -> bool:
-    return any(matches(pattern, prefix) for pattern in stack.after for prefix in prefixes(name))
+def _stands_in(patterns: Names, name: str) -> bool:
+    return any(matches(pattern, prefix) for pattern in patterns for prefix in prefixes(name))
 
 
 class _StagedModel:
@@ -266,9 +260,9 @@ class _StagedModel:
                 return self.split.stage_of(number)
         for stack in self.plan.stacks:
             numbers = [number for number, own in enumerate(self.stack_of) if own is stack]
-            if numbers and _stands_before(stack, relative):
+            if numbers and _stands_in(stack.before, relative):
                 return self.split.stage_of(numbers[0])
-            if numbers and _stands_after(stack, relative):
+            if numbers and _stands_in(stack.after, relative):
                 return self.split.stage_of(numbers[-1])
         return self.split.num_stages - 1
 
@@ -383,7 +377,7 @@ def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
             return Later(original, takes_hidden=relative in split.layers)
         if relative in split.layers:
             return Passing(original, stack_of[split.layers.index(relative)].num_results)
-        if any(_stands_before(stack, relative) for stack in staged.plan.stacks):
+        if any(_stands_in(stack.before, relative) for stack in staged.plan.stacks):
             return Received(original, traffic)
         return Absent(original)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,9 @@ class _FixedStatistics(_BatchNorm):
         return self
 
 
-class _Fixed1d(_FixedStatistics, nn.BatchNorm1d):
-    pass
-
-
-class _Fixed2d(_FixedStatistics, nn.BatchNorm2d):
-    pass
-
-
-class _Fixed3d(_FixedStatistics, nn.BatchNorm3d):
-    pass
-
-
 _FIXED: dict[type[nn.Module], type[_BatchNorm]] = {
-    nn.BatchNorm1d: _Fixed1d,
-    nn.BatchNorm2d: _Fixed2d,
-    nn.BatchNorm3d: _Fixed3d,
+    base: type(f"Fixed{base.__name__}", (_FixedStatistics, base), {})
+    for base in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
 
 
@@ -78,14 +65,12 @@ def fix_statistics(model: nn.Module) -> list[str]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the persistent buffers of a model by name, such as running statistics."""
-    return dict(_persistent(model))
-
-
-def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+    return {
+        name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(path, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    }
 
 
 def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
@@ -93,12 +78,12 @@ def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
 
     The hash is the same under every layout. All ranks must call this function.
     """
-    digests = {name: _digest(buffer) for model in models for name, buffer in _persistent(model)}
+    digests = {
+        name: hashlib.sha256(buffer.detach().cpu().to(torch.float64).numpy().tobytes()).hexdigest()
+        for model in models
+        for name, buffer in persistent_buffers(model).items()
+    }
     if mesh.size("pp") > 1:  # each rank has the buffers of its own stages only
         gathered = mesh.gather(digests)
         digests = mesh.share({name: digest for part in gathered or [] for name, digest in part.items()})
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest() if digests else None
-
-
-def _digest(buffer: Tensor) -> str:
-    return hashlib.sha256(buffer.detach().cpu().to(torch.float64).numpy().tobytes()).hexdigest()

@@ -18,7 +18,7 @@ from trainer.models.place import ModelCut
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.quantized import CODES, FORMATS
+from trainer.parallel.quantized_linear import CODES, FORMATS
 from trainer.parallel.shards.slices import ranges_of_part
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at once
@@ -77,7 +77,7 @@ class StoredWeights:
         return needed
 
     def quantized(self, key: str) -> dict[str, Tensor] | None:
-        """Return the tensors of a format of `parallel/quantized.py` that stand for a tensor; None if none do."""
+        """Return the tensors of a format of `parallel/quantized_linear.py` that stand for a tensor; None if none do."""
         return None
 
     def read_along(self, key: str) -> None:
@@ -110,7 +110,27 @@ class StoredWeights:
                 target.copy_(opened.get_slice(key)[index] if index else opened.get_tensor(key))
 
 
-class EnlargedWeights(StoredWeights):
+class _ChangedWeights(StoredWeights):
+    """Stored tensors of which some have other shapes than in their files."""
+
+    def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored, self._changed = stored, shapes
+        self.device, self.dtypes, self.shapes = stored.device, stored.dtypes, stored.shapes | dict(shapes)
+
+    def again(self) -> StoredWeights:
+        return type(self)(self._stored.again(), self._changed)
+
+    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
+        return self._stored.wanted(needed)
+
+    def quantized(self, key: str) -> dict[str, Tensor] | None:
+        return self._stored.quantized(key)
+
+    def equal(self, key: str, other: str) -> bool:
+        return self.shapes[key] == self.shapes[other] and self._stored.equal(key, other)
+
+
+class EnlargedWeights(_ChangedWeights):
     """Stored tensors with more rows than their files have; the mean of the stored rows is in each further one.
 
     Every rank computes the same mean, from all rows.
@@ -120,25 +140,11 @@ class EnlargedWeights(StoredWeights):
     """
 
     def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._stored, self._larger = stored, shapes
+        super().__init__(stored, shapes)
         self._means: dict[str, Tensor] = {}
-        self.device, self.dtypes = stored.device, stored.dtypes
-        self.shapes = stored.shapes | dict(shapes)
-
-    def again(self) -> StoredWeights:
-        return EnlargedWeights(self._stored.again(), self._larger)
-
-    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
-        return self._stored.wanted(needed)
-
-    def equal(self, key: str, other: str) -> bool:
-        return self.shapes[key] == self.shapes[other] and self._stored.equal(key, other)
-
-    def quantized(self, key: str) -> dict[str, Tensor] | None:
-        return self._stored.quantized(key)
 
     def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
-        if key not in self._larger:
+        if key not in self._changed:
             self._stored._copy(key, targets)
             return
         shape, before = self.shapes[key], self._stored.shapes[key]
@@ -168,7 +174,7 @@ def _mean(tensor: Tensor, dim: int) -> Tensor:
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _SIZES_OF_BLOCKS = {"nf4": {"blocksize": 64, "nested_blocksize": 256}, "nf4_single": {"blocksize": 64}}
-"""The sizes in `parallel/quantized.py`, which are the defaults of bitsandbytes."""
+"""The sizes in `parallel/quantized_linear.py`, which are the defaults of bitsandbytes."""
 
 
 def quantized_keys(keys: Collection[str]) -> dict[str, str]:
@@ -178,7 +184,7 @@ def quantized_keys(keys: Collection[str]) -> dict[str, str]:
     return found | {f"{key.removesuffix('SCB')}weight": "int8" for key in keys if key.endswith(".SCB")}
 
 
-class QuantizedFiles(StoredWeights):
+class QuantizedFiles(_ChangedWeights):
     """Stored tensors, some of them quantised by bitsandbytes, which are read as they were.
 
     Args:
@@ -189,9 +195,8 @@ class QuantizedFiles(StoredWeights):
     """
 
     def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._stored, self._wholes = stored, shapes
+        super().__init__(stored, shapes)
         self._kinds = quantized_keys(stored.shapes)
-        self.device = stored.device
         inside = {key for key in stored.shapes for end in (".weight.", ".SCB", ".weight_format") if end in key}
         self.shapes = {key: shape for key, shape in stored.shapes.items() if key not in inside} | dict(shapes)
         self.dtypes = stored.dtypes | dict.fromkeys(shapes, torch.float32)
@@ -211,12 +216,6 @@ class QuantizedFiles(StoredWeights):
                 " the defaults of bitsandbytes"
             )
         return torch.tensor([described.get("nested_offset", 0.0)], dtype=torch.float32)
-
-    def again(self) -> StoredWeights:
-        return QuantizedFiles(self._stored.again(), self._wholes)
-
-    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
-        return self._stored.wanted(needed)
 
     def equal(self, key: str, other: str) -> bool:
         return key not in self._kinds and other not in self._kinds and self._stored.equal(key, other)
@@ -299,11 +298,8 @@ class SharedWeights(StoredWeights):
         step = max(1, _CHUNK_BYTES // max(1, torch.Size(columns).numel() * dtype.itemsize))
         for start in range(0, num_rows, step):
             stop = min(num_rows, start + step)
-            read = partial(self._rows_of_reader, key, start, stop)
+            read = partial(lambda *rows: self._reader.rows(key, *rows), start, stop)  # another rank has no reader
             yield start, self._node.read_tensor(read, (stop - start, *columns), dtype)
-
-    def _rows_of_reader(self, key: str, start: int, stop: int) -> Tensor:
-        return self._reader.rows(key, start, stop)
 
 
 class CountedWeights(StoredWeights):

@@ -186,7 +186,6 @@ class _Cutting:
         self._plan = plan
         self._group = group
         self._stacks = stacks
-        self._replaced: dict[str, nn.Module] = {}
         places = list(_places(model))
         matrices = (*plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads)
         cut = {place.name for place in places if _any(matrices, place)}

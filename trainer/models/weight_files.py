@@ -129,7 +129,6 @@ class WeightFiles:
         return written
 
     def write_index(self, folder: Path) -> None:
-        """Write the index, if there is one."""
         if self.index is not None:
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(self.index, encoding="utf-8")
 
@@ -152,7 +151,11 @@ def plan_files(
         UnknownModelError: the tensors do not belong to the model.
     """
     sources = _sources(model, shapes)
-    _refuse_other_shapes(model, {name: shapes[source] for name, source in sources.items()})
+    for name, empty in model.state_dict().items():
+        if name in sources and tuple(shapes[sources[name]]) != tuple(empty.shape):
+            raise UnknownModelError(
+                f"{name} has the shape {tuple(shapes[sources[name]])}, and there {tuple(empty.shape)}"
+            )
     types = _types(model, sources, dtype)
     # As in transformers for a model that was not loaded from files: older names are not restored.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
@@ -196,21 +199,11 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
             sources |= {name: name for name in found}
         missing += names[:1] if not found else []
     if missing := sorted(set(missing) - ignored):
-        raise UnknownModelError(f"there is no {_some(missing)}")
+        raise UnknownModelError(f"there is no {listed(missing, 3)}")
     if unexpected := sorted(set(available) - set(sources.values())):
-        raise UnknownModelError(f"{type(model).__name__} has no {_some(unexpected)}")
+        raise UnknownModelError(f"{type(model).__name__} has no {listed(unexpected, 3)}")
     order = {name: index for index, name in enumerate(model.state_dict())}
     return {name: sources[name] for name in sorted(sources, key=order.__getitem__) if name not in ignored}
-
-
-def _refuse_other_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-    for name, empty in model.state_dict().items():
-        if name in shapes and tuple(shapes[name]) != tuple(empty.shape):
-            raise UnknownModelError(f"{name} has the shape {tuple(shapes[name])}, and there {tuple(empty.shape)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    return listed(names, 3)
 
 
 def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:

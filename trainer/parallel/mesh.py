@@ -59,13 +59,11 @@ class ParallelMesh:
             self._control = dist.group.WORLD
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along `axis`."""
         if axis == "dp":
             return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
         return self._sizes[axis]
 
     def index(self, axis: str) -> int:
-        """Return the index of this rank along `axis`."""
         return self._indices[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -126,7 +124,6 @@ class ParallelMesh:
         return received
 
     def sum_(self, tensor: Tensor, axis: str) -> Tensor:
-        """Sum `tensor` over `axis`, in place."""
         return self.begin_sum_(tensor, axis)()
 
     def max_(self, tensor: Tensor, axis: str) -> Tensor:
@@ -263,7 +260,6 @@ class ParallelMesh:
             raise error or error_of_values(failed)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier(group=self._control)
 

@@ -51,7 +51,6 @@ class Microbatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that move to a device."""
         return [*self.inputs.values(), self.labels, self.rows]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:

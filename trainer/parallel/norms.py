@@ -62,7 +62,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def multiply_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by `factor`, a scalar, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0]))  # of another type, each would need a kernel

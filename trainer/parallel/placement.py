@@ -23,7 +23,7 @@ class Split:
     """A split of dimension `dim` over the mesh axis `axis`, into parts of equal size up to rounding.
 
     With `dim` None the flattened parameter is split, as in DeepSpeed. The dimension holds `blocks` blocks of equal size
-    (such as q, k and v); each is split over the axis, see `slicing.part_of`.
+    (such as q, k and v); each is split over the axis, see `slices.part_of`.
     """
 
     dim: int | None

@@ -26,7 +26,6 @@ _CURRENT: ContextVar[SimulatedDevice | None] = ContextVar("simulated_device", de
 
 @contextmanager
 def simulated_device(is_gpu: bool, runs_kernels: bool) -> Iterator[None]:
-    """Simulate a device in this context."""
     token = _CURRENT.set(SimulatedDevice(is_gpu, is_gpu and runs_kernels))
     try:
         yield

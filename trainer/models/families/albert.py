@@ -10,7 +10,7 @@ ALBERT = ModelFamily(
     "albert",
     layers=_LAYERS,
     tensor=TensorPlan(
-        columns={f"{_LAYERS}.attention.{name}": 1 for name in ("query", "key", "value")} | {f"{_LAYERS}.ffn": 1},
+        columns={f"{_LAYERS}.(attention.(query|key|value)|ffn)": 1},
         rows=(f"{_LAYERS}.attention.dense", f"{_LAYERS}.ffn_output"),
         # No shared input: the attention adds its input to its output, so each column sums its own input gradient.
         attention=(f"{_LAYERS}.attention",),

@@ -11,7 +11,7 @@ BART = ModelFamily(
     "bart",
     layers=_LAYERS,
     tensor=TensorPlan(
-        columns={f"{_ATTENTION}.{name}": 1 for name in ("q_proj", "k_proj", "v_proj")} | {f"{_LAYERS}.fc1": 1},
+        columns={f"{_ATTENTION}.(q_proj|k_proj|v_proj)": 1, f"{_LAYERS}.fc1": 1},
         rows=(f"{_ATTENTION}.out_proj", f"{_LAYERS}.fc2"),
         attention=(_ATTENTION,),
         shared_inputs=(_ATTENTION,),

@@ -16,13 +16,8 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
         layers=_LAYERS,
         packs=True,
         tensor=TensorPlan(
-            columns={
-                f"{_LAYERS}.attention.self.query": 1,
-                f"{_LAYERS}.attention.self.key": 1,
-                f"{_LAYERS}.attention.self.value": 1,
-                f"{_LAYERS}.intermediate.dense": 1,
-            },
-            rows=(f"{_LAYERS}.attention.output.dense", f"{_LAYERS}.output.dense"),
+            columns={f"{_LAYERS}.(attention.self.(query|key|value)|intermediate.dense)": 1},
+            rows=(f"{_LAYERS}.(attention.output|output).dense",),
             attention=(f"{_LAYERS}.attention.self",),
             shared_inputs=(f"{_LAYERS}.attention.self",),
             embeddings=("embeddings.word_embeddings",),

@@ -13,9 +13,7 @@ DEBERTA_V2 = ModelFamily(
     tensor=TensorPlan(
         # Relative positions use the projections of queries and keys, or their own.
         columns={
-            f"{_ATTENTION}.(query_proj|pos_query_proj)": 1,
-            f"{_ATTENTION}.(key_proj|pos_key_proj)": 1,
-            f"{_ATTENTION}.value_proj": 1,
+            f"{_ATTENTION}.(query_proj|pos_query_proj|key_proj|pos_key_proj|value_proj)": 1,
             f"{_LAYERS}.intermediate.dense": 1,
         },
         rows=(f"{_LAYERS}.attention.output.dense", f"{_LAYERS}.output.dense"),
@@ -41,13 +39,7 @@ DEBERTA_V2 = ModelFamily(
     # With `share_att_key`, these project the hidden states first, and then the embeddings of relative positions.
     shared_second_calls=(f"{_ATTENTION}.(query_proj|key_proj).lora.dropout",),
     undeclared_keys=(
-        "share_att_key",
-        "position_buckets",
-        "norm_rel_ebd",
-        "attention_head_size",
-        "embedding_size",
-        "conv_kernel_size",
-        "conv_groups",
-        "conv_act",
+        "share_att_key", "position_buckets", "norm_rel_ebd", "attention_head_size", "embedding_size",
+        "conv_kernel_size", "conv_groups", "conv_act",
     ),
-)
+)  # fmt: skip

@@ -11,12 +11,7 @@ DISTILBERT = ModelFamily(
     layers=_LAYERS,
     packs=True,
     tensor=TensorPlan(
-        columns={
-            f"{_LAYERS}.attention.q_lin": 1,
-            f"{_LAYERS}.attention.k_lin": 1,
-            f"{_LAYERS}.attention.v_lin": 1,
-            f"{_LAYERS}.ffn.lin1": 1,
-        },
+        columns={f"{_LAYERS}.(attention.(q_lin|k_lin|v_lin)|ffn.lin1)": 1},
         rows=(f"{_LAYERS}.attention.out_lin", f"{_LAYERS}.ffn.lin2"),
         attention=(f"{_LAYERS}.attention",),
         shared_inputs=(f"{_LAYERS}.attention",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
 def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamily:
@@ -14,7 +13,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
         layers=_LAYERS,
         packs=True,
         tensor=TensorPlan(
-            columns={f"{_LAYERS}.{name}": 1 for name in _PROJECTIONS},
+            columns={f"{_LAYERS}.(self_attn.(q_proj|k_proj|v_proj)|mlp.(gate_proj|up_proj))": 1},
             rows=(f"{_LAYERS}.self_attn.o_proj", f"{_LAYERS}.mlp.down_proj"),
             attention=(f"{_LAYERS}.self_attn",),
             shared_inputs=(f"{_LAYERS}.self_attn", f"{_LAYERS}.mlp"),

@@ -13,7 +13,7 @@ T5 = ModelFamily(
     "t5",
     layers=_LAYERS,
     tensor=TensorPlan(
-        columns={f"{_ATTENTION}.{name}": 1 for name in ("q", "k", "v")} | {f"{_FEED_FORWARD}.(wi|wi_0|wi_1)": 1},
+        columns={f"{_ATTENTION}.(q|k|v)": 1, f"{_FEED_FORWARD}.(wi|wi_0|wi_1)": 1},
         rows=(f"{_ATTENTION}.o", f"{_FEED_FORWARD}.wo"),
         attention=(_ATTENTION,),
         shared_inputs=(_ATTENTION, _FEED_FORWARD),

@@ -10,9 +10,7 @@ VIT = ModelFamily(
     "vit",
     layers=_LAYERS,
     tensor=TensorPlan(
-        columns={
-            f"{_LAYERS}.{name}": 1 for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1")
-        },
+        columns={f"{_LAYERS}.(attention.(q_proj|k_proj|v_proj)|mlp.fc1)": 1},
         rows=(f"{_LAYERS}.attention.o_proj", f"{_LAYERS}.mlp.fc2"),
         attention=(f"{_LAYERS}.attention",),
         shared_inputs=(f"{_LAYERS}.attention",),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+import torch
 from torch import Tensor
 
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh
@@ -58,6 +59,14 @@ class Segment:
     start: int
     length: int
     local: int
+
+
+def positions_of(start: Sequence[int], shape: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:
+    """Return the position of each element of a block in the flattened whole tensor, int64 `[elements]`."""
+    positions = torch.zeros((), dtype=torch.int64, device=device)
+    for first, size, total in zip(start, shape, whole, strict=True):
+        positions = positions.unsqueeze(-1) * total + torch.arange(first, first + size, device=device)
+    return positions.flatten()
 
 
 def tensor_part(name: str, tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> TensorPart:

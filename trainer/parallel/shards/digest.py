@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
 
 from trainer.parallel.random import derive_keys, stream_key
-from trainer.parallel.shards.boxes import Box, TensorPart, own_share
+from trainer.parallel.shards.boxes import TensorPart, own_share, positions_of
 
 _CHUNK_ELEMENTS = 1 << 22
 _MODULUS = 1 << 64
@@ -28,7 +27,7 @@ def own_digest(parts: Iterable[TensorPart]) -> int:
         for first in range(0, box.shape[0] if box.shape else 1, rows):
             piece = box.view[first : first + rows] if box.shape else box.view
             start = (box.start[0] + first, *box.start[1:]) if box.shape else ()
-            words = derive_keys(stream, _positions(Box(start, piece), part.shape))
+            words = derive_keys(stream, positions_of(start, piece.shape, part.shape, piece.device))
             bits = piece.detach().float().contiguous().view(torch.int32).reshape(-1).long()
             total += int((words * bits).sum())
     return total % _MODULUS
@@ -37,12 +36,3 @@ def own_digest(parts: Iterable[TensorPart]) -> int:
 def joined(digests: Sequence[int]) -> str:
     """Return the digest, 16 hexadecimal digits, from the summands of all ranks."""
     return f"{sum(digests) % _MODULUS:016x}"
-
-
-def _positions(box: Box, shape: Sequence[int]) -> Tensor:
-    """Return the position of each element of a box in the flattened whole tensor, `[elements]`."""
-    positions = torch.zeros((), dtype=torch.int64, device=box.view.device)
-    for dim, (first, size) in enumerate(zip(box.start, box.shape, strict=True)):
-        steps = torch.arange(first, first + size, device=box.view.device) * prod(shape[dim + 1 :])
-        positions = positions.unsqueeze(-1) + steps
-    return positions.reshape(-1)

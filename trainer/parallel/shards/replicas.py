@@ -23,14 +23,11 @@ def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: Par
     """
     if mesh.world_size == 1:
         return
-    sums = torch.stack([_sum_of_bits(tensor) for tensor in held.values()]).tolist()  # the host waits once
+    bits = [tensor.detach().contiguous().view(_BITS[tensor.element_size()]) for tensor in held.values()]
+    sums = torch.stack([one.sum(dtype=torch.int64) for one in bits]).tolist()  # the host waits once
     parts = [tuple((axis, mesh.index(axis)) for axis in placements[name].split_axes) for name in held]
     gathered = mesh.gather(list(zip(held, parts, sums, strict=True)))
     mesh.on_rank_zero(lambda: _compare(gathered or [], step))
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _compare(gathered: list[list[tuple[str, tuple[tuple[str, int], ...], int]]], step: int) -> None:

@@ -23,7 +23,6 @@ BLOCK = 256
 
 
 def num_blocks(shape: Sequence[int]) -> int:
-    """Return the number of blocks of a parameter of this whole shape."""
     return -(-prod(shape) // BLOCK)
 
 

@@ -21,7 +21,7 @@ from trainer.parallel.copying import to_device
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.random import random_lanes, row_keys, stream_keys
-from trainer.parallel.shards.boxes import flat_part
+from trainer.parallel.shards.boxes import flat_part, positions_of
 
 _LOW_BITS = 0xFFFF  # of fp32, which bf16 does not have
 
@@ -96,8 +96,6 @@ def _bits(keys: Tensor, place: _Place) -> Tensor:
         keys: the keys of the parameters, int64 `[parameters]`.
         place: the box, which is the same one of each.
     """
-    rows = torch.zeros((), dtype=torch.int64, device=keys.device)
-    for start, size, whole in zip(place.start[:-1], place.shape[:-1], place.whole[:-1], strict=True):
-        rows = rows.unsqueeze(-1) * whole + torch.arange(start, start + size, device=keys.device)
-    lanes = random_lanes(row_keys(keys.unsqueeze(-1), rows.flatten()), place.shape[-1], place.start[-1])
+    rows = positions_of(place.start[:-1], place.shape[:-1], place.whole[:-1], keys.device)
+    lanes = random_lanes(row_keys(keys.unsqueeze(-1), rows), place.shape[-1], place.start[-1])
     return lanes.reshape(-1, *place.shape)

@@ -27,6 +27,7 @@ from trainer.parallel.communication import (
 )
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.sharded_sequence import SEQUENCE_DIM
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
@@ -196,23 +197,15 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         whole, group, transposed: see `_ParallelLinear`.
         sequence_parallel: whether to return this rank's positions of the output only.
-        sequence_dim: the dimension of the positions in the output.
     """
 
     cuts_inputs = True
 
     def __init__(
-        self,
-        whole: nn.Module,
-        group: Group,
-        *,
-        transposed: bool = False,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
+        self, whole: nn.Module, group: Group, *, transposed: bool = False, sequence_parallel: bool = False
     ) -> None:
         super().__init__(whole, group, transposed=transposed)
         self._has_partial_bias = self.sequence_parallel = sequence_parallel
-        self.sequence_dim = sequence_dim
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output `[..., out]`, or this rank's positions of it, for inputs `x` `[..., in / tp]`."""
@@ -220,7 +213,7 @@ class RowParallelLinear(_ParallelLinear):
             return self._linear(x, self.bias)  # in one kernel: bit-identical to the unsharded layer
         product = self._linear(x, None)
         if self.sequence_parallel:
-            total = scatter_sum_sequence(product, self.group, self.sequence_dim)
+            total = scatter_sum_sequence(product, self.group, SEQUENCE_DIM)
         else:
             total = reduce_from_group(product, self.group)
         # Under autocast, only the product has the low precision; without the cast, the sum would have another type.

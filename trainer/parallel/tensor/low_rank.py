@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group, in_product_type, reduce_from_group
-from trainer.parallel.quantized import QuantizedLinear
+from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
 
 ATTRIBUTE = "lora"

@@ -58,7 +58,6 @@ class TrainedVectors(TrainedRows):
         return torch.where((self.ids[place] == ids).unsqueeze(-1), own, vectors)
 
     def copy(self) -> TrainedVectors:
-        """Return a copy with a parameter of its own."""
         return TrainedVectors(self.rows.detach().clone(), self.ids.tolist(), self.padding, self.scale)
 
 

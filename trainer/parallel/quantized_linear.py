@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,8 +51,6 @@ def _nested_values(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of quantised weights."""
-
     types: Mapping[str, torch.dtype]  # the names of the tensors that stand for a weight, and their types
     # a function from a weight in fp32 to these tensors, also on `meta`
     quantize: Callable[[Tensor], Mapping[str, Tensor]]
@@ -60,13 +58,10 @@ class Format:
     dequantize: Callable[[Mapping[str, Tensor], tuple[int, ...], torch.dtype], Tensor]
 
 
-def _to_nf4_single(weight: Tensor) -> dict[str, Tensor]:
-    codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=False, quant_type="nf4")
-    return {CODES: codes, "block_scales": state.absmax}
-
-
-def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
-    codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=True, quant_type="nf4")
+def _to_nf4(weight: Tensor, nested: bool) -> dict[str, Tensor]:
+    codes, state = load_package().quantize_4bit(weight, blocksize=_BLOCK, compress_statistics=nested, quant_type="nf4")
+    if not nested:
+        return {CODES: codes, "block_scales": state.absmax}
     return {
         CODES: codes,
         "scales": state.absmax,
@@ -76,20 +71,13 @@ def _to_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _from_nf4(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    values = _nested_values(parts[CODES].device)
-    scales = load_package().QuantState(
-        parts["nested_scales"], code=values, blocksize=_NESTED_BLOCK, dtype=torch.float32
-    )
-    return _from_blocks(parts[CODES], parts["scales"], shape, dtype, offset=parts["offset"], state2=scales)
-
-
-def _from_nf4_single(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return _from_blocks(parts[CODES], parts["block_scales"], shape, dtype)
-
-
-def _from_blocks(codes: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype, **nested: Any) -> Tensor:
-    """Return a weight from its codes and the scales of its blocks, which are quantised if `nested` describes theirs."""
-    package = load_package()
+    package, codes, scales, nested = load_package(), parts[CODES], parts.get("block_scales"), {}
+    if scales is None:
+        values = _nested_values(codes.device)
+        of_scales = package.QuantState(
+            parts["nested_scales"], code=values, blocksize=_NESTED_BLOCK, dtype=torch.float32
+        )
+        scales, nested = parts["scales"], {"offset": parts["offset"], "state2": of_scales}
     state = package.QuantState(
         scales, shape=torch.Size(shape), dtype=dtype, blocksize=_BLOCK, quant_type="nf4", **nested
     )
@@ -111,10 +99,12 @@ def _from_int8(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch
 FORMATS = {
     "nf4": Format(
         {CODES: torch.uint8, "scales": torch.uint8, "nested_scales": torch.float32, "offset": torch.float32},
-        _to_nf4,
+        partial(_to_nf4, nested=True),
         _from_nf4,
     ),
-    "nf4_single": Format({CODES: torch.uint8, "block_scales": torch.float32}, _to_nf4_single, _from_nf4_single),
+    "nf4_single": Format(
+        {CODES: torch.uint8, "block_scales": torch.float32}, partial(_to_nf4, nested=False), _from_nf4
+    ),
     "int8": Format({CODES: torch.int8, "row_scales": torch.float32}, _to_int8, _from_int8),
 }
 
