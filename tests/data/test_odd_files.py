@@ -105,10 +105,18 @@ def test_rows_that_python_cannot_read_or_write(tmp_path):
         problem = "must have at most 100 levels of lists" if line < 5 else "has half of a surrogate pair"
         assert f"line {line} of it must " in str(error)
         assert problem in str(error)
-    with pytest.raises(DataError, match=r"line 2 of `.*` has .* too many levels of lists and objects"):
-        load(tmp_path / "b.jsonl", f'{{"text": "a"}}\n{{"text": {deep}}}\n')
+    for before in ("", '{"text": "a"}\n'):  # in the first line, it would end the process of the reader
+        with pytest.raises(DataError, match=r"`.*b.jsonl` has too many levels of lists and objects; write"):
+            load(tmp_path / "b.jsonl", f'{before}{{"text": {deep}}}\n')
     with pytest.raises(DataError, match=r"line 4 of `.*` has a number that is too large"):
         load(tmp_path / "c.jsonl", '{"n": 1.5}\n\n{"n": 1.5}\n{"n": 1e400}\n')
+
+
+def test_long_values_of_csv_files(tmp_path):
+    text = "long " * 30_000  # the limit of Python's `csv` is 131,072 characters
+    found = load(tmp_path / "a.csv", f"text,label\n{text},1\n")
+    assert (found.train.rows["text"][:], found.train.places.of(0)) == ([text], "line 2")
+    assert next(read_chunks(tmp_path / "a.csv", "csv", 9, 0, "it")) == [{"text": text, "label": "1"}]
 
 
 def test_an_empty_line_of_one_column_is_a_row_to_predict(tmp_path):

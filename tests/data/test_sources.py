@@ -125,6 +125,8 @@ def test_endings_must_agree(in_folder):
         load_files(json_file, csv_file)
     with pytest.raises(UsageError, match=r"`data.format` must be set .* `c.rows`; known endings are .json,"):
         load_files(write(in_folder, "c.rows", "text\tlabel\n"))
+    with pytest.raises(UsageError, match=r"token files of nanotron and datatrove \(.ds\) are not read; write"):
+        load_files(write(in_folder, "c.ds", "tokens"))
 
 
 @pytest.fixture
@@ -213,6 +215,8 @@ def test_folders_that_hold_something_else(in_folder):
     with pytest.raises(DataError, match=r"cannot be read as one"):
         load_folder(".")
     datasets.Dataset.from_list(ROWS).save_to_disk("single")
+    with pytest.raises(DataError, match=r"`single` was written by `save_to_disk` .*; use `data.source` \"folder\""):
+        load_splits(HubData(source="hub", name="single"))
     with pytest.raises(DataError, match=r"`data.validation` must name a split of `single`, but is `validation`"):
         load_folder("single")
 

@@ -13,7 +13,7 @@ import torch
 import trainer
 from tests.helpers.browser import needs_browser, open_page
 from tests.helpers.tiny_run import write_tiny_run
-from tests.helpers.training import tiny_recipe, tiny_training
+from tests.helpers.training import TINY_DECODERS, tiny_recipe, tiny_training
 from trainer.cli import main
 from trainer.models.quantizing import weights_of_parts
 from trainer.observe.preview import Piece, ShownText
@@ -116,6 +116,18 @@ def test_a_class_without_rows_and_cut_rows_are_noted_by_each_verb(tmp_path: Path
         shown = " ".join("".join(capsys.readouterr()).split())
         assert "no training row has the class 'rare'" in shown, verb
         assert "lose their end: 40 of 40" in shown, verb
+
+
+def test_trained_prompts_are_noted_by_each_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    task = {"type": "causal_lm", "prompt": "prompt", "completion": "completion"}
+    recipe = write_tiny_run(tmp_path)
+    keys = json.loads(recipe.read_text()) | {"task": task}
+    keys["model"]["config"] = TINY_DECODERS["llama"]
+    recipe.write_text(json.dumps(keys))
+    write_rows(tmp_path, [{"prompt": "", "completion": f"word{row} word2"} for row in range(40)])
+    for verb in ("check", "preview", "run"):
+        assert main([verb, str(recipe), "training.max_steps=1", 'logging.to=["console"]']) == 0
+        assert "all tokens of the training rows are trained, those of prompts too" in capsys.readouterr().out, verb
 
 
 class TestNotesOnAnswers:

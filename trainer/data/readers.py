@@ -64,6 +64,11 @@ def common_format(paths: Sequence[Path]) -> Format:
     """
     formats = {path: format_of(path) for path in paths}
     for path, file_format in formats.items():
+        if path.suffix == ".ds":
+            raise UsageError(
+                f"`{path}` must be a file of rows, but token files of nanotron and datatrove (.ds) are not read; write"
+                " their documents as Parquet with a column `input_ids`"
+            )
         if file_format is None:
             raise UsageError(
                 f"`data.format` must be set where the ending does not tell it, but is null and a file is `{path.name}`;"

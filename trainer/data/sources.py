@@ -285,6 +285,11 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
             " and copy the hub's cache folder (HF_HOME)"
         ) from error
     except Exception as error:  # readers raise any type; for an unknown subset the message lists the subsets
+        if Path(data.name, "state.json").is_file():  # the reader takes folders of `DatasetDict` only
+            raise DataError(
+                f"`data.name` must name a data set, but `{data.name}` was written by `save_to_disk` of `datasets`; use"
+                ' `data.source` "folder" and name it in `data.path`'
+            ) from error
         refuse_datasets_cache(error)
         raise DataError(
             f"`data.name` and `data.subset` must name a data set, but {_hub_name(data)} cannot be read: {reason(error)}"

@@ -26,6 +26,7 @@ _PART_BYTES = 1 << 20
 _MOST_OF_GZIP = 1032  # times its bytes, the most that deflate can unpack
 _MOST_TIMES, _FREE_BYTES = 200, 1 << 30
 """Rows may have so many times the bytes of a compressed file, and so many in any case; text has 20 times at most."""
+_LONGEST_VALUE = (1 << 31) - 1  # characters of a value of a CSV file
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
@@ -43,7 +44,8 @@ class TextOptions:
     quotes: bool = True
 
     def cells(self, lines: Iterable[str], delimiter: str) -> Any:
-        """Return the reader of the rows of a CSV file, as of `csv.reader`."""
+        """Return the reader of the rows of a CSV file, as of `csv.reader` with its limit of characters raised."""
+        csv.field_size_limit(_LONGEST_VALUE)
         return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE)
 
 

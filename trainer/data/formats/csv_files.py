@@ -64,10 +64,11 @@ class CsvReader(Reader):
         return load_with_datasets("csv", files, **options), notes
 
     def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
-        with open_text(path, "utf-8-sig") as file:
-            delimiter = delimiter_of(path, TextOptions("utf-8-sig"))
-            lines = csv.reader(file, delimiter=delimiter)
-            names = next((cells for cells in lines if cells), [])
+        text = TextOptions("utf-8-sig")
+        with open_text(path, text.encoding) as file:
+            delimiter = delimiter_of(path, text)
+            lines = text.cells(file, delimiter)
+            names: list[str] = next((cells for cells in lines if cells), [])
             if len(set(names)) < len(names):
                 raise DataError(
                     f"the columns of {where} must have different names, but are {', '.join(names)}; rename one"
@@ -83,8 +84,9 @@ class CsvReader(Reader):
                 yield DataError(problem) if short else dict(zip(names, cells, strict=True))
 
     def num_empty(self, path: Path) -> int:
-        with open_text(path, "utf-8-sig") as file:
-            lines = csv.reader(file, delimiter=delimiter_of(path, TextOptions("utf-8-sig")))
+        text = TextOptions("utf-8-sig")
+        with open_text(path, text.encoding) as file:
+            lines = text.cells(file, delimiter_of(path, text))
             is_one = len(next((cells for cells in lines if cells), [])) == 1  # whose empty lines are rows
             return 0 if is_one else sum(not cells for cells in lines)
 

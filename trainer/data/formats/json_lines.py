@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _MOST_LEVELS = 100
+_MANY_BRACKETS = 1_000
 
 
 class JsonReader(Reader):
@@ -144,7 +145,9 @@ def _load_all(load: Callable[..., Any]) -> Dataset:
 
 
 def _require_objects(files: Files) -> None:
-    """Refuse lines of `null` in JSON Lines: as the first row, one ends the process of the reader with a fault.
+    """Refuse lines of JSON Lines that end the process of the reader with a fault.
+
+    They are `null` as the first row, and tens of thousands of levels of lists.
 
     Raises:
         DataError: there is such a line.
@@ -161,7 +164,22 @@ def _require_objects(files: Files) -> None:
                         f"`{files.key}` must hold json, but line {number} of `{path}` is null, not a JSON object;"
                         " remove the line"
                     )
+                if row.count("[") + row.count("{") > _MANY_BRACKETS and _is_deep(row):
+                    raise DataError(
+                        f"`{files.key}` must hold json, but line {number} of `{path}` has too many levels of lists and"
+                        " objects; write its values as text"
+                    )
                 before = row or before
+
+
+def _is_deep(text: str) -> bool:
+    try:
+        json.loads(text)
+    except RecursionError:
+        return True
+    except ValueError:  # the reader names it
+        pass
+    return False
 
 
 def _finite(text: str) -> float:
