@@ -14,6 +14,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import getdoc
@@ -52,7 +53,8 @@ GPUS = ROOT / "docs" / "gpu"
 FAULTS = ROOT / "docs" / "faults.json"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-_LISTED_VALUES = re.compile(r'one of .*|("\w+"(, | or |$)){2,}')  # notes that repeat the table of the key
+# Notes that repeat the reference of the key, or a sentence of the page.
+_STATED = re.compile(r'one of .*|("\w+"(, | or |$)){2,}|with a unit: .*|a time with its unit: .*|one interval .*')
 _BY_DEFAULT = "default_ratio"
 
 
@@ -293,7 +295,8 @@ def _checks() -> str:
 
 
 def _check(check: Check) -> str:
-    return f"- {check.name}: {' '.join(str(getdoc(check.examine)).split())}"
+    summary, *_ = str(getdoc(check.examine)).split("\n\n")
+    return f"- {check.name}: {' '.join(summary.split())}"
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
@@ -302,7 +305,7 @@ def _counterparts(table: Mapping[str, Counterpart]) -> str:
     for key, row in table.items():
         if row.key is not None:
             here = "parallel.deepspeed" if row.key.startswith("parallel.deepspeed.") else row.key
-            found.setdefault((here, _LISTED_VALUES.sub("", row.note)), []).append(f"`{key}`")
+            found.setdefault((here, _STATED.sub("", row.note)), []).append(f"`{key}`")
     return "\n".join(f"- {', '.join(keys)}: `{here}`{note and f', {note}'}" for (here, note), keys in found.items())
 
 
@@ -387,7 +390,10 @@ def _gpu_table(result: Mapping[str, Any]) -> str:
         "of a plain loop",
         "of transformers' Trainer",
     )
-    return _table(header, [_gpu_row(name, row, result) for name, row in result["training"].items()])
+    columns = list(zip(header, *(_gpu_row(name, row, result) for name, row in result["training"].items()), strict=True))
+    shown = [column for column in columns if set(column[1:]) != {"-"}]
+    head, *rows = zip(*shown, strict=True)
+    return _table(head, rows)
 
 
 _USUAL = ", bf16, ddp, keyed dropout"
@@ -414,10 +420,19 @@ def _command_line() -> str:
     """Return the usage, the description and the options of each verb."""
     program = typer.main.get_command(app)
     with program.make_context("trainer", [], resilient_parsing=True) as context:
-        return "\n\n".join(_verbs("trainer", program, context))
+        verbs = list(_verbs("trainer", program, context))
+    times = Counter(row for _, rows in verbs for row in rows)
+    shared = [row for row in times if times[row] > 2]
+    begin = "Options of several verbs:\n\n" + "\n".join(shared)
+    sections = (
+        "\n\n".join(filter(None, [head, "\n".join(row.partition(": ")[0] if row in shared else row for row in rows)]))
+        for head, rows in verbs
+    )
+    return "\n\n".join([begin, *sections])
 
 
-def _verbs(name: str, command: Any, context: Any) -> Iterator[str]:
+def _verbs(name: str, command: Any, context: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield the head of the section of each verb, and its options."""
     for verb in command.list_commands(context):
         below = command.get_command(context, verb)
         with below.make_context(verb, [], parent=context, resilient_parsing=True) as inner:
@@ -426,13 +441,13 @@ def _verbs(name: str, command: Any, context: Any) -> Iterator[str]:
                 yield from _verbs(f"{name} {verb}", below, inner)
 
 
-def _verb(name: str, command: Any, context: Any) -> str:
-    """Return the section of a verb, without what the page describes once: recipe, overrides and `--help`."""
+def _verb(name: str, command: Any, context: Any) -> tuple[str, list[str]]:
+    """Return the head of a verb's section and its options, without those that the page describes: recipe, overrides."""
     usage = " ".join([name, *command.collect_usage_pieces(context)[1:]])
     shown = [param for param in command.get_params(context) if param.name not in _DESCRIBED_ONCE]
     rows = [f"- `{left}`: {' '.join(text.split())}" for left, text in (one.get_help_record(context) for one in shown)]
     rows = [re.sub(r"; x[<>]=\d+|x[<>]=\d+; | \[x[<>]=\d+\]", "", row) for row in rows]
-    return "\n\n".join(filter(None, [f"## `{name}`", f"`{re.sub('[{}]', '', usage)}`", command.help, "\n".join(rows)]))
+    return "\n\n".join(filter(None, [f"## `{name}`", f"`{re.sub('[{}]', '', usage)}`", command.help])), rows
 
 
 def _state() -> str:

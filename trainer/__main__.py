@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def answer() -> int:
-    """Run the command line; signals while the first modules are imported mean what they mean later."""
+    """Run the command line; signals during the first imports have their later meaning."""
     _leave_current_folder()
     if "run" in sys.argv[1:3]:  # deepspeed puts a `--local_rank` before it
         from trainer.ranks.stopping import stop_before_training

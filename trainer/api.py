@@ -93,7 +93,7 @@ def run(
 
     Raises:
         UsageError: A callback is none, or cannot be made in another process.
-        TrainerError: The run failed; the class tells how.
+        TrainerError: The run failed; its class is the kind of failure.
     """
     from trainer.launch.apart import run_apart
     from trainer.launch.local import Training, join, plan_start

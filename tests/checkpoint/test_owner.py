@@ -69,8 +69,8 @@ def test_a_folder_in_use_is_refused_with_host_and_process(tmp_path):
     ("changed", "remedy"),
     [
         ({}, "stop it, or give this run a folder of its own$"),
-        ({"started": "1"}, "whose process has ended, but the file server still holds its lock; delete .*owner.json"),
-        ({"pid": 2**22 + 1}, "whose process has ended, but the file server still holds its lock"),
+        ({"started": "1"}, "its process has ended, but the file server still holds its lock: delete .*owner.json"),
+        ({"pid": 2**22 + 1}, "its process has ended, but the file server still holds its lock"),
         ({"host": "node7", "machine": "another"}, "'node7' since .* If that machine is gone for good, delete .*json"),
     ],
 )

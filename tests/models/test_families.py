@@ -71,7 +71,9 @@ def test_a_model_of_no_family_is_refused_with_the_remedy():
 
 def test_a_pattern_that_matches_nothing_is_refused(monkeypatch):
     monkeypatch.setitem(table.FAMILIES, "bert", renamed("encoder.block.*"))
-    with pytest.raises(UsageError, match=r"says that layers are `encoder\.block\.\*`, but none is in this model"):
+    with pytest.raises(
+        UsageError, match=r"must name the layers of this model, but `encoder\.block\.\*` matches no module"
+    ):
         layers_of(model_of(TINY_BERT))
 
 
@@ -126,7 +128,10 @@ class TestPlansOfTransformers:
         [
             ("phi3", r"cuts `layers\.\*\.self_attn\.qkv_proj` by 'colwise_gather_output', but known are colwise"),
             ("mixtral", "by 'packed_colwise', but known are"),
-            ("gpt_neox", "query_key_value`, whose 48 outputs are more than the 16 inputs .* several matrices in one"),
+            (
+                "gpt_neox",
+                "query_key_value` with 48 outputs, but the row after it has 16 inputs: it joins several matrices",
+            ),
             ("gemma", "forward of GemmaTextScaledWordEmbedding cannot be cut"),
             ("apertus", "does not say how `model.layers.0.mlp.act_fn` lies"),  # an activation with weights
         ],
@@ -147,7 +152,9 @@ class TestPlansOfTransformers:
     def test_a_matrix_that_the_plan_forgets_is_refused(self):
         model = causal_model_of("olmo")
         model.get_submodule("model.layers.0").adapter = nn.Linear(16, 16)
-        with pytest.raises(UsageError, match=r"layers\.0\.adapter\.weight .* is neither cut nor said to be whole"):
+        with pytest.raises(
+            UsageError, match=r"layers\.0\.adapter\.weight .* must be cut or named as whole by the family"
+        ):
             split_model(model, None)
 
     def test_a_dropout_that_may_be_on_a_part_of_the_features_is_refused(self):

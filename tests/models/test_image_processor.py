@@ -98,7 +98,7 @@ def test_a_model_of_no_images_is_refused(model, message):
 
 def test_a_processor_of_another_size_than_the_model_is_refused(tmp_path):
     model = checkpoint(tmp_path, ViTImageProcessorPil(size={"height": 32, "width": 32}))
-    with pytest.raises(UsageError, match=r"makes images of \(32, 32\), but whose model reads \(16, 16\)"):
+    with pytest.raises(UsageError, match=r"must make images of \(16, 16\).*but makes \(32, 32\)"):
         load_image_processor(model)
 
 

@@ -100,7 +100,7 @@ class TestMask:
 
     def test_rows_that_are_not_first_are_refused(self):
         here = site("rel")
-        words = r"dropout at rel works on \(9, 4\).*2 rows.*layout_invariant_dropout"
+        words = r"dropout at rel must work on the 2 rows .* its input is \(9, 4\).*layout_invariant_dropout"
         with here.keys.use(keyed(0, 1)), pytest.raises(UsageError, match=words):
             here.drop(torch.ones(9, 4), 0.1)
 

@@ -227,9 +227,13 @@ def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks
     config |= {"num_hidden_layers": layers}
     adapter = {**LORA, "targets": [f"layer.{layers - 1}.attention.self.pos_proj"]}
     keys = {"model": {"config": config, "dropout": 0.0, "adapter": adapter}, "training": {"micro_batch_size": 1}}
-    with pytest.raises(UsageError, match=r"dropout at .*pos_proj\.lora\.dropout works on .*would depend on the layout"):
+    with pytest.raises(
+        UsageError, match=r"dropout at .*pos_proj\.lora\.dropout must work on .*would depend on the layout"
+    ):
         train_tiny(recipe_of("bert", False, keys))
-    with pytest.raises(RankError, match=r"dropout at .*pos_proj\.lora\.dropout works on .*would depend on the layout"):
+    with pytest.raises(
+        RankError, match=r"dropout at .*pos_proj\.lora\.dropout must work on .*would depend on the layout"
+    ):
         ranks(2).run(train_tiny, recipe_of("bert", False, {**keys, "parallel": {"strategy": "fsdp"}}))
 
 

@@ -105,7 +105,7 @@ def test_a_process_without_a_rank_is_not_mistaken_for_one(launcher, variables):
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, ["WORLD_SIZE", "'2.0'"]),
         (TORCHRUN | {"RANK": "4"}, ["RANK must be below WORLD_SIZE", "4"]),
         (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK must be below LOCAL_WORLD_SIZE"]),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE is 8, more than WORLD_SIZE"]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE must be at most WORLD_SIZE, which is 4, but is 8"]),
         (TORCHRUN | {"MASTER_PORT": "0"}, ["MASTER_PORT", "65535"]),
         ({"RANK": "0"}, ["RANK set", "WORLD_SIZE"]),
         ({"LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["LOCAL_RANK set", "WORLD_SIZE"]),

@@ -104,7 +104,7 @@ def test_what_is_no_image_is_refused_by_its_row(value, message):
         ("text", {}, "`task.image` must name a column of encoded images.*holds string"),
         ([0.5], {}, "`task.image` must name a column of encoded images.*holds List"),
         ([[[[1]]]], {}, "`task.image` must name a column of encoded images"),
-        ([1, 2], {}, "`task.shape` must say the height and the width of flat lists, but is null"),
+        ([1, 2], {}, "`task.shape` must be the height and the width of flat lists, but is null"),
         ([[1, 2]], {"shape": [1, 2]}, "`task.shape` is of images that are flat lists.*remove it"),
         ([1, 2], {"image": "picture"}, "`task.image` names the column `picture`.*its columns are `image`, `label`"),
     ],

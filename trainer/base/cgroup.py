@@ -74,7 +74,7 @@ def _values(read: Read, name: str, controller: str | None = None) -> Iterator[st
 
 
 def _folders(read: Read, controller: str | None) -> Iterator[str]:
-    """Yield the folder of the group and its parents, each of which may set limits.
+    """Yield the folders of the group and of its parents; each may set limits.
 
     A controller means version 1, None version 2. In a container the path of the group may lie outside of the mount; the
     top of the mount is then the group.

@@ -28,7 +28,7 @@ def importing() -> Iterator[None]:
 
 
 def end() -> None:
-    """Free what is in cycles before the process ends, and spare the interpreter its passes over all modules."""
+    """Free objects in cycles before the process ends, and spare the interpreter its passes over all modules."""
     gc.collect()
     gc.freeze()
 

@@ -28,7 +28,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path, machine: str) -> None:
-    if not this_machine():  # its processes cannot be told apart
+    if not this_machine():  # processes of different machines look alike
         return
     for folder in parent.glob(f"{_PREFIX}{machine}-*"):
         found = _NAME.fullmatch(folder.name)

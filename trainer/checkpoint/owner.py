@@ -87,7 +87,7 @@ class FolderOwner:
         begun = f"`checkpoint.folder` {self._folder} is in use by another run ({owner})"
         take_over = f"delete {file}, which gives up its lock"
         if owner.has_ended():
-            return f"{begun}, whose process has ended, but the file server still holds its lock; {take_over}"
+            return f"{begun}; its process has ended, but the file server still holds its lock: {take_over}"
         remedy = f"{begun}; wait for its end, stop it, or give this run a folder of its own"
         if owner.has_ended() is None:
             remedy += f". If that machine is gone for good, {take_over}; a run that still runs stops at its next save"

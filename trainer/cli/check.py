@@ -36,9 +36,8 @@ def check(
 ) -> None:
     """Check a recipe, its data and its model; show the keys of its file and the numbers that follow from them.
 
-    The numbers are layout and batch arithmetic on N ranks. Data and model are checked if they are on this machine: the
-    first rows of each split, the tokenizer, the names and sizes of the weights, and the layout of the model with the
-    contents of each pipeline stage. This needs no GPU and no network, and trains nothing.
+    Data and model are checked if they are on this machine: the first rows of each split, the tokenizer, the names and
+    sizes of the weights, and the contents of each pipeline stage. It needs no GPU and no network.
     """
     from trainer.recipe.local_parts import LocalParts
     from trainer.recipe.plan import plan_run

@@ -46,8 +46,7 @@ def compare(
     """Train a recipe under several layouts on this machine, and show the costs of each and whether it learns the same.
 
     Without other values or a file, these are the recipe's layout, every strategy that combines, two tensor ranks, two
-    stages, recomputation and each precision. Each layout trains in turns in new processes, without checkpoints. One
-    that fails is shown with its reason. After Ctrl-C, the same command goes on.
+    stages, recomputation and each precision. After Ctrl-C, the same command goes on.
     """
     from trainer.tools.compare.compare import CompareRequest
     from trainer.tools.compare.compare import compare as compare_layouts

@@ -32,7 +32,7 @@ def convert(
 ) -> None:
     """Turn the files of Trainer, DeepSpeed and accelerate into a recipe.
 
-    The recipe goes to the standard output or into a new file. A report on each key goes to the standard error.
+    The recipe goes to the standard output or a new file, a report on each key to the standard error.
     """
     from trainer.base.disk import write_new
     from trainer.tools.convert.convert import convert as convert_files

@@ -26,7 +26,7 @@ def doctor(
 ) -> None:
     """Check whether this machine is fit to train, and name the fix of each problem.
 
-    This changes nothing. The exit code is 1 if there is a problem, and 0 if there is none, or warnings only.
+    This changes nothing. The exit code is 1 if there is a problem, else 0.
     """
     resolved = None
     if recipe is not None:

@@ -37,8 +37,8 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
-    Needs nothing but the checkpoint: no GPU, no network, neither the recipe nor the model that it began with. A
-    checkpoint of an adapter or of frozen weights needs that model too, and --verify the validation split.
+    Needs nothing but the checkpoint. Adapters and frozen weights need the model that they began with too, and --verify
+    the validation split.
     """
     from trainer.base.errors import UsageError
     from trainer.training.export import export as export_checkpoint

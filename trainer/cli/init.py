@@ -43,8 +43,7 @@ def init(
 ) -> None:
     """Write a first recipe for a file or a folder of data.
 
-    Task, columns, length and batch come from the rows, the model and a plan for the device. At most five questions have
-    a default; without a terminal, `--yes` is needed. Keys that are given are not asked for.
+    Rows, model and a plan for the device give task, columns, length and batch. Keys that are given are not asked for.
     """
     if not yes and not sys.stdin.isatty():
         raise UsageError("`trainer init` asks questions, but there is no terminal; add --yes to take its proposals")

@@ -61,7 +61,7 @@ def launch_script(
 ) -> None:
     """Write the script that starts a recipe on several machines.
 
-    The recipe is resolved and planned on N x M ranks first. Needs no cluster, no GPU and no network.
+    The recipe is planned on N x M ranks first. Needs no cluster and no network.
     """
     from trainer.base.disk import write_new
     from trainer.tools.script import Options, write_launch_script

@@ -31,8 +31,7 @@ def plan(
         typer.Option(
             "--gpus",
             metavar="NxMEMORY",
-            help="GPUs of each machine, such as 8x80GiB or 8xA100-80 (an unknown name shows all names), or autoxA100-80"
-            " for the fewest that are needed.",
+            help="GPUs of each machine, such as 8x80GiB or 8xA100-80; autoxA100-80: the fewest that fit.",
             show_default=False,
             autocompletion=devices,
         ),
@@ -63,7 +62,7 @@ def plan(
             metavar="FILE.json",
             is_eager=True,
             callback=_measure,
-            help="Measure this machine for half a minute, write its speeds for --gpus, and exit.",
+            help="Measure this machine, write its speeds for --gpus, and exit.",
         ),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Plan other layouts, and show the fastest ones.")] = False,
@@ -86,8 +85,8 @@ def plan(
 ) -> None:
     """Show whether a recipe fits the memory of given GPUs, and the communication and time of a step.
 
-    The engine itself runs one step of one rank without data, weights or GPUs; the model's configuration is enough. If
-    the recipe does not fit, changes are planned until `--changes` of them fit. A search plans other layouts.
+    It needs the configuration of the model, and no data, weights or GPUs. If the recipe does not fit, changes that fit
+    are shown.
     """
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe

@@ -26,8 +26,7 @@ def rehearse(
 ) -> None:
     """Show what one rank of a large run holds, sends, reads and writes, without its hardware.
 
-    The engine, optimizer and checkpoints of a run work on one rank of N, with tensors that have shapes and no memory.
-    The model's configuration is enough; data and weights are not needed.
+    It needs the configuration of the model, and no data or weights.
     """
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe

@@ -19,7 +19,7 @@ def report(
 ) -> None:
     """Write one HTML page with the curves of runs, the differences of their recipes, and the facts of each.
 
-    The page needs no network. Runs may still train, or may have been killed.
+    Runs may still train, or may have been killed.
     """
     from trainer.tools.report.report import read_runs, write_report
 

@@ -45,8 +45,7 @@ def search(
 ) -> None:
     """Search for better values of keys; the validation split decides.
 
-    Optuna proposes the values. All trials draw the same rows and dropout masks, so a difference comes from the values.
-    Each trial is a run folder. After Ctrl-C, the same command goes on, and other processes may join it.
+    Optuna proposes the values. After Ctrl-C, the same command goes on, and other processes may join it.
     """
     from trainer.tools.search.search import SearchRequest
     from trainer.tools.search.search import search as search_values

@@ -297,7 +297,7 @@ def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[An
             raise CorruptEntryError(f"{path} does not have the size that was written")
         values = np.memmap(file, dtype, mode="r")
         if verify and content_digest(file) != array["sha256"]:
-            raise CorruptEntryError(f"{path} does not hold what was written")
+            raise CorruptEntryError(f"{path} does not hold the bytes that were written")
     # Indexing a plain array over the same pages is faster than indexing the subclass.
     return np.asarray(values).reshape(-1, *array["row_shape"])
 

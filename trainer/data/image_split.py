@@ -118,8 +118,8 @@ def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where
             (_, height, width), (_, first_height, first_width) = image.shape, shape
             raise DataError(
                 f"the images of {where} must be of one size once they are prepared, but that of row {row} is {height} x"
-                f" {width} and the first is {first_height} x {first_width}; make them equal, or use a model whose"
-                " configuration or image processor names a size"
+                f" {width} and the first is {first_height} x {first_width}; make them equal, or use a model with a"
+                " size in its configuration or image processor"
             )
 
 

@@ -39,7 +39,7 @@ class StepRows:
         split: the split that holds them.
         row_ids: their indices in it, in the order of the batch.
         draw: the number of the draw of masks, which differs if rows come again.
-        place: the place of the next row of a stream; None: the number of consumed rows tells it.
+        place: the place of the next row of a stream; None: the number of consumed rows gives it.
     """
 
     split: EncodedSplit

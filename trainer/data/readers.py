@@ -33,7 +33,7 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
         if glob.has_magic(name) and not Path(name).exists():
             matched = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]
             if not matched:
-                raise DataError(f"`{key}` must name files, but no file matches `{name}`")
+                raise DataError(f"`{key}` must name files, but no file matches `{name}`; correct the pattern")
             paths += matched
         else:
             paths.append(Path(name))
@@ -47,7 +47,7 @@ def _require_file(path: Path, key: str) -> None:
         fix = FOLDER_FIX if path.is_dir() else ""
         raise DataError(f"`{key}` must name files, but `{path}` {no_file(path)}{fix}")
     if not os.access(path, os.R_OK):
-        raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it")
+        raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it; change its permissions")
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise DataError(
@@ -102,7 +102,7 @@ def read_files(file_format: Format, files: Files) -> Loaded:
     key, encoding, reader = files.key, files.text.encoding, READERS[file_format]
     for path in files.paths:
         if not path.stat().st_size:
-            raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty")
+            raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty; name another file")
         require_bounded(reader, path, f"`{key}`")
     try:
         return reader.load(files)

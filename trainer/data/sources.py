@@ -143,7 +143,7 @@ def load_splits(
 
     Args:
         data: the section `data` of a recipe.
-        label: the column of classes, of which a held-out share has as many as the rest; None: there is none.
+        label: the column of classes; a held-out share has each class in its proportion; None: there is none.
         most_rows: the number of rows to read of large files; None: all.
         problems: collects the errors of the validation split, which is then None; None: they are raised.
         columns: the columns that the task reads, by which known shapes of rows are recognised.
@@ -248,7 +248,7 @@ def _with_train(train: Split | None, validation: Split | None, notes: tuple[str,
 
 def _not_empty(rows: Any, where: str, key: str) -> Split:
     if not len(rows):
-        raise DataError(f"`{key}` must hold at least one row, but {where} is empty")
+        raise DataError(f"`{key}` must hold at least one row, but {where} is empty; name other rows")
     return Split(rows, where)
 
 
@@ -301,7 +301,7 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     import datasets
 
     if not Path(data.path).is_dir():
-        raise DataError(f"`data.path` must be a folder, but there is none at `{data.path}`")
+        raise DataError(f"`data.path` must be a folder, but there is none at `{data.path}`; correct it")
     try:
         loaded = datasets.load_from_disk(data.path)
     except Exception as error:  # of any type: a saved split without rows raises IndexError
@@ -467,7 +467,7 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
     number = round(share * num_rows)
     if not 0 < number < num_rows:
         raise DataError(
-            f"`data.validation` is {share}, but {train.where} has {num_rows} rows, of which {number} would be held out;"
+            f"`data.validation` is {share}, but {train.where} has {num_rows} rows, and {number} would be held out;"
             " use a share that leaves rows for both, or a split of its own"
         )
     order = np.random.default_rng(0).permutation(num_rows)

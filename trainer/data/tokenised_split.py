@@ -140,13 +140,15 @@ def encode_split(
     if not len(encoded):
         if split.is_part:
             return encoded
-        raise DataError(f"{split.where} must hold a text with a token, but has none")
+        raise DataError(f"{split.where} must hold a text with a token, but has none; name another column")
     unknown = _count_unknown(encoded.tokens["input_ids"], tokenizer)
     if split.is_part:
         return replace(encoded, unknown_tokens=unknown)
     num_blank = _count_blank(encoded, tokenizer)
     if num_blank == len(encoded):
-        raise DataError(f"{split.where} must hold a text with a token, but has special tokens only")
+        raise DataError(
+            f"{split.where} must hold a text with a token, but has special tokens only; name another column"
+        )
     _require_known(unknown, split, tokenizer)
     return replace(encoded, unknown_tokens=unknown, num_blank=num_blank)
 
@@ -200,7 +202,7 @@ def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> No
     if max_length > longest:
         raise UsageError(
             f"`data.max_length` must be at most the {longest} tokens that the tokenizer allows for its model, but is"
-            f" {max_length}"
+            f" {max_length}; lower it"
         )
 
 

@@ -274,7 +274,7 @@ def _attention(
     """Compute `keyed_attention`, also for tokens without padding.
 
     With `packed`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
-    of the rows, whatever `attention_mask` is. No probabilities are returned.
+    of the rows, and `attention_mask` is not read. No probabilities are returned.
 
     After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
     """

@@ -321,7 +321,7 @@ _SIZES = (
     "num_decoder_layers", "num_heads", "num_hidden_groups", "num_hidden_layers", "num_key_value_heads", "num_layers",
     "patch_size", "vocab_size",
 )  # fmt: skip
-"""Keys of sizes and counts. transformers builds a model without layers from a count below 1, and does not say so."""
+"""Keys of sizes and counts. transformers builds a model without layers from a count below 1, without an error."""
 
 
 def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> None:

@@ -130,8 +130,9 @@ def load_image_processor(recipe: Model) -> ImageProcessor:
     processor = ImageProcessor(_load(recipe), channels)
     if size is not None and hasattr(config, "patch_size") and processor.size not in (None, size):
         raise UsageError(
-            f"`model.name_or_path` is {recipe.name_or_path!r}, whose image processor makes images of"
-            f" {processor.size}, but whose model reads {size} (height, width); mend its `preprocessor_config.json`"
+            f"`model.name_or_path` is {recipe.name_or_path!r}: its image processor must make images of"
+            f" {size} (height, width), which its model reads, but makes {processor.size}; edit its"
+            " `preprocessor_config.json`"
         )
     return processor
 
@@ -165,7 +166,7 @@ def _load(recipe: Model) -> Any:
         raise not_found("model.name_or_path", name, error) from error
     if getattr(processor, "backend", None) != "pil":
         raise UsageError(
-            f"`model.name_or_path` is {name!r}, whose image processor ({type(processor).__name__}) needs torchvision;"
+            f"`model.name_or_path` is {name!r}, but its image processor ({type(processor).__name__}) needs torchvision;"
             " use a model with a processor that works on Pillow"
         )
     return processor

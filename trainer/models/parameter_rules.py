@@ -111,7 +111,9 @@ def _matched(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
     any_names = matched_parameters(model, patterns, key)
     found = {names[0]: parameter for parameter, names in aliases(model).items() if any_names.intersection(names)}
     if not any(parameter.requires_grad for parameter in found.values()):
-        raise UsageError(f"`{key}` must match trained parameters, but {listed(patterns, 3)} matches frozen ones only")
+        raise UsageError(
+            f"`{key}` must match trained parameters, but {listed(patterns, 3)} matches frozen ones only; name others"
+        )
     return list(found)
 
 

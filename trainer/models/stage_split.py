@@ -154,18 +154,18 @@ def split_stages(
     if len(starts) != num_stages - 1:
         raise UsageError(
             f"`parallel.pipeline.split` must name the first layer of each of the {num_stages} stages but the first,"
-            f" {num_stages - 1} in all, but names {len(starts)}"
+            f" {num_stages - 1} in all, but names {len(starts)}; null balances the layers"
         )
     if unknown := next((name for name in starts if name not in layers), None):
         raise UsageError(
             f"`parallel.pipeline.split` must name layers of the model, from {layers[0]} to {layers[-1]}, but names"
-            f" {unknown!r}"
+            f" {unknown!r}; null balances the layers"
         )
     numbers = tuple(layers.index(name) for name in starts)
     if numbers != tuple(sorted(set(numbers))) or 0 in numbers:
         raise UsageError(
             "`parallel.pipeline.split` must name layers in their order, each once and not the first of all, since every"
-            f" stage needs a layer, but is {', '.join(starts)}"
+            f" stage needs a layer, but is {', '.join(starts)}; sort the names, or write null"
         )
     return StageSplit(layers, (0, *numbers))
 

@@ -50,7 +50,7 @@ def fix_statistics(model: nn.Module) -> list[str]:
         if fixed is None or module.running_mean is None:
             raise UsageError(
                 f"{name} is a {type(module).__name__} that normalises by the rows of a microbatch, so the training"
-                " would depend on the layout; use a model whose batch normalisation has running statistics"
+                " would depend on the layout; use a model with running statistics of batch normalisation"
             )
         module.__class__ = fixed  # the same parameters and buffers, under the same names
         module.eval()

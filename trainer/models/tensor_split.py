@@ -359,8 +359,8 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
         is_ours = isinstance(place.module, LowRank | TrainedRows) or prefixes(place.name)[0] == ADDED
         if matrices and not _any(known, place) and not is_ours:
             raise UsageError(
-                f"{place.name}.{matrices[0]} of this {type(model).__name__} is neither cut nor said to be whole by the"
-                f" family {model_type}; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
+                f"{place.name}.{matrices[0]} of this {type(model).__name__} must be cut or named as whole by the family"
+                f" {model_type}, but is neither; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
             )
 
 

@@ -87,7 +87,7 @@ class _Group:
 class WeightFile:
     """A file of weights that is not written yet.
 
-    `sources` are the names of the tensors that it needs, of which some belong to other files too. `num_bytes` are the
+    `sources` are the names of the tensors that it needs; other files may need some of them too. `num_bytes` are the
     bytes of its tensors.
     """
 

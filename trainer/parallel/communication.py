@@ -117,7 +117,7 @@ def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int
     Args:
         tensors: tensors of the same shapes and types on all ranks; they must not change before the returned call.
         distance: the distance of the neighbours.
-        tag: a number that tells apart shifts that run at the same time, on gloo; NCCL keeps their order.
+        tag: a number that separates shifts of the same time, on gloo; NCCL keeps their order.
 
     Returns:
         A function that waits and returns the received tensors.

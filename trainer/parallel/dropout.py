@@ -220,8 +220,8 @@ class DropoutKeys:
         keys = keys[-1:] if shared else keys[:-1]
         if shape[0] != len(keys):
             raise UsageError(
-                f"the model's dropout at {site} works on {tuple(shape)}, whose first dimension is not that of the"
-                f" {len(keys)} rows of the microbatch, so its mask would depend on the layout; {REMEDY}"
+                f"the model's dropout at {site} must work on the {len(keys)} rows of the microbatch, but its input is"
+                f" {tuple(shape)}: its mask would depend on the layout; {REMEDY}"
             )
         if len(shape) > MAX_INDEX_DIMS + 2:
             raise UsageError(

@@ -339,7 +339,10 @@ def _environment(
     _check_below(rank_name, rank, size_name, size)
     _check_below(local_rank_name, local_rank, local_size_name or "the tasks of this node", local_world_size)
     if local_world_size > size:
-        raise LaunchError(f"{local_size_name} is {local_world_size}, more than {size_name}, which is {size}")
+        raise LaunchError(
+            f"{local_size_name} must be at most {size_name}, which is {size}, but is {local_world_size}; unset the"
+            " variables of another launcher"
+        )
     host, port = address or _address(environ)
     return LaunchEnvironment(launcher, rank, local_rank, size, local_world_size, host, port, accelerate)
 
@@ -358,7 +361,10 @@ def _number(environ: Mapping[str, str], name: str, value: str) -> int:
 def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
-        raise LaunchError(f"the ranks meet at MASTER_ADDR and MASTER_PORT, but {' and '.join(missing)} not set")
+        raise LaunchError(
+            f"MASTER_ADDR and MASTER_PORT must be the address and a free port of rank 0, but {' and '.join(missing)} not set;"
+            " set them, or unset RANK, WORLD_SIZE and LOCAL_RANK to run alone"
+        )
     return environ["MASTER_ADDR"], _port(environ)
 
 
@@ -376,7 +382,7 @@ def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, i
     else:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if not nodes:
-            raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is")
+            raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is; set MASTER_ADDR")
         host = first_host(nodes)
         if host == nodes:  # one node, possibly unable to resolve its own name
             host = "127.0.0.1"

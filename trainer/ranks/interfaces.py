@@ -58,7 +58,7 @@ def address_of(interface: str) -> str:
     """Return the first address of the interface in `GLOO_SOCKET_IFNAME`, as gloo chooses it.
 
     Args:
-        interface: name, or a list with commas, of which gloo takes the first.
+        interface: name, or a list with commas; gloo takes the first.
 
     Raises:
         LaunchError: this machine has no such interface.

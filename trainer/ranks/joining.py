@@ -99,7 +99,8 @@ class Rendezvous:
         if size != str(self._size):
             raise LaunchError(
                 f"all ranks must have the same world size, but rank {own.rank} on {socket.gethostname()} was"
-                f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}"
+                f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}; end the"
+                " ranks of earlier starts, or give this run a port of its own"
             )
         if self.store.add(f"here/{own.rank}", 1) > 1:
             raise two_processes(own.rank)

@@ -33,7 +33,7 @@ def plan_on_ranks(recipe: Recipe, environment: LaunchEnvironment) -> RunPlan:
 
 
 def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunPlan:
-    """Plan on the most ranks that the recipe fits: whole nodes, or a part of one. The layout tells their number.
+    """Plan on the most ranks that the recipe fits: whole nodes, or a part of one. The layout has their number.
 
     Args:
         recipe: A recipe with an axis in `parallel.elastic`.

@@ -200,7 +200,7 @@ class CausalLMTask(TokenLabels):
         if self.continues and positions is not None and self.settings.max_new_tokens >= positions:
             raise UsageError(
                 f"`task.generation.max_new_tokens` must be below the {positions} positions of the model, but is"
-                f" {self.settings.max_new_tokens}"
+                f" {self.settings.max_new_tokens}; lower it"
             )
         return replace(self, num_positions=positions, num_tokens=getattr(config, "vocab_size", None))
 

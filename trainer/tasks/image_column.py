@@ -29,7 +29,9 @@ def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...
             f" or [height][width][channels], but {holds}"
         )
     if depth == 1 and shape is None:
-        raise DataError(f"`task.shape` must say the height and the width of flat lists, but is null, and {holds}")
+        raise DataError(
+            f"`task.shape` must be the height and the width of flat lists, but is null, and {holds}; set it"
+        )
     if depth != 1 and shape is not None:
         raise DataError(f"`task.shape` is of images that are flat lists, but {holds}; remove it")
 

@@ -176,7 +176,9 @@ class RerankerTask(ScoredTexts):
     def _numbers(self, value: Any, number: int, at: str) -> list[float]:
         values = value if isinstance(value, list) else [value]
         if len(values) != number:
-            raise DataError(f"{at} must have one number for each of the {number} documents, but has {len(values)}")
+            raise DataError(
+                f"{at} must have one number for each of the {number} documents, but has {len(values)}; add them"
+            )
         highest = 1 if self.loss == "binary_cross_entropy" else None
         numbers = [finite_number(label) for label in values]
         for label, found in zip(values, numbers, strict=True):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SeveralTexts(TextTask):
-    """A task whose model is an encoder or a decoder, and reads each text by itself.
+    """A task with several texts in a row, which an encoder or a decoder reads one by one.
 
     `recipe_type` is the value of `task.type`.
     """

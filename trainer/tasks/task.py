@@ -177,11 +177,11 @@ class Scores(ABC):
         return {}
 
     def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
-        """Return what `baselines` does, for tasks with metrics that need the split; a ranking is one at random."""
+        """Return `baselines` of tasks with metrics that need the split; a ranking is one at random."""
         return {}
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
-        """Return what a report shows of an evaluation, as JSON values; None: its metrics alone.
+        """Return the part of an evaluation that a report shows, as JSON values; None: its metrics alone.
 
         The keys are `classes` and `confusion`, the rows of each true class by their predicted class, or `texts`, rows
         of texts by the names of their columns. The arguments are those of `split_metrics`.
@@ -190,7 +190,7 @@ class Scores(ABC):
 
 
 class Answers:
-    """From the model's output to what `trainer predict` writes."""
+    """From the model's output to the rows of `trainer predict`."""
 
     def without_labels(self) -> Self:
         """Return the resolved task for rows without labels.

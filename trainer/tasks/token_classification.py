@@ -103,7 +103,9 @@ class TokenClassificationTask(NamedClasses, TextTask):
         for row, value in enumerate(train[self.label_column]):
             labels.update(label for _, _, label in read_spans(value, cell(self.label_column, row, where)))
         if not labels:
-            raise DataError(f"column `{self.label_column}` of {where} must hold spans, but all its lists are empty")
+            raise DataError(
+                f"column `{self.label_column}` of {where} must hold spans, but all its lists are empty; label rows"
+            )
         return (OUTSIDE, *(f"{prefix}-{label}" for label in sorted(labels) for prefix in "BI"))
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:

@@ -50,7 +50,7 @@ def preview_recipe(plan: RunPlan, rows: int = 3, split: str = "training", data_r
     except UnknownClassesError:  # the first rows lack some classes
         data = prepare_data(recipe)
     if split not in data.splits:
-        raise UsageError(f"`--split` is {split}, but the recipe has {' and '.join(data.splits)}")
+        raise UsageError(f"`--split` is {split}, but the recipe has {' and '.join(data.splits)}; select one of these")
     shown = data.splits[split]
     if data_rank >= plan.batch.data_parallel_size:
         raise UsageError(

@@ -90,7 +90,9 @@ class Mining:
     def _prepare(self, plan: RunPlan) -> tuple[Preparation, EmbeddingTask]:
         task = build_task(plan.recipe.task)
         if not isinstance(task, EmbeddingTask):
-            raise UsageError(f"`trainer mine` needs an embedding model, but `task.type` is {plan.recipe.task.type}")
+            raise UsageError(
+                f"`trainer mine` needs an embedding model, but `task.type` is {plan.recipe.task.type}; name another RUN"
+            )
         self.limits.check()
         output = Path(self.request.output)
         row_format(output, "--output", OUTPUT_FORMATS)

@@ -55,7 +55,7 @@ def require_onnx(dtype: str, adapter: bool) -> None:
     """Refuse an export to ONNX that is not possible.
 
     Raises:
-        UsageError: a package is missing, or the graph cannot hold what is asked.
+        UsageError: a package is missing, or a graph cannot hold this model.
     """
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Open an exported folder as any user would, and write what its model computes.
+"""Open an exported folder as any user would, and write the outputs of its model.
 
 Another process runs this file as a script: `python plain_reader.py FOLDER_OF_A_REQUEST`. It must not import this
 project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on, or images. The reply is
@@ -93,7 +93,7 @@ def batches(folder: Path, request: dict[str, Any]) -> Any:
 
 
 def sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what sentence-transformers computes for texts: embeddings, or the logits of pairs."""
+    """Return the outputs of sentence-transformers for texts: embeddings, or the logits of pairs."""
     import torch
 
     if request["kind"] == "sentence-transformers":

@@ -164,7 +164,7 @@ def require_fit(recipe: Recipe, config: Any) -> None:
     if longest is not None and recipe.data.max_length > longest:
         raise UsageError(
             f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
-            f" {recipe.data.max_length}"
+            f" {recipe.data.max_length}; lower it"
         )
     task = build_task(recipe.task)
     require_fitting_rotations(recipe, config, task)

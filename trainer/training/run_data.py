@@ -257,6 +257,6 @@ def require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
 
 
 def _shown(split: Split, observer: Observer) -> Split:
-    """Return the split, which tells the observer of its prepared rows."""
+    """Return the split, which reports its prepared rows to the observer."""
     observer.preparing(f"preparing {split.where}")
     return replace(split, show=partial(observer.preparing, f"preparing {split.where}"))

@@ -190,7 +190,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
     if longest is not None and recipe.data.max_length > longest:
         raise UsageError(
             f"`data.max_length` must be at most the {longest} tokens that `distillation.teacher` has positions for, but"
-            f" is {recipe.data.max_length}"
+            f" is {recipe.data.max_length}; lower it"
         )
     require_fitting_rotations(recipe, config, task)
     student, teacher = preparation.text_tokenizer, load_tokenizer(described)

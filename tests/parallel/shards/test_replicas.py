@@ -46,7 +46,7 @@ def test_what_was_trained_is_equal(ranks: RankPools, num_ranks, parallel):
 def test_one_bit_is_found(ranks: RankPools, num_ranks, parallel, damaged, which):
     with pytest.raises(RankError) as error:
         ranks(num_ranks).run(train_and_check, parallel, damaged)
-    words = f"after step 3, ranks {which} hold different values of {damaged}, of which they hold the same part"
+    words = f"after step 3, ranks {which} must hold the same part of {damaged}, but its values differ"
     assert words in str(error.value)
     assert all(f"rank {rank}" in str(error.value) for rank in range(num_ranks)), "all stop"
 

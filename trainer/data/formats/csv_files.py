@@ -87,7 +87,7 @@ class CsvReader(Reader):
         text = TextOptions("utf-8-sig")
         with open_text(path, text.encoding) as file:
             lines = text.cells(file, delimiter_of(path, text))
-            is_one = len(next((cells for cells in lines if cells), [])) == 1  # whose empty lines are rows
+            is_one = len(next((cells for cells in lines if cells), [])) == 1  # an empty line is then a row
             return 0 if is_one else sum(not cells for cells in lines)
 
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:

@@ -42,7 +42,7 @@ def _table(path: Path, most_rows: int | None) -> Any:
             raise DataError(f"`{path}` must be an indexed data set of Megatron, but `{file}` does not exist; copy it")
     content = index.read_bytes()
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
-        raise DataError(f"`{index}` must be an index of Megatron, but does not start as one")
+        raise DataError(f"`{index}` must be an index of Megatron, but does not start as one; copy it again")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack_from(content)
     if version != 1 or code not in _TYPES:
         raise DataError(f"`{index}` must be of version 1 with integers, but is of version {version} with type {code}")

@@ -35,7 +35,7 @@ class Shard:
 
     Attributes:
         place: its path or its URL.
-        stamp: changes with its content, if its file system tells.
+        stamp: changes with its content, on file systems that record changes.
     """
 
     place: str
@@ -140,10 +140,10 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
         ) from error
     except Exception as error:  # the classes differ between file systems
         if isinstance(error, FileNotFoundError) and _lasts(error):
-            raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`") from error
+            raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`; correct it") from error
         raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
     if not shards:
-        raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`")
+        raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`; correct the pattern")
     for place, info in shards.items():
         if info.get("size") is None or info.get("partial") is False:
             raise DataError(

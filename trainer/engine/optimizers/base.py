@@ -23,7 +23,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     Attributes:
         updates_in_batches: whether it updates `batches` of tensors in fp32, which have temporary copies.
-        whole_keys: the keys of state that is whole on every rank, whatever the placement of its parameter.
+        whole_keys: the keys of state that is whole on every rank, under every placement of its parameter.
         state_dtypes: the types of state that is not at least fp32, by key.
         found_inf: torch's flag of a bad step, which changes nothing: a scalar on the device, 1.0 in a bad step. The
             host need not wait for it, and torch's fused kernels read it themselves. None: the step is good.

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer trains: their groups, and what it may need to know about them."""
+"""The parameters that an optimizer trains: their groups and properties."""
 
 from __future__ import annotations
 

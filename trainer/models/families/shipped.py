@@ -104,8 +104,8 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
         style = next((style for pattern, style in plan.items() if matches(pattern, relative)), None)
         if isinstance(module, nn.Dropout | KeyedDropout) and module.p > 0:
             raise UsageError(
-                f"transformers' plan for {model_type} cuts what stands around the dropout `{name}`, but does not say"
-                f" whether it drops all features or a rank's; set `model.dropout` to 0, or {_REMEDY}"
+                f"transformers' plan for {model_type} must name the features of the dropout `{name}`, all or those of a"
+                f" rank, but does not; set `model.dropout` to 0, or {_REMEDY}"
             )
         if style is None and any(True for _ in module.parameters(recurse=False)):
             raise UsageError(
@@ -126,9 +126,9 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
         for name, outputs in of_block:
             if outputs > inputs.get(block, 0):
                 raise UsageError(
-                    f"transformers' plan for {model_type} cuts `{name}`, whose {outputs} outputs are more than the"
-                    f" {inputs.get(block, 0)} inputs of the row that follows it: several matrices in one, whose order"
-                    f" the plan does not tell; {_REMEDY}"
+                    f"transformers' plan for {model_type} cuts `{name}` with {outputs} outputs, but the row after it"
+                    f" has {inputs.get(block, 0)} inputs: it joins several matrices in an order that the plan lacks;"
+                    f" {_REMEDY}"
                 )
 
 

@@ -88,7 +88,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
         if matches(pattern, name) and not isinstance(module, Absent)  # `Absent`: of another pipeline stage
     }
     if not layers:
-        raise UsageError(f"the family {config.model_type} says that layers are `{pattern}`, but none is in this model")
+        raise UsageError(
+            f"the family {config.model_type} must name the layers of this model, but `{pattern}` matches no module;"
+            " correct `layers` of the family"
+        )
     return layers
 
 

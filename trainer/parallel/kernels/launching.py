@@ -63,7 +63,7 @@ class Launch(NamedTuple):
 
 
 class _Started(NamedTuple):
-    """A compiled kernel: its launcher, the grid, what the launcher wants before and after the tensors."""
+    """A compiled kernel: its launcher, the grid, and the launcher's arguments before and after the tensors."""
 
     run: Callable[..., object]
     grid: tuple[int, ...]

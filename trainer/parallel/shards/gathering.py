@@ -69,7 +69,7 @@ def join_whole(tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh
 
 
 class WholeTensors:
-    """The tensors of a model in parts, each of which one rank can collect whole. All ranks must create it.
+    """The tensors of a model in parts; one rank can collect each of them whole. All ranks must create it.
 
     Args:
         joins: for each tensor of this rank's stages, by name, a function that returns it whole on every rank of the

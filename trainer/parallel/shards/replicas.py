@@ -41,7 +41,7 @@ def _compare(gathered: list[list[tuple[str, tuple[tuple[str, int], ...], int]]],
     if differing:
         name, ranks = next(iter(differing.items()))
         raise TrainerError(
-            f"after step {step}, ranks {', '.join(map(str, sorted(ranks)))} hold different values of {name}, of which"
-            f" they hold the same part ({len(differing)} parameters in all): a device or a link is damaged, or an"
+            f"after step {step}, ranks {', '.join(map(str, sorted(ranks)))} must hold the same part of {name}, but its"
+            f" values differ ({len(differing)} parameters in all): a device or a link is damaged, or an"
             " operation is not deterministic; resume from an earlier checkpoint"
         )

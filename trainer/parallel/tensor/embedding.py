@@ -16,7 +16,7 @@ class _ParallelEmbedding(nn.Module):
     """This rank's part of a whole embedding, with a copy of its weight; the copy keeps `requires_grad`.
 
     Args:
-        has_own_forward: whether the caller knows what the `forward` of the embedding's class does.
+        has_own_forward: whether the caller knows the `forward` of the embedding's class.
 
     Raises:
         UsageError: the embedding has `max_norm`, `scale_grad_by_freq`, `sparse`, or an unknown `forward`.

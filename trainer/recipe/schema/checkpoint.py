@@ -17,7 +17,7 @@ class MemoryCheckpoint(Section):
     """Checkpoints in the memory of the hosts, from which a run resumes after the failure of a process or a host."""
 
     every: IntervalField
-    """How often to save one, unless the step saves to the disk; more often than `checkpoint.every`."""
+    """How often to save one; more often than `checkpoint.every`."""
     folder: RunPathField = "/dev/shm"
     """Folder of each host, on a memory file system."""
 
@@ -30,11 +30,11 @@ class Checkpoint(Section):
     every: IntervalField | None = None
     """How often to save a checkpoint; null: only at a stop and at the end."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep; the checkpoint of the best evaluation is kept too."""
+    """Newest checkpoints to keep, beside that of the best evaluation."""
     asynchronous: bool = True
-    """Continue training while a checkpoint is written, from a copy in CPU memory; false: wait for the write."""
+    """Write from a copy in CPU memory while training continues; false: wait."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest checkpoint in the folder; never: a folder with a checkpoint is an error."""
+    """auto: from the newest checkpoint in the folder; never: a checkpoint there is an error."""
     memory: MemoryCheckpoint | None = None
     """Further checkpoints in the memory of the hosts, each also on the next host; null: none. A restart resumes from
     the newest complete checkpoint, in memory or on the disk."""

@@ -19,22 +19,21 @@ from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_
 
 class _DataKeys(Section):
     map: DataMap = DataMap()
-    """The columns that the task reads, made from those of the source: in all splits, and in files to predict."""
+    """Columns that the task reads, made from those of the source: in all splits, and in files to predict."""
     max_length: int = Field(128, ge=1)
-    """Maximum tokens of a text; longer ones are truncated, and their share is reported."""
+    """Maximum tokens of a text; longer ones are truncated, with a note."""
     group_by_length: bool = False
-    """Batch texts of similar length, which needs less padding."""
+    """Batch texts of similar length, for less padding."""
     pad_to: int = Field(1, ge=1)
-    """Pad the texts of a microbatch to a multiple of this many tokens, such as 8 or 64."""
+    """Pad microbatches to a multiple of this many tokens, such as 8 or 64."""
     packing: bool = False
-    """Compute the layers on tokens only, without padding; the training is the same."""
+    """Compute the layers without padding, with equal results."""
     num_workers: int = Field(0, ge=0, le=64)
-    """Processes per rank that prepare batches; 0: the rank itself prepares them."""
+    """Processes per rank that prepare batches; 0: the rank itself."""
     preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Processes that tokenise a split, once for all ranks of a node; null: the cores of the machine, and fewer for
-    little text."""
+    """Processes of a node that tokenise a split; null: its cores, fewer for little text."""
     cache: PathField | None = None
-    """Folder of the cache of tokenised texts and resized images; null: the user's cache folder."""
+    """Folder for tokenised texts and resized images; null: the user's cache."""
 
     @property
     def source_weights(self) -> list[float] | None:
@@ -52,12 +51,12 @@ class HubData(_DataKeys):
     name: HubOrPathField
     """A name on the hub, or a local folder that `datasets.load_dataset` can read."""
     subset: str | None = None
-    """The configuration of the data set, such as `mrpc` of GLUE."""
+    """Configuration of the data set, such as `mrpc` of GLUE."""
     revision: Revision = None
     train: str = "train"
     """Name of the training split."""
     validation: HeldOut | str | None = "validation"
-    """Name of the validation split, or the share of the training split to hold out."""
+    """Name of the validation split, or the share of `train` to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -72,28 +71,28 @@ class FileData(_DataKeys):
 
     source: Literal["files"]
     format: Literal["json", "csv", "parquet", "excel", "conll", "megatron"] | None = None
-    """null: from the extension of the first file. `conll` has one word on each line, its tag in the last column, and
-    the columns `words` and `tags`. `megatron`: NAME.idx beside NAME.bin, with the column `input_ids`."""
+    """null: by the first file's ending. `conll`: a word on each line, its tag in the last column, read as `words` and
+    `tags`. `megatron`: NAME.idx beside NAME.bin, with the column `input_ids`."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """The character between the columns of CSV files; null: found in their first lines."""
+    """Character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
-    """Whether quotation marks enclose values of CSV and TSV files; false: they are text."""
+    """Quotation marks enclose values of CSV and TSV files; false: they are text."""
     encoding: str = "utf-8"
-    """The encoding of JSON, CSV and CoNLL files, such as latin-1."""
+    """Encoding of JSON, CSV and CoNLL files, such as latin-1."""
     train: PathField | Annotated[list[PathField], Field(min_length=1)]
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
     mixture: list[Annotated[float, Field(gt=0)]] | None = None
-    """The share of each entry of `train` in an epoch, such as [0.7, 0.3]; null: an epoch has every row once."""
+    """Share of each entry of `train` in an epoch, such as [0.7, 0.3]; null: every row once."""
     maps: list[DataMap] | None = None
-    """The map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then that of the validation split
-    and of files to predict. null: `map` is that of all."""
+    """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then for validation and prediction.
+    null: `map` is for all."""
     streaming: bool = False
     """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
-    `s3://bucket/part-*.parquet`; docs/numerics.md has the order and the limits."""
+    `s3://bucket/part-*.parquet`; see docs/numerics.md."""
     shuffle_window: int = Field(16_384, ge=1)
-    """With `streaming`: the rows that are shuffled together; blocks are shuffled over all files."""
+    """With `streaming`: rows that are shuffled together."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
-    """File or files of the validation split, or the share of the training split to hold out, such as 0.1."""
+    """File or files of the validation split, or the share of `train` to hold out, such as 0.1."""
 
     @property
     def source_weights(self) -> list[float] | None:
@@ -161,7 +160,7 @@ class FolderData(_DataKeys):
     train: str = "train"
     """Name of the training split."""
     validation: HeldOut | str | None = "validation"
-    """Name of the validation split, or the share of the training split to hold out."""
+    """Name of the validation split, or the share of `train` to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -18,34 +18,34 @@ class MadeMessage(Section):
     """A message of a chat that is made from columns."""
 
     role: Literal["system", "developer", "user", "assistant", "turns"]
-    """The role of the message. `turns`: earlier turns, a list of pairs of a user's text and its answer."""
+    """Role of the message. `turns`: earlier turns, as pairs of a user's text and its answer."""
     content: _Name
     """A template, or the column of `turns`; a message without text is left out."""
 
 
 class ChatKeys(Section):
-    """The keys of messages in other spellings."""
+    """Keys of messages in other spellings."""
 
     role: _Name = "role"
-    """The key of the role in the source."""
+    """Key of the role in the source."""
     content: _Name = "content"
-    """The key of the text in the source."""
+    """Key of the text in the source."""
     roles: dict[str, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
-    """The role for each name in the source that differs, such as {"human": "user"}; `tool_calls`: a turn with tool
-    calls as JSON."""
+    """Role of each name in the source that differs, such as {"human": "user"}; `tool_calls`: a turn with tool calls as
+    JSON."""
     system: _Name | None = None
-    """The column of the system message of a chat that begins with the user's turn; null: chats hold their own."""
+    """Column of the system message of a chat that begins with the user's turn; null: chats hold their own."""
 
 
 class MappedColumn(Section):
     """A column that is made from one column of the source."""
 
     column: _Name
-    """The column of the source."""
+    """Column of the source."""
     type: Literal["text", "integer", "number", "boolean"] | None = None
-    """The type of the values; null: that of the source."""
+    """Type of the values; null: that of the source."""
     values: Annotated[dict[str, str | int | float | bool], Field(min_length=1)] | None = None
-    """The new value for each value, such as {"1": "bad", "5": "good"}; others are refused."""
+    """New value for each value, such as {"1": "bad", "5": "good"}; others are refused."""
     chat: ChatKeys | None = None
     """Read chats with other keys of messages."""
 
@@ -62,19 +62,19 @@ Mapped = _Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)
 
 
 class DataMap(Section):
-    """The columns that the task reads, made from those of the source, in all splits and in files to predict."""
+    """Columns that the task reads, made from those of the source, in all splits and in files to predict."""
 
     shape: Literal["auto", "none", "sharegpt", "alpaca"] = "auto"
     """sharegpt: chats with `from` and `value`, and `system`; alpaca: `instruction`, `input`, `output`, and in chats
-    `system` and `history`; auto: recognised, with a note that names columns which are not read."""
+    `system` and `history`; auto: recognised, with a note."""
     columns: Annotated[dict[_Name, Mapped], Field(min_length=1)] | None = None
-    """The new columns; all others are left out. A value is the name of a column of the source, a template such as
+    """New columns; others are left out. A value is a column of the source, a template such as
     "{instruction}[\\n{input}]", a list of messages with templates and of earlier turns, or an object. A part of a
     template in brackets is left out if one of its columns is null or blank; double brackets and braces are characters.
     null: the columns of the source."""
     where: list[str] = Field([])
-    """Conditions that the rows must fulfil, such as ["language == en", "score >= 0.5"]. Operators are ==, !=, <, <=, >,
-    >=, in and not in. `trainer predict` and `trainer mine` read all rows."""
+    """Conditions on rows, such as ["language == en", "score >= 0.5"]. Operators: ==, !=, <, <=, >, >=, in and not in.
+    `trainer predict` and `trainer mine` read all rows."""
 
     def contradictions(self, base: KeyPath = ("data", "map")) -> Iterator[Contradiction]:
         if self.columns is not None and self.shape in ("sharegpt", "alpaca"):

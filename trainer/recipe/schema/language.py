@@ -22,9 +22,9 @@ class MaskedLM(TextKeys, VocabularyKeys):
 
     type: Literal["masked_lm"]
     mask_probability: float = Field(0.15, gt=0, lt=1)
-    """Probability that a token is selected for prediction; special tokens never are."""
+    """Probability of a token to be selected, except special ones."""
     metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
-    """Share of selected tokens that are predicted correctly; exponential of their mean loss."""
+    """Share of selected tokens predicted correctly; exponential of their mean loss."""
 
 
 class Generation(Section):
@@ -37,19 +37,19 @@ class Generation(Section):
     num_beams: int = Field(1, ge=1)
     """Beams of the beam search; 1: the most probable token at each place."""
     length_penalty: float = 1.0
-    """A beam's score is divided by its length to this power; larger values prefer longer texts."""
+    """Power of its length that divides a beam's score; larger ones prefer longer texts."""
     early_stopping: bool = False
-    """Stop a beam search at `num_beams` complete texts, although a better one may follow."""
+    """Stop a beam search at `num_beams` complete texts."""
     do_sample: bool = False
-    """Draw each token by its probability; the draw depends on `training.seed`, the row and the place."""
+    """Draw each token by its probability, from `training.seed`, row and place."""
     temperature: float = Field(1.0, gt=0)
     """With `do_sample`: divisor of the logits."""
     top_k: int = Field(0, ge=0)
-    """With `do_sample`: draw among so many most probable tokens; 0: all."""
+    """With `do_sample`: most probable tokens to draw among; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """With `do_sample`: draw among the fewest tokens with this probability in sum."""
+    """With `do_sample`: draw among the fewest tokens with this total probability."""
     no_repeat_ngram_size: int = Field(0, ge=0)
-    """Tokens in a row that a generated text may hold only once; 0: any repetition."""
+    """Length of token sequences that may not repeat in a text; 0: any may."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         beams, draws = "task.generation.num_beams", "task.generation.do_sample"
@@ -72,27 +72,27 @@ class CausalLM(VocabularyKeys):
 
     type: Literal["causal_lm"]
     text: str | None = None
-    """The column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
+    """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""
     prompt: str | None = None
-    """The column of prompts, texts or messages, which are not trained."""
+    """Column of prompts, texts or messages, not trained."""
     completion: str | None = None
-    """The column of completions of the prompts."""
+    """Column of completions of the prompts."""
     messages: str | None = None
-    """The column of chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, unless their
+    """Column of chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, unless their
     `weight` is 0."""
     tools: str | None = None
-    """The column of the tools of a chat, as lists of JSON schemas or their text."""
+    """Column of the tools of a chat, as lists of JSON schemas or their text."""
     train_on: Literal["all", "last", "each"] = "all"
-    """The trained turns of a chat: all in one row; the last one; or each in a row of its own. `last` and `each` suit
-    templates that change earlier messages."""
+    """Trained turns of a chat: all in one row, the last one, or each in its own row. `last` and `each` suit templates
+    that change earlier messages."""
     generation: Generation = Generation()
-    """The length of the texts of `trainer predict`, and their search."""
+    """Length of the texts of `trainer predict`, and their search."""
     packing: Literal["none", "documents", "joined"] = "none"
     """Fill rows of `data.max_length` tokens with several documents. `documents` keeps attention and positions inside
     each; `joined` lets them see each other (texts only)."""
     metrics: list[Literal["perplexity", "accuracy"]] = Field(default=["perplexity"], min_length=1)
-    """Exponential of the mean loss of trained tokens; share of them that are predicted correctly."""
+    """Exponential of the mean loss of trained tokens; share predicted correctly."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -122,29 +122,29 @@ class CausalLM(VocabularyKeys):
 class Seq2SeqLM(VocabularyKeys):
     """Generate a target text from a source text by an encoder-decoder, as in summarisation and translation.
 
-    The loss is the mean over the tokens of all targets, each of which ends with the end token.
+    The loss is the mean over the tokens of all targets. Each target ends with the end token.
     """
 
     type: Literal["seq2seq_lm"]
     source: str = "source"
-    """The column of the source text."""
+    """Column of the source text."""
     target: str = "target"
-    """The column of the target text; it may be empty."""
+    """Column of the target text; it may be empty."""
     prefix: str = ""
     """Text before each source, such as `"summarize: "` for T5."""
     source_language: str | None = None
-    """The sources' language, as a multilingual tokenizer names it, such as `en_XX` of mBART."""
+    """Language of the sources in a multilingual tokenizer's spelling, such as `en_XX` of mBART."""
     target_language: str | None = None
-    """The targets' language; a tokenizer needs both or none."""
+    """Language of the targets; set both or none."""
     max_target_length: int = Field(128, ge=2)
-    """Maximum tokens of a target; longer ones are truncated, and their share is reported."""
+    """Maximum tokens of a target; longer ones are truncated, with a note."""
     generation: Generation = Generation()
-    """The length of generated texts, and their search."""
+    """Length of generated texts, and their search."""
     metrics: list[Literal["rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "accuracy", "perplexity"]] = Field(
         default=["perplexity"], min_length=1
     )
-    """ROUGE, from 0 to 1, and BLEU and chrF, from 0 to 100, of generated texts; share of target tokens that are
-    predicted correctly from the true ones before; exponential of the mean loss."""
+    """ROUGE (0 to 1), BLEU and chrF (0 to 100) of generated texts; share of target tokens predicted correctly from the
+    true ones before; exponential of the mean loss."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -23,7 +23,7 @@ class Profile(Section):
     """Profile of some steps by torch's profiler: a trace of each rank, and the operations that take most time."""
 
     steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
-    """The first and the last step to profile, such as [10, 14]."""
+    """First and last step to profile, such as [10, 14]."""
 
 
 class Logging(Section):
@@ -38,7 +38,7 @@ class Logging(Section):
     profile: Profile | None = None
     """Steps to profile into the folder `profile` of the run; null: none."""
     project: Project | None = Field(default=None)
-    """The project of W&B and Trackio, and the experiment of MLflow; null: the setting of each service."""
+    """Project of W&B and Trackio, experiment of MLflow; null: the service's setting."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.project is not None and not {"wandb", "mlflow", "trackio"} & set(self.to):

@@ -21,28 +21,28 @@ class Adapter(Section):
     type: Literal["lora", "dora"]
     """`dora` also trains the norm of each row of the adapted weights."""
     rank: int = Field(8, ge=1)
-    """The rank of each product."""
+    """Rank of each product."""
     alpha: float = Field(16.0, gt=0)
     """Each product is multiplied by `alpha / rank`."""
     rank_stabilised: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
     rank_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[int, Field(ge=1)]] = Field({})
-    """Other ranks for layers with these names or patterns; the first that matches a layer applies."""
+    """Ranks of layers by names or patterns; the first match applies."""
     alpha_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
     """Other values of `alpha`, as in `rank_pattern`."""
     start: Literal["pissa", "pissa_niter_16", "loftq"] | None = None
-    """Begin with the largest singular values of each weight (`pissa`), an approximation of them (`pissa_niter_16`), or
-    those of the errors of `model.quantization` (`loftq`); null: with a product of zero."""
+    """Begin with the largest singular values of each weight (`pissa`), approximately (`pissa_niter_16`), or of the
+    errors of `model.quantization` (`loftq`); null: with zero."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """The dropout of the input of each product."""
+    """Dropout of the input of each product."""
     targets: Patterns | Literal["all-linear"] | None = None
-    """Names of linear layers, or patterns such as `*.query`; `all-linear`: all but heads and layers that are trained
-    whole; null: those of the repeated layers."""
+    """Names of linear layers, or patterns such as `*.query`; `all-linear`: all but heads and layers trained whole;
+    null: those of the repeated layers."""
     modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Names or patterns of modules that are trained whole; null: all modules that the pretrained model lacks, such as
-    the head of the task."""
+    """Names or patterns of modules to train whole; null: those that the pretrained model lacks, such as the task's
+    head."""
     trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None
-    """Tokens, or their ids, with rows of the embedding and of the head to train; null: those of `model.new_tokens`."""
+    """Tokens or ids with rows of embedding and head to train; null: `model.new_tokens`."""
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of the product of a layer, by its name in the model."""
@@ -70,26 +70,25 @@ class Model(Section):
     """A name on the hub, or a folder."""
     revision: Revision = None
     config: dict[str, Any] | None = None
-    """Alone: a transformers configuration with its "model_type", for random weights. With `name_or_path`: keys that
-    replace those of the model's configuration."""
+    """Alone: a transformers configuration with its "model_type", for random weights. With `name_or_path`: keys to
+    replace."""
     tokenizer: HubOrPathField | None = None
     """A name on the hub, or a folder; null: the tokenizer of the model."""
     new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """Tokens to add to the tokenizer. Embedding and head get rows for those without one; null: none."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """All dropout probabilities of the model; 0 turns off stochastic depth too; null: those of its configuration."""
+    """All dropout probabilities of the model, 0 also of stochastic depth; null: as configured."""
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
-    """causal_lm: add noise within `alpha / sqrt(L * width)` to the embeddings of a row of L tokens, such as 5 (NEFTune,
-    Jain et al. 2023); null: none."""
+    """causal_lm: noise within `alpha / sqrt(L * width)` on the embeddings of L tokens, such as 5 (NEFTune, Jain et al.
+    2023)."""
     freeze: Patterns | None = None
     """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
     unfreeze_at_step: Annotated[int, Field(ge=1)] | None = None
-    """Train the weights of `freeze` too after this number of steps; null: never."""
+    """Step after which the weights of `freeze` are trained too; null: never."""
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
     quantization: Literal["nf4", "nf4_single", "int8"] | None = None
-    """The frozen weights beneath an adapter in 4 bits (NormalFloat; `nf4_single`: scales in fp32) or 8 bits; null: not
-    quantised."""
+    """Frozen weights beneath an adapter in 4 bits (NormalFloat; `nf4_single`: scales in fp32) or 8 bits; null: not."""
 
     @property
     def is_partly_frozen(self) -> bool:

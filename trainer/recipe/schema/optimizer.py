@@ -15,7 +15,7 @@ class ParameterGroup(Section):
     """Parameters with a learning rate or a weight decay of their own."""
 
     match: Annotated[str, Field(min_length=1)] | Patterns
-    """A name or pattern of modules and parameters, such as `classifier`, or a list of them."""
+    """Names or patterns of modules and parameters, such as `classifier`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate of the schedule; null: that of the optimizer."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -29,10 +29,9 @@ class _OptimizerKeys(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Not applied to biases and norm weights."""
     groups: Annotated[list[ParameterGroup], Field(min_length=1)] | None = None
-    """Parameters with values of their own; `model.freeze` freezes. A parameter may be in one group only."""
+    """Parameters with values of their own, each in one group only."""
     layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Factor of the learning rate from each layer to the one below: the head has the whole rate, the embeddings the
-    smallest; null: 1."""
+    """Factor of the learning rate from each layer to the one below; the head has the whole rate. null: 1."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         for index, group in enumerate(self.groups or ()):

@@ -21,12 +21,11 @@ class Pipeline(Section):
     schedule: Literal[SCHEDULE_NAMES] = "1f1b"  # type: ignore[valid-type]  # from the table
     """Order in which the stages process the microbatches."""
     microbatches: Annotated[int, Field(ge=1)] | None = None
-    """Microbatches in one pass through the pipeline; null: all of an optimizer step, at least two per stage if there
-    are enough rows."""
+    """Microbatches in one pass; null: all of a step, at least two per stage if rows suffice."""
     stages_per_rank: Annotated[int, Field(ge=1)] | None = None
     """Stages on each rank; null: the default of the schedule."""
     split: Annotated[list[str], Field(min_length=1)] | None = None
-    """Name in the base model of the first layer of each stage except the first; null: balanced by cost."""
+    """First layer of each later stage, by its name in the base model; null: balanced by cost."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         stages = "parallel.pipeline.stages"
@@ -57,7 +56,7 @@ class Parallel(Section):
     shard: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Ranks in one shard group under hsdp; auto: the ranks of one node."""
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Tensor-parallel degree (as in Megatron-LM): ranks that shard each large matrix and process the same rows."""
+    """Tensor-parallel degree: ranks that shard each large matrix and process the same rows."""
     sequence: bool = False
     """Sequence parallelism: shard positions over tensor ranks between the matrices of a layer, for less memory."""
     context: Annotated[int, Field(ge=1)] = 1
@@ -70,21 +69,21 @@ class Parallel(Section):
     data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, one shard group may be smaller; none:
     such a launch is refused."""
     reshard_after_forward: bool = True
-    """Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again for backward."""
+    """Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep the optimizer state, or parameters and optimizer state, in CPU memory."""
     load: Literal["read", "broadcast"] = "read"
-    """read: every rank reads its parts of pretrained weights from the files; broadcast: one rank of each node reads
-    them and sends chunks to the others, for a slow shared file system."""
+    """read: every rank reads its parts of pretrained weights; broadcast: one rank of each node reads for the others,
+    for a slow shared file system."""
     communication: Communication = Communication()
     """Types of the numbers that ranks send each other. Weights and hidden states of matrix products always travel in
     the type of `precision`."""
     stall_timeout: DurationField = Duration(10, "minute")
-    """Maximum time without progress of any rank; then the run ends and reports the state of each rank."""
+    """Maximum time without progress; then the run ends and reports each rank."""
     join_timeout: DurationField = Duration(10, "minute")
-    """Maximum time of the rendezvous; after 20 seconds the missing ranks are reported."""
+    """Maximum time of the rendezvous."""
     deepspeed: dict[str, Any] = Field(default={})
-    """Additional DeepSpeed configuration keys under zero1 to zero3; keys that the trainer sets are errors."""
+    """Further keys for DeepSpeed under zero1 to zero3, except those that the trainer sets."""
 
     @property
     def tensor_ranks(self) -> int:

@@ -30,8 +30,8 @@ class PreferenceLoss(Section):
     type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     """For pairs, but kto (Ethayarajh et al. 2024) for single answers with a label. simpo and orpo need no reference."""
     beta: Annotated[float, Field(gt=0)] | None = None
-    """Strength of the divergence from the reference; simpo: scale of the rewards; orpo: weight of the odds ratio;
-    ipo: tau. null: 2.0 for simpo, else 0.1."""
+    """Strength of the divergence from the reference; simpo: scale of the rewards; orpo: weight of the odds ratio; ipo:
+    tau. null: 2.0 for simpo, else 0.1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """dpo: probability that a preference is wrong (conservative DPO, Mitchell 2023)."""
     gamma: float = Field(0.5, ge=0)
@@ -68,25 +68,24 @@ class Preference(VocabularyKeys):
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: str | None = "prompt"
-    """The column of prompts; null: `chosen` and `rejected` hold whole chats, which start with the same messages."""
+    """Column of prompts; null: `chosen` and `rejected` hold whole chats that start alike."""
     chosen: str = "chosen"
-    """The column of the better answers."""
+    """Column of the better answers."""
     rejected: str = "rejected"
-    """The column of the worse answers."""
+    """Column of the worse answers."""
     completion: str = "completion"
     """kto: the column of the answers."""
     label: str = "label"
-    """kto: the column of whether an answer is desirable: true or false, or 1 or 0."""
+    """kto: the column of true (desirable) or false, or 1 or 0."""
     tools: str | None = None
-    """The column of the tools of a chat, as lists of JSON schemas or their text."""
+    """Column of the tools of a chat, as lists of JSON schemas or their text."""
     generation: Generation = Generation()
-    """The length of the texts of `trainer predict`, and their search."""
+    """Length of the texts of `trainer predict`, and their search."""
     metrics: list[Literal["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps", "kl"]] = Field(
         default=["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps"], min_length=1
     )
-    """Share of pairs in which the chosen answer has the higher reward (kto: of answers on the right side of the
-    divergence); difference of the mean rewards; mean log-probability of an answer; kto: the divergence from the
-    reference."""
+    """Share of pairs with a higher reward of the chosen answer (kto: of answers on the right side of the divergence);
+    difference of the mean rewards; mean log-probability of an answer; kto: divergence from the reference."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -119,17 +118,17 @@ class RewardModel(TaskKeys):
 
     type: Literal["reward_model"]
     prompt: str | None = "prompt"
-    """The column of prompts; null: the other columns hold whole texts or chats."""
+    """Column of prompts; null: the other columns hold whole texts or chats."""
     chosen: str = "chosen"
-    """The column of the better answers."""
+    """Column of the better answers."""
     rejected: str = "rejected"
-    """The column of the worse answers."""
+    """Column of the worse answers."""
     margin: str | None = None
-    """The column of the least difference of the two rewards."""
+    """Column of the least difference of the two rewards."""
     center_coefficient: float = Field(0.0, ge=0)
-    """Weight of the squared sum of both rewards in the loss, which centres rewards at 0."""
+    """Weight of the squared sum of both rewards in the loss, which centres them."""
     metrics: list[Literal["accuracy", "reward_margin"]] = Field(default=["accuracy", "reward_margin"], min_length=1)
-    """Share of pairs in which the chosen answer has the higher reward; mean difference of the two rewards."""
+    """Share of pairs with a higher reward of the chosen answer; mean difference of the rewards."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

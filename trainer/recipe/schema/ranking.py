@@ -16,33 +16,32 @@ class Reranker(TaskKeys):
 
     type: Literal["reranker"]
     query: str = "query"
-    """The column of queries."""
+    """Column of queries."""
     documents: str | Annotated[list[str], Field(min_length=2)] = "documents"
-    """The column of one document or of a list; or several columns: the right document, then wrong ones."""
+    """Column of one document or of a list; or several columns: the right document, then wrong ones."""
     label: str | None = None
-    """The column of the relevance of each document; null: the first document of a row is right, the others are
-    wrong."""
+    """Column of the relevance of each document; null: the first one of a row is right."""
     loss: Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"] = "binary_cross_entropy"
     """binary_cross_entropy: of each pair; cross_entropy: find the right document of the row; list_net: cross entropy of
     the softmax of labels and scores; lambda: LambdaLoss with NDCG-Loss2++."""
     positive_weight: float = Field(1.0, gt=0)
-    """The weight of right documents in `binary_cross_entropy`."""
+    """Weight of right documents in `binary_cross_entropy`."""
     scale: Annotated[float, Field(gt=0)] | None = None
     """For `cross_entropy`: the logits are the sigmoid of the scores times this; null: the scores."""
     activation: Literal["sigmoid", "identity"] | None = None
-    """The function of predicted scores, also in the exported folder; null: that of the model's folder, else sigmoid."""
+    """Function of predicted scores; null: that of the model's folder, else sigmoid."""
     metrics: list[Literal["ndcg_at_5", "ndcg_at_10", "mrr_at_5", "mrr_at_10", "map"]] = Field(
         default=["ndcg_at_10", "mrr_at_10", "map"], min_length=1
     )
-    """Mean over the distinct queries of nDCG of the first 5 or 10 documents, of 1 / rank of the first relevant one
-    among these, and of the average precision."""
+    """Means over distinct queries: nDCG of the first 5 or 10 documents, 1 / rank of the first relevant one among these,
+    average precision."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         documents = [self.documents] if isinstance(self.documents, str) else self.documents
         yield from repeated("task.documents", [self.query, *documents, *([self.label] if self.label else [])])
         if self.label is not None and len(documents) > 1:
-            text = "is set, but `task.documents` names several columns, of which the first is right; remove it"
+            text = "is set, but `task.documents` names several columns, and the first one is right; remove it"
             yield clash(text, "task.label", "task.documents")
         for key, loss in (("positive_weight", "binary_cross_entropy"), ("scale", "cross_entropy")):
             if self.loss != loss and self.changed(key):

@@ -26,7 +26,7 @@ class Cosine(_Warmup):
 
     name: Literal["cosine"]
     min_rate: float = Field(0.0, ge=0, lt=1)
-    """The rate at the end, as a share of the peak."""
+    """Rate at the end, as a share of the peak."""
 
 
 class CosineWithRestarts(_Warmup):
@@ -34,7 +34,7 @@ class CosineWithRestarts(_Warmup):
 
     name: Literal["cosine_with_restarts"]
     cycles: int = Field(1, ge=1)
-    """The number of these halves."""
+    """Number of these halves."""
 
 
 class Polynomial(_Warmup):
@@ -42,9 +42,9 @@ class Polynomial(_Warmup):
 
     name: Literal["polynomial"]
     power: float = Field(1.0, gt=0)
-    """The exponent."""
+    """Exponent."""
     min_rate: float = Field(0.0, ge=0, lt=1)
-    """The rate at the end, as a share of the peak."""
+    """Rate at the end, as a share of the peak."""
 
 
 class Constant(_Warmup):
@@ -68,9 +68,9 @@ class WarmupStableDecay(_Warmup):
     decay: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Steps of the decay, or a fraction of all steps; at most the steps after the warmup."""
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = "cosine"
-    """The curve of the decay."""
+    """Curve of the decay."""
     min_rate: float = Field(0.0, ge=0, lt=1)
-    """The rate at the end and at the start of the warmup, as a share of the peak."""
+    """Rate at the end and at the start of the warmup, as a share of the peak."""
 
 
 ScheduleSection = Linear | Cosine | CosineWithRestarts | Polynomial | Constant | InverseSqrt | WarmupStableDecay

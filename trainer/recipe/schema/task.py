@@ -22,10 +22,10 @@ class SequenceClassification(ClassificationKeys, TextKeys):
 
     type: Literal["sequence_classification"]
     multi_label: bool = False
-    """Each row has any number of labels: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy`
-    is the share of rows with all labels right."""
+    """Any number of labels a row: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy` counts
+    rows with all labels right."""
     threshold: Share | dict[str, Share] = 0.5
-    """With `multi_label`: the probability above which a label is predicted; an object sets it by name."""
+    """With `multi_label`: probability above which a label is predicted; an object: by name."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -48,7 +48,7 @@ class SequenceRegression(TextKeys):
 
     type: Literal["sequence_regression"]
     label: str = "label"
-    """The column of the number."""
+    """Column of the number."""
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
     """Correlation of predicted and true numbers, or their mean squared error."""
 
@@ -58,30 +58,29 @@ class Embedding(TaskKeys):
 
     type: Literal["embedding"]
     texts: Annotated[list[str], Field(min_length=2)]
-    """The columns of the texts of a row: anchor and positive, and perhaps hard negatives of the anchor."""
+    """Columns of the texts: anchor, positive, and perhaps hard negatives."""
     score: str | None = None
-    """The column of the similarity of the two texts, which the losses `cosine`, `cosent` and `angle` need."""
+    """Column of the similarity of both texts, for `cosine`, `cosent` and `angle`."""
     pooling: Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_length"] | None = None
-    """The embedding from the states of the tokens: weighted_mean has weights 1, 2, 3 and so on, mean_sqrt_length is sum
-    / sqrt(tokens). null: that of the model's folder, else mean."""
+    """Embedding from the states of the tokens: weighted_mean has weights 1, 2, 3, ..., mean_sqrt_length is sum /
+    sqrt(tokens). null: as the model's folder, else mean."""
     normalize: bool | None = None
     """Scale embeddings to a length of 1; null: as the model's folder, else true."""
     query_prompt: str | None = None
-    """The text before each text of the first column; null: that of the model's folder."""
+    """Text before each text of the first column; null: that of the model's folder."""
     document_prompt: str | None = None
-    """The text before each text of the other columns; null: that of the model's folder."""
+    """The same for the other columns."""
     loss: Literal["multiple_negatives", "cosine", "cosent", "angle"] = "multiple_negatives"
-    """multiple_negatives: find the positive among those and the negatives of the global batch; cosine: squared error of
-    cosine and score; cosent: order all pairs of rows of the global batch by score; angle: cosent with angles in complex
-    space."""
+    """multiple_negatives: find the positive among all positives and negatives of the global batch; cosine: squared
+    error of cosine and score; cosent: order all pairs of rows of the global batch by score; angle: cosent with angles
+    in complex space."""
     dimensions: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)] | None = None
-    """Matryoshka embeddings: the sum of the losses of these numbers of first values; metrics are computed for each too.
-    null: all values."""
+    """Matryoshka embeddings: sum of the losses of these numbers of first values; each has metrics too. null: all
+    values."""
     dimension_weights: list[Annotated[float, Field(gt=0)]] | None = None
-    """The weight of the loss of each of `dimensions`; null: 1 for each."""
+    """Weight of the loss of each of `dimensions`; null: 1."""
     mask_duplicates: bool = False
-    """Texts of other rows that equal the anchor, its positive or the positive of an equal anchor are not its
-    negatives."""
+    """Leave out negatives that equal the anchor, its positive, or the positive of an equal anchor."""
     temperature: float = Field(0.05, gt=0)
     """Divisor of the cosine similarities; not for the loss `cosine`."""
     learn_temperature: bool = False
@@ -89,8 +88,8 @@ class Embedding(TaskKeys):
     metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "spearman"]] = Field(
         default=["recall_at_1", "mrr"], min_length=1
     )
-    """Share of the positives of an anchor among the nearest 1, 5 or 10 texts of the split; mean reciprocal rank of the
-    first positive; rank correlation of cosine and score."""
+    """Share of the positives among the nearest 1, 5 or 10 texts; mean reciprocal rank of the first positive; rank
+    correlation of cosine and score."""
 
     @property
     def has_roles(self) -> bool:
@@ -147,16 +146,16 @@ class TokenClassification(TaskKeys):
 
     type: Literal["token_classification"]
     words: str | None = None
-    """The column of lists of words."""
+    """Column of lists of words."""
     tags: str | None = None
-    """The column of one tag for each word: of entities (IOB2 or IOBES, such as B-PER), plain (such as NOUN), or
+    """Column of one tag for each word: of entities (IOB2 or IOBES, such as B-PER), plain (such as NOUN), or
     integers from 0."""
     text: str | None = None
-    """The column of a text, instead of `words`."""
+    """Column of a text, instead of `words`."""
     spans: str | None = None
-    """The column of the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
+    """Column of the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
     labels: Annotated[list[str], Field(min_length=2)] | None = None
-    """The tags in order, such as O, B-PER and I-PER; null: as for the labels of `sequence_classification`."""
+    """Tags in order, such as O, B-PER and I-PER; null: as for the labels of `sequence_classification`."""
     label_all: bool = False
     """Train on all tokens of a word, the further ones with the tag I-; false: on its first token only."""
     stride: Annotated[int, Field(ge=0)] | None = None
@@ -189,27 +188,27 @@ class QuestionAnswering(TaskKeys):
 
     type: Literal["question_answering"]
     question: str = "question"
-    """The column of the question."""
+    """Column of the question."""
     context: str = "context"
-    """The column of the text with the answer."""
+    """Column of the text with the answer."""
     answers: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "answers"
-    """The column of answers as in SQuAD, {"text": [...], "answer_start": [...]}, or two columns: the text and the first
+    """Column of answers as in SQuAD, {"text": [...], "answer_start": [...]}, or two columns: the text and the first
     character. Training uses the first answer."""
     stride: Annotated[int, Field(ge=0)] | None = None
     """Tokens of the context that two windows share; null: a third of `data.max_length`."""
     unanswerable: bool = False
-    """Whether some questions have no answer, as in SQuAD 2.0."""
+    """Some questions have no answer, as in SQuAD 2.0."""
     null_threshold: float = 0.0
-    """With `unanswerable`: predict no answer if its score exceeds that of the best answer by more than this."""
+    """With `unanswerable`: predict no answer if its score exceeds the best answer's by more."""
     n_best: int = Field(20, ge=1)
-    """Start and end positions of a window that are combined, and answers that are kept."""
+    """Start and end positions of a window to combine, and answers to keep."""
     max_answer_length: int = Field(30, ge=1)
     """Maximum tokens of a predicted answer."""
     metrics: list[Literal["exact_match", "f1", "has_answer_exact_match", "has_answer_f1", "no_answer_f1"]] = Field(
         default=["exact_match", "f1"], min_length=1
     )
-    """Percentage of predictions that equal an accepted answer, and mean F1 of their words, as in SQuAD 1.1, with
-    `unanswerable` SQuAD 2.0; the same over questions with or without an answer."""
+    """Percentage of predictions that equal an accepted answer, and mean F1 of their words, as in SQuAD; the same over
+    questions with or without an answer."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -233,21 +232,20 @@ class MultipleChoice(TaskKeys):
 
     type: Literal["multiple_choice"]
     context: str = "context"
-    """The column of the context, which is truncated if need be."""
+    """Column of the context, which may be truncated."""
     question: str | None = None
-    """The column of a text before each choice: a question, or the start of the endings."""
+    """Column of a text before each choice: a question, or the start of the endings."""
     question_texts: Annotated[dict[str, str], Field(min_length=1)] | None = None
-    """The text in place of each value of `question`, such as {"cause": "What was the cause?"}; null: the value
-    itself."""
+    """Text in place of each value of `question`, such as {"cause": "What was the cause?"}."""
     blank: Annotated[str, Field(min_length=1)] | None = None
-    """The part of a question that the choice replaces, such as `_`; null: the choice follows it."""
+    """Part of a question that the choice replaces, such as `_`; null: it follows."""
     choices: str | Annotated[list[str], Field(min_length=2)] = "choices"
-    """The column of lists of texts, or of {"text": [...], "label": [...]}; or a column for each choice."""
+    """Column of lists of texts, or of {"text": [...], "label": [...]}; or a column for each choice."""
     label: str = "label"
-    """The column of the right choice."""
+    """Column of the right choice."""
     label_format: Literal["index", "number", "letter", "text"] | None = None
-    """Labels are indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels that `choices`
-    holds, else integers are indices, and a string may mean one choice only."""
+    """Indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels that `choices` holds, else
+    integers are indices, and a string must mean one choice only."""
     metrics: list[Literal["accuracy"]] = Field(default=["accuracy"], min_length=1)
     """Share of rows with the right choice."""
 

@@ -27,8 +27,8 @@ class VocabularyKeys(TaskKeys):
     """Keys of tasks with a loss over the vocabulary."""
 
     vocabulary_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens of the vocabulary with logits in memory at a time; loss and gradients stay the same. `auto`: at least
-    4,096, for logits of more than 64 MiB, or 1 GiB if the head is trained. null: all."""
+    """Tokens of the vocabulary with logits in memory at a time, with equal results. `auto`: at least 4,096, for logits
+    of more than 64 MiB, or 1 GiB if the head is trained. null: all."""
 
 
 class TextKeys(TaskKeys):
@@ -50,7 +50,7 @@ class ImageKeys(TaskKeys):
 
     type: str
     image: str = "image"
-    """The column of the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists [height][width] or
+    """Column of the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists [height][width] or
     [height][width][channels]."""
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = None
     """Height, width and, if there are several, channels of images that are flat lists."""
@@ -64,22 +64,21 @@ class ClassificationKeys(TaskKeys):
     """Keys that all classifications share."""
 
     label: str = "label"
-    """The column of the class: a name, an integer from 0, or one that `task.labels` names."""
+    """Column of the class: a name, an integer from 0, or one of `task.labels`."""
     labels: Annotated[list[str], Field(min_length=2)] | None = None
-    """The class names in order; null: those of the training split, in the order of a fine-tuned checkpoint or the data
-    set, or sorted."""
+    """Class names in order; null: those of the training split, in the order of a fine-tuned checkpoint or the data set,
+    or sorted."""
     metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
         default=["accuracy"], min_length=1
     )
-    """`f1` is that of the class `positive` of two; `f1_macro` is the mean over all classes; `f1_micro` counts all
-    decisions together."""
+    """`f1` is that of the class `positive` of two, `f1_macro` the mean over classes, `f1_micro` over all decisions
+    together."""
     positive: str | None = None
-    """The class that `f1` counts as positive; null: class 1, the second one."""
+    """Class that `f1` counts as positive; null: the second one."""
     class_weights: Literal["balanced"] | dict[str, float] | None = None
-    """Weights of the classes in the training loss, by name; `balanced`: rows / (classes * rows of the class); null:
-    1."""
+    """Weights of classes in the training loss, by name; `balanced`: rows / (classes * rows of the class); null: 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target that is spread evenly over all classes in the training loss."""
+    """Share of the target that the training loss spreads over all classes."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

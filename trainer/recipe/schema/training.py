@@ -19,24 +19,23 @@ class Training(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Total optimizer steps, at which the schedule ends; null: those of all epochs."""
     stop_at_step: Annotated[int, Field(ge=1)] | None = None
-    """Save and exit with code 75 after this step, without changing the schedule (for time-limited jobs)."""
+    """Save and exit with code 75 after this step; the schedule stays the same."""
     global_batch_size: int = Field(32, ge=1)
     """Examples in one optimizer step over all ranks, under every layout."""
     micro_batch_size: Annotated[int, Field(ge=1)] | None = 8
-    """Maximum examples in one forward pass of one rank; determines the gradient accumulation. null: see
-    `micro_batch_tokens`."""
+    """Maximum examples in one forward pass of a rank; accumulation follows. null: see `micro_batch_tokens`."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Maximum tokens in one forward pass of one rank, instead of `micro_batch_size`; microbatches have about equal
-    work. Padding counts, except with `data.packing`."""
+    """Maximum tokens in one forward pass of a rank, instead of `micro_batch_size`; padding counts, except with
+    `data.packing`."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Maximum global gradient norm, by clipping; null: no clipping."""
+    """Maximum global gradient norm; null: no clipping."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Average the weights after each step, with this share of the old average, such as 0.999. Evaluations and exports
-    have the averages."""
+    """Average the weights after each step, with this share of the old average, such as 0.999, for evaluations and
+    exports."""
     check_replicas: IntervalField | None = None
     """How often to check that replicas of weights are bitwise equal; null: never."""
     max_bad_steps: Annotated[int, Field(ge=0)] = 0
-    """Maximum steps that the run may skip because the loss or the gradient is not finite."""
+    """Maximum steps to skip for a non-finite loss or gradient."""
     seed: int = Field(42, ge=0, lt=2**63)
     """Seed of initialisation, sample order, dropout and masked tokens."""
     layout_invariant_dropout: bool = True

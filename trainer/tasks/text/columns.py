@@ -120,7 +120,9 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
     """
     num_special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
     if max_length <= num_special:  # the tokenizer would not truncate at all
-        raise UsageError(f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}")
+        raise UsageError(
+            f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}; raise it"
+        )
     features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
     cut = [False] * len(texts[0])

@@ -61,7 +61,8 @@ class IdRows:
                 raise DataError(f"{place} {'is' if value is None else 'holds'} null; fill it, or leave the row out")
             if len(value) != len(values[self.column]):
                 raise DataError(
-                    f"{place} must have a number for each of {len(values[self.column])} tokens, but has {len(value)}"
+                    f"{place} must have a number for each of {len(values[self.column])} tokens, but has {len(value)};"
+                    " correct it"
                 )
             read[name] = np.asarray(value, np.int64)
         if MASK in read:

@@ -39,7 +39,7 @@ class Conversion:
 
     @property
     def todo(self) -> dict[str, str]:
-        """What the user must write, by key or section."""
+        """The parts that the user must write, by key or section."""
         return {**_todo(self.recipe), **self.missing}
 
     def text(self) -> str:

@@ -134,7 +134,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every tensor while it is the active mode.
 
     A tensor of several views counts once, by its storage. A subclass that wraps tensors, such as a `DTensor`, counts
-    by what it wraps.
+    as the wrapped tensor.
 
     Args:
         answers: whether to answer operations that read values, for tensors that have none.

@@ -247,7 +247,7 @@ def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[Nati
         with simulation.opened(simulation.build()) as (engine, ledger, batch):
             if isinstance(engine, ZeroEngine):
                 engine.train_step(_smallest(batch, plan))
-            else:  # the update alone makes the state, whatever the gradients
+            else:  # the update alone makes the state, from any gradients
                 _fill_gradients(engine, ledger)
                 _step(engine)
             yield engine, mesh

@@ -26,7 +26,7 @@ class SearchRequest:
     """The options of `trainer search`."""
 
     recipe: str  # the name or path of the recipe
-    words: Sequence[str]  # overrides, of which at least one is an axis
+    words: Sequence[str]  # overrides, at least one of them an axis
     trials: int  # the number of trials, those of other processes and of earlier starts included
     processes: int | None  # the ranks of a trial; None: one, or an equal share of the GPUs
     at_once: int  # the trials that train at the same time
