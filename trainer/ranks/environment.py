@@ -362,8 +362,8 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise LaunchError(
-            f"MASTER_ADDR and MASTER_PORT must be the address and a free port of rank 0, but {' and '.join(missing)} not set;"
-            " set them, or unset RANK, WORLD_SIZE and LOCAL_RANK to run alone"
+            "MASTER_ADDR and MASTER_PORT must be the address and a free port of rank 0, but"
+            f" {' and '.join(missing)} not set; set them, or unset RANK, WORLD_SIZE and LOCAL_RANK to run alone"
         )
     return environ["MASTER_ADDR"], _port(environ)
 
