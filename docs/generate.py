@@ -391,8 +391,8 @@ def _gpu_table(result: Mapping[str, Any]) -> str:
         "of transformers' Trainer",
     )
     columns = list(zip(header, *(_gpu_row(name, row, result) for name, row in result["training"].items()), strict=True))
-    shown = [column for column in columns if set(column[1:]) != {"-"}]
-    head, *rows = zip(*shown, strict=True)
+    peers = [column for column in columns[-2:] if set(column[1:]) != {"-"}]
+    head, *rows = zip(*columns[:-2], *peers, strict=True)
     return _table(head, rows)
 
 
