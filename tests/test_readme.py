@@ -38,7 +38,7 @@ STEPS = 4  # of each training here
 ELSEWHERE = {
     "make test": 'Makefile::pytest $(WORKERS) -m "not slow and not nightly"',
     "make test-all": ".ci/run::make test-all",
-    "make check": ".ci/run::make check",
+    "make check": ".ci/run::check bench-quick",
     "make bench": "tests/benchmarks/test_benchmarks.py::def test_throughput",
     "make gpu": "tests/benchmarks/test_benchmarks.py::def test_gpu_runs_in_small_on_a_cpu",
     "make docs": "tests/test_site.py::def test_the_site_builds",
