@@ -143,15 +143,15 @@ class Case:
     def num_steps(self) -> int:
         """The number of steps to train, at most 20.
 
-        One case of each strategy has 20 steps. The others cover an epoch, with its incomplete last batch, and one step
-        of the next. 3 steps cover gradient, moments and schedule if only the model family differs from another case.
+        One case of each strategy has 20 steps of AdamW in fp32. The others cover an epoch, with its incomplete last
+        batch, and one step of the next. 3 steps cover gradient, moments and schedule if only the model family differs
+        from another case.
         """
         if self.num_rows == FEW_ROWS:
             is_family = self.model_type not in ("bert", *IMAGE_FAMILIES) and self.world_size == 2
             return 3 if is_family else FEW_STEPS
-        if self.model_type != "bert":
-            return SHORT
-        return 20 if self.world_size == 1 or (self.precision == "fp32" and not self.is_extra) else SHORT
+        is_plain = self.model_type == "bert" and self.tolerance == self.precision and self.optimizer == "adamw"
+        return 20 if is_plain and (self.world_size == 1 or (self.precision == "fp32" and not self.is_extra)) else SHORT
 
     def recipe(self, sgd: bool = False) -> Recipe:
         """Return a recipe of 20 steps with AdamW, or of one step of gradient descent without clipping."""
