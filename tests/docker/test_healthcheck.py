@@ -36,6 +36,7 @@ def test_any_user_is_examined(doctor: Path):
     assert f"HOME=/tmp LOGNAME=uid{UID}" in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_is_asked(tmp_path: Path):
     trainer = tmp_path / "trainer"
     trainer.write_text(f'#!/bin/sh\nexec {sys.executable} -m trainer "$@"\n')

@@ -70,7 +70,9 @@ def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(tmp_path):
     ("text", "words"),
     [
         (FAILS, "failed beside other tests and alone: test_written.py::test_bad"),
-        (TOO_LONG, "failed beside other tests and alone: test_written.py::test_long"),
+        pytest.param(
+            TOO_LONG, "failed beside other tests and alone: test_written.py::test_long", marks=pytest.mark.slow
+        ),
     ],
     ids=["fails", "too_long"],
 )

@@ -151,8 +151,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "adapter"),
     [
-        pytest.param("broadcast", LORA),
-        pytest.param("broadcast", "nf4"),
+        pytest.param("broadcast", LORA, marks=pytest.mark.slow),
+        pytest.param("broadcast", "nf4", marks=pytest.mark.slow),
         pytest.param("broadcast", "nf4_single", marks=pytest.mark.nightly),
         pytest.param("tensor-sequence-accumulated", None),
         *(
