@@ -54,6 +54,11 @@ def join(address: str | None) -> None:
         server.ensure_running = forkserver.ensure_running = resource_tracker.ensure_running
 
 
+def start_children_as_usual() -> None:
+    """Let this fork start processes by the default method. By the server's method, each would import torch again."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 def forked_children() -> list[BaseProcess]:
     """Return the living children that this process forked itself; ranks of pools come from the fork server."""
     return [child for child in multiprocessing.active_children() if isinstance(child, ForkProcess)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -34,7 +35,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tests.helpers.forking import forking
+from tests.helpers.forking import forking, start_children_as_usual
 
 START_SECONDS = 480.0  # imports and rendezvous, on a busy machine
 MOST_CALLS = 100  # before a pool starts anew, because calls leave process groups with their threads
@@ -243,6 +244,7 @@ def _find(address: tuple[str, str, str]) -> Any:
 def _serve(rank: int, world_size: int, connection: Connection) -> None:
     """Join the process group, then answer calls until the parent closes the connection."""
     os.setsid()
+    start_children_as_usual()
     parent = multiprocessing.parent_process()
     assert parent is not None
     if _IS_LINUX:  # a stopped process runs no thread, but the kernel can kill it
@@ -257,6 +259,8 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
             call = connection.recv_bytes()
         except EOFError:
             os._exit(0)  # the interpreter's own exit would wait for gloo's threads
+        gc.collect()
+        gc.freeze()  # modules that earlier calls imported, which each pass of the collector would scan again
         connection.send_bytes(pickle.dumps(_answer(call)))
 
 

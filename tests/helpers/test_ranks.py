@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -121,14 +122,19 @@ def test_a_function_without_a_name_is_refused(ranks):
         ranks(2).run(lambda: None)
 
 
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
 def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
 def test_ranks_have_the_environment_of_a_shell():
-    """A compiler needs PATH to find its components."""
+    """A compiler needs PATH to find its components. Workers of a data loader start as they do under a launcher."""
     pool = RankPool(1)
     try:
+        assert pool.run(start_method) == [multiprocessing.get_start_method()]
         assert pool.run(variable, "PATH") == [os.environ["PATH"]]
         assert pool.run(variable, "OMP_NUM_THREADS") == ["1"]
     finally:

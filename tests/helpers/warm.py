@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tests.helpers import knock, processes
-from tests.helpers.forking import forking
+from tests.helpers.forking import forking, start_children_as_usual
 from tests.helpers.nodes import Node
 
 
@@ -158,6 +158,7 @@ def _call(program: str, arguments: list[str]) -> None:
 def _become(streams: Sequence[Connection], environment: dict[str, str], folder: Path | str) -> None:
     """Give this fork the state of a process from a shell: its own session, streams, environment and folder."""
     os.setsid()
+    start_children_as_usual()
     for descriptor, stream in enumerate(streams):
         os.dup2(stream.fileno(), descriptor)
         stream.close()
