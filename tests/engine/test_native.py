@@ -320,6 +320,10 @@ def refuse_changed_states(*recipes: Recipe) -> bool:
                     with pytest.raises(ValueError, match=rf"^{re.escape(name)} has the shape \(.*2,?\), and must"):
                         load(state, 1)
                     state.tensors[name] = tensor
+                if recipe.parallel.strategy.startswith("zero"):
+                    without = replace(state, tensors={one: t for one, t in state.tensors.items() if one not in names})
+                    with pytest.raises(UsageError, match=r"but the checkpoint has none for .*, which had no gradient"):
+                        load(without, 1)
                 state.tensors[f"{name}2"] = tensor
                 with pytest.raises(ValueError, match=rf"^{re.escape(name)}2 has the shape .* and must have None"):
                     load(state, 1)

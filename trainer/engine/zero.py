@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.base.errors import UsageError
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.engine import Engine, nothing
 from trainer.engine.forward import ModelForward, prepare_model
@@ -343,12 +344,23 @@ class ZeroEngine(Engine):
                 lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
 
     def _prepare_moments(self, source: StateSource) -> None:
-        """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step."""
+        """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step.
+
+        Raises:
+            UsageError: a trained parameter has none.
+            ValueError: they are not those of this optimizer.
+        """
         saved = optimizer_shapes(source)
         keys = {key for shapes in saved.values() for key in shapes}
         for name, parameter in self.parameters.items() if keys else ():
             if parameter.requires_grad:
-                self.optimizer.refuse_other_state(parameter, self.placements[name], saved.get(name, {}))
+                if name not in saved:  # other strategies keep none without a gradient
+                    raise UsageError(
+                        f"`parallel.strategy` {self._recipe.parallel.strategy} needs a state of the optimizer for each"
+                        f" trained parameter, but the checkpoint has none for {name}, which had no gradient; resume"
+                        " under the strategy that saved it"
+                    )
+                self.optimizer.refuse_other_state(parameter, self.placements[name], saved[name])
         zero = self._engine.optimizer
         for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
             state = {key: torch.zeros_like(flat) for key in sorted(keys - {_STEP})}
