@@ -23,7 +23,7 @@ from tests.helpers import processes, warm
 from tests.helpers.nodes import Node, closed, problem, two_nodes
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.turns import once
-from tests.launch.test_launchers import free_port
+from tests.launch.test_launchers import free_port, programs
 from trainer.observe.heartbeat import read_statuses
 from trainer.observe.metrics_file import Metrics, read_metrics
 
@@ -299,16 +299,17 @@ class TestTorchrunHandsOutTheRanks:
         assert_same(recipe, undisturbed)
 
     @pytest.mark.slow
-    def test_a_rank_that_was_killed(self, recipe, undisturbed, started):
+    def test_a_rank_that_was_killed(self, recipe, undisturbed, started, tmp_path):
         """The rank's agent counts a restart, the other agent does not, and both keep the previous store."""
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
         place = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-        command = [BIN / "torchrun", *options, *place, "-m", "trainer", "run", recipe]
-        started.extend(processes.start(command) for _ in range(2))
-        wait_for_step(recipe.parent / "run", 3)
-        (rank,) = psutil.Process(started[1].pid).children()
-        rank.kill()
-        self.finish(started)
+        command = [BIN / "torchrun", *options, *place, "--no-python", "trainer", "run", recipe]
+        with programs(tmp_path / "bin") as path:
+            started.extend(processes.start(command, PATH=path) for _ in range(2))
+            wait_for_step(recipe.parent / "run", 3)
+            (rank,) = psutil.Process(started[1].pid).children()
+            rank.kill()
+            self.finish(started)
         assert_same(recipe, undisturbed)
 
 
