@@ -46,7 +46,9 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
             share = math.sqrt(scale / (scale + step - warmup))
         case WarmupStableDecay(decay_shape=shape):
             decay = max(1, min(_steps(schedule.decay, total_steps), total_steps - warmup))
-            share = _decayed(shape, min(1.0, max(0.0, (step - total_steps + decay) / decay)))
+            done = min(1.0, max(0.0, (step - total_steps + decay) / decay))
+            decayed = {"linear": 1.0 - done, "cosine": _half_cosine(done), "1-sqrt": 1.0 - math.sqrt(done)}
+            share = decayed[shape]
         case _:
             share = 1.0
     return least + (1.0 - least) * share
@@ -58,12 +60,6 @@ def _steps(number: int | float, total_steps: int) -> int:
 
 def _half_cosine(done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _decayed(shape: str, done: float) -> float:
-    if shape == "cosine":
-        return _half_cosine(done)
-    return 1.0 - (done if shape == "linear" else math.sqrt(done))
 
 
 def learning_rate(optimizer: OptimizerSection, schedule: ScheduleSection, step: int, total_steps: int) -> float:

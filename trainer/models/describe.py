@@ -94,7 +94,9 @@ class ModelDescription:
         if self.use.added is not None:
             add_module(model, self.use.added)
         adapt(model, self.recipe, self.seed, drawn)
-        _freeze(model, self.use.unused)
+        for name in self.use.unused:
+            if isinstance(module := getattr(model.base_model, name, None), nn.Module):
+                module.requires_grad_(False)
         if self.use.added is not None:
             _require_learned(model)
 
@@ -200,13 +202,6 @@ def _attention(model_class: Any, is_keyed: bool) -> str:
         return "eager"
     is_own = not model_class._supports_sdpa and hasattr(sys.modules[model_class.__module__], "eager_attention_forward")
     return OWN_ATTENTION if is_own else KEYED_ATTENTION
-
-
-def _freeze(model: nn.Module, names: Sequence[str]) -> None:
-    base: Any = model.base_model
-    for name, module in base.named_children():
-        if name in names:
-            module.requires_grad_(False)
 
 
 def _require_learned(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ parameter keeps its name in the unsharded model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,7 +157,9 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     plan = _plan_of(family_of(model), context)
     tied = tied_names(model)
     stacks = _stacks(model, group, context) if sequence or context else None
-    cutting = _Cutting(model, _of_context(plan) if context else plan, group, stacks)
+    if context:  # matrices of layers stay whole
+        plan = replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
+    cutting = _Cutting(model, plan, group, stacks)
     placements = cutting.replace_matrices()
     cutting.sum_input_gradients()
     cutting.divide_attributes()
@@ -292,11 +294,6 @@ class _Cutting:
         }
 
 
-def _of_context(plan: TensorPlan) -> TensorPlan:
-    """Return a plan that cuts no matrix of layers."""
-    return replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
-
-
 def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
     if context and not (family.tensor and family.tensor.context_parallel):
         raise UsageError(
@@ -340,7 +337,9 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
     plan, model_type = _plan_of(family), family.model_type
     called = {name for names in family.called_dropouts.values() for name in names}
     if not any(place.attribute in called for place in places):
-        plan = _without(plan, called)  # the dropout is not keyed yet, as in a check without weights
+        # The dropout is not keyed yet, as in a check without weights.
+        kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in called)
+        plan = replace(plan, split_dropouts=kept)
     for pattern in (
         *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
         *plan.split_dropouts, *plan.head_dropouts,
@@ -362,11 +361,6 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} must be cut or named as whole by the family"
                 f" {model_type}, but is neither; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
             )
-
-
-def _without(plan: TensorPlan, dropouts: Collection[str]) -> TensorPlan:
-    kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in dropouts)
-    return replace(plan, split_dropouts=kept)
 
 
 def _scale(embedding: nn.Embedding) -> float | None:

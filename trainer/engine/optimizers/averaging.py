@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,15 +71,11 @@ class _Averaged(EngineOptimizer):
     def _swap(self, to_averages: bool) -> bool:
         if self._is_shown == to_averages:
             return False
-        for parameter, other in self._pairs():
-            held = parameter.detach().clone()
-            parameter.copy_(other)
-            other.copy_(held)
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            other = self.state.get(parameter, {}).get(_OTHER)
+            if other is not None:
+                held = parameter.detach().clone()
+                parameter.copy_(other)
+                other.copy_(held)
         self._is_shown = to_averages
         return True
-
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if _OTHER in self.state.get(parameter, {}):
-                    yield parameter, self.state[parameter][_OTHER]

@@ -17,6 +17,7 @@ from trainer.parallel.dropout import KeyedDropout
 
 _COLUMN, _ROW, _PARTIAL, _VOCABULARY = "colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
 _STYLES = (_COLUMN, _ROW, _PARTIAL, _VOCABULARY)
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 _REMEDY = "use `parallel.tensor` 1, or add a file to `trainer/models/families/` and its row to `table.py`"
 
 
@@ -61,7 +62,7 @@ def shipped_family(model: Any) -> ModelFamily | None:
             vocabulary_heads=head,
             whole=tuple(name for name in _matrices_around(model) if name not in head),
             partial=_of_style(plan, _PARTIAL),
-            heads=_head_counts(model.config),
+            heads=tuple(key for key in _HEAD_COUNTS if getattr(model.config, key, None) is not None),
         ),
     )
 
@@ -157,8 +158,3 @@ def _matrices_around(model: Any) -> Iterator[str]:
         outside = model.base_model is not model and relative_name(model, name) == name
         if outside and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             yield name
-
-
-def _head_counts(config: Any) -> tuple[str, ...]:
-    keys = ("num_attention_heads", "num_key_value_heads")
-    return tuple(key for key in keys if getattr(config, key, None) is not None)
