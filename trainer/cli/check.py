@@ -11,7 +11,7 @@ import typer
 
 from trainer.base.errors import ExitCode, RecipeError
 from trainer.base.text import aligned, for_terminal, without_repetitions
-from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json, show_error
+from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, flag, print_json, show_error
 
 if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
@@ -25,13 +25,11 @@ _WIDTH = 120
 def check(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    processes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Ranks of the layout to check; none is started.")
-    ] = 1,
+    processes: Annotated[int, count("Ranks of the layout to check; none is started.")] = 1,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show the value of every key with its origin, and DeepSpeed's configuration.")
+        bool, flag("Show the value of every key with its origin, and DeepSpeed's configuration.", "--all")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Check the recipe alone, without its data and model.")] = False,
+    quick: Annotated[bool, flag("Check the recipe alone, without its data and model.", "--quick")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a recipe, its data and its model; show the keys of its file and the numbers that follow from them.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import RanksOption, RecipeArgument
+from trainer.cli.options import RanksOption, RecipeArgument, count, output_option, value
 
 
 def compare(
@@ -20,26 +20,20 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    layouts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Layouts to compare, as overrides, a layout a line.")
-    ] = None,
+    layouts: Annotated[Path | None, value("Layouts to compare, as overrides, a layout a line.", "FILE")] = None,
     processes: RanksOption = None,
-    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Steps of each of the two turns of a layout.")] = 30,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="For the results; default: runs/NAME-compare."),
-    ] = None,
+    steps: Annotated[int, count("Steps of each of the two turns of a layout.", least=2)] = 30,
+    output: Annotated[Path | None, output_option("For the results; default: runs/NAME-compare.", "FOLDER")] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Device as in `trainer plan --gpus`, to plan the time of a step."),
+        str | None, value("Device as in `trainer plan --gpus`, to plan the time of a step.", "NAME")
     ] = None,
     peers: Annotated[
         list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="PEER",
-            help="Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate`, `accelerate_fsdp2`"
+        value(
+            "Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate`, `accelerate_fsdp2`"
             " or `deepspeed`.",
+            "PEER",
+            "--with",
         ),
     ] = None,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import print_json
+from trainer.cli.options import count, flag, output_option, print_json
 
 
 def convert(
@@ -19,16 +19,10 @@ def convert(
         Literal["training-arguments", "deepspeed", "accelerate"] | None,
         typer.Option("--from", help="Tool that the file belongs to; default: its keys decide."),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The recipe to write; it must be new.")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks of that training; their batches together make a step.")
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Report also keys without an effect, such as defaults.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and report as one JSON object.")] = False,
+    output: Annotated[Path | None, output_option("The recipe to write; it must be new.")] = None,
+    processes: Annotated[int | None, count("Ranks of that training; their batches together make a step.")] = None,
+    everything: Annotated[bool, flag("Report also keys without an effect, such as defaults.", "--all")] = False,
+    as_json: Annotated[bool, flag("Print recipe and report as one JSON object.", "--json")] = False,
 ) -> None:
     """Turn the files of Trainer, DeepSpeed and accelerate into a recipe.
 

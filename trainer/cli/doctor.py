@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainer.base.errors import ExitCode
-from trainer.cli.options import JsonOption, OverridesArgument, print_json
+from trainer.cli.options import JsonOption, OverridesArgument, count, flag, print_json
 
 
 def doctor(
@@ -16,11 +16,9 @@ def doctor(
         str | None, typer.Argument(metavar="[RECIPE]", help="Also check the needs of this recipe.", show_default=False)
     ] = None,
     overrides: OverridesArgument = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks of the recipe; default: those that `run` would start.")
-    ] = None,
+    processes: Annotated[int | None, count("Ranks of the recipe; default: those that `run` would start.")] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also compute on every GPU, and sum over them by NCCL; takes memory there.")
+        bool, flag("Also compute on every GPU, and sum over them by NCCL; takes memory there.", "--deep")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainer.base.text import for_terminal, without_secrets
-from trainer.cli.options import OverridesArgument
+from trainer.cli.options import OverridesArgument, count, flag
 
 
 def export(
@@ -24,16 +24,16 @@ def export(
         typer.Option(help="The type of the weights; a run stores fp32 unless the recipe sets `weights`."),
     ] = "fp32",
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write the adapter alone, in the format of PEFT; default: merged weights.")
+        bool, flag("Write the adapter alone, in the format of PEFT; default: merged weights.", "--adapter")
     ] = False,
     to: Annotated[
         Literal["safetensors", "onnx"],
         typer.Option("--to", help="Weights for transformers, or a graph for ONNX Runtime, in fp32."),
     ] = "safetensors",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the folder, opened by another process, with the trained model.")
+        bool, flag("Compare the folder, opened by another process, with the trained model.", "--verify")
     ] = False,
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of the validation split for --verify.")] = 64,
+    rows: Annotated[int, count("Rows of the validation split for --verify.")] = 64,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 

@@ -12,7 +12,7 @@ import typer
 
 from trainer.base.errors import RecipeError, UsageError
 from trainer.base.text import for_terminal
-from trainer.cli.options import OverridesArgument, devices
+from trainer.cli.options import OverridesArgument, devices, flag, output_option, value
 
 
 def init(
@@ -25,13 +25,9 @@ def init(
         ),
     ],
     overrides: OverridesArgument = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE.yaml", help="The recipe; default: the name of the data."),
-    ] = None,
+    output: Annotated[Path | None, output_option("The recipe; default: the name of the data.", "FILE.yaml")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A folder, a name on the hub, or `sample`: small, with random weights."),
+        str | None, value("A folder, a name on the hub, or `sample`: small, with random weights.", "NAME")
     ] = None,
     gpus: Annotated[
         str | None,
@@ -39,7 +35,7 @@ def init(
             "--gpus", metavar="NxMEMORY", help="The devices, as `trainer plan` takes them.", autocompletion=devices
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take all proposals, and ask nothing.")] = False,
+    yes: Annotated[bool, flag("Take all proposals, and ask nothing.", "--yes", "-y")] = False,
 ) -> None:
     """Write a first recipe for a file or a folder of data.
 

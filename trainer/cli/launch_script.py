@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import OverridesArgument, RecipeArgument
+from trainer.cli.options import OverridesArgument, RecipeArgument, count, output_option, value
 
 Target = Literal[
     "slurm", "kubernetes", "jobset", "trainjob", "pytorchjob", "skypilot", "ray", "torchrun", "deepspeed", "accelerate"
@@ -29,34 +29,25 @@ def launch_script(
         int, typer.Option(min=1, metavar="M", help="GPUs of each machine, with a rank for each.", show_default=False)
     ],
     overrides: OverridesArgument = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write; it must be new.")
-    ] = None,
+    output: Annotated[Path | None, output_option("The file to write; it must be new.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the job; default: the recipe's.")] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU cores for each GPU; default: 8.")] = None,
-    time: Annotated[str | None, typer.Option(metavar="4:00:00", help="Time limit (slurm).")] = None,
+    cpus: Annotated[int | None, count("CPU cores for each GPU; default: 8.")] = None,
+    time: Annotated[str | None, value("Time limit (slurm).", "4:00:00")] = None,
     partition: Annotated[str | None, typer.Option(help="To ask for (slurm).")] = None,
     account: Annotated[str | None, typer.Option(help="To charge (slurm).")] = None,
     container: Annotated[
-        str | None,
-        typer.Option(metavar="IMAGE", help="Image that holds trainer, such as trainer:cuda, or a .sif file."),
+        str | None, value("Image that holds trainer, such as trainer:cuda, or a .sif file.", "IMAGE")
     ] = None,
-    venv: Annotated[str | None, typer.Option(metavar="FOLDER", help="Virtual environment that holds trainer.")] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Names of the machines, the first one first.")
-    ] = None,
-    claim: Annotated[
-        str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim for runs; default: trainer-runs.")
-    ] = None,
+    venv: Annotated[str | None, value("Virtual environment that holds trainer.", "FOLDER")] = None,
+    hosts: Annotated[str | None, value("Names of the machines, the first one first.", "A,B,...")] = None,
+    claim: Annotated[str | None, value("PersistentVolumeClaim for runs; default: trainer-runs.", "NAME")] = None,
     queue: Annotated[str | None, typer.Option(help="Local queue of Kueue, which admits the job as a whole.")] = None,
-    accelerator: Annotated[str | None, typer.Option(metavar="H100", help="GPU to ask for (skypilot).")] = None,
+    accelerator: Annotated[str | None, value("GPU to ask for (skypilot).", "H100")] = None,
     folder_map: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="HERE=THERE", help="A folder of this machine, and where pods find it in /runs."),
+        list[str] | None, value("A folder of this machine, and where pods find it in /runs.", "HERE=THERE", "--map")
     ] = None,
     restarts: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="Times to start again after a failure; default: 0, or 10 for MIN:MAX."),
+        int | None, count("Times to start again after a failure; default: 0, or 10 for MIN:MAX.", least=0)
     ] = None,
 ) -> None:
     """Write the script that starts a recipe on several machines.

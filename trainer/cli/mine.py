@@ -6,40 +6,39 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import ModelArgument, ModelRecipeOption, OverridesArgument, RanksOption
+from trainer.cli.options import (
+    ModelArgument,
+    ModelRecipeOption,
+    OverridesArgument,
+    RanksOption,
+    count,
+    flag,
+    output_option,
+    value,
+)
 from trainer.cli.trained import trained_recipe
 
 
 def mine(
     run: ModelArgument,
-    input_: Annotated[
-        str, typer.Option("--input", metavar="FILE", help="Pairs: JSON Lines, CSV or Parquet, or - for stdin.")
-    ],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
+    input_: Annotated[str, value("Pairs: JSON Lines, CSV or Parquet, or - for stdin.", "FILE", "--input")],
+    output: Annotated[str, output_option("The file to write.")],
     overrides: OverridesArgument = None,
     recipe: ModelRecipeOption = None,
     processes: RanksOption = None,
-    number: Annotated[int, typer.Option(min=1, metavar="N", help="Negatives of each query.")] = 3,
-    range_min: Annotated[int, typer.Option(min=0, metavar="N", help="Most similar documents to leave out.")] = 0,
-    range_max: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Most similar documents to choose from.")
-    ] = None,
-    margin: Annotated[
-        float | None, typer.Option(metavar="X", help="Least distance to the similarity of the right document.")
-    ] = None,
-    relative_margin: Annotated[
-        float | None, typer.Option(metavar="X", help="The same, as a share of that similarity.")
-    ] = None,
-    max_score: Annotated[float | None, typer.Option(metavar="X", help="Largest similarity of a negative.")] = None,
-    min_score: Annotated[float | None, typer.Option(metavar="X", help="Least similarity of a negative.")] = None,
+    number: Annotated[int, count("Negatives of each query.")] = 3,
+    range_min: Annotated[int, count("Most similar documents to leave out.", least=0)] = 0,
+    range_max: Annotated[int | None, count("Most similar documents to choose from.")] = None,
+    margin: Annotated[float | None, value("Least distance to the similarity of the right document.", "X")] = None,
+    relative_margin: Annotated[float | None, value("The same, as a share of that similarity.", "X")] = None,
+    max_score: Annotated[float | None, value("Largest similarity of a negative.", "X")] = None,
+    min_score: Annotated[float | None, value("Least similarity of a negative.", "X")] = None,
     form: Annotated[
         Literal["columns", "list"],
         typer.Option("--format", help="One column for each negative, or lists of documents with labels."),
     ] = "columns",
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Texts of one forward pass; default: evaluation.batch_size.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    batch_size: Annotated[int | None, count("Texts of one forward pass; default: evaluation.batch_size.")] = None,
+    overwrite: Annotated[bool, flag("Replace an output that exists.", "--overwrite")] = False,
 ) -> None:
     """Find hard negatives of pairs of texts by a trained embedding, exactly and on several ranks.
 

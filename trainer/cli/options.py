@@ -43,6 +43,26 @@ def devices(incomplete: str) -> list[str]:
     return [before + known for known in known_devices() if known.lower().startswith(name)]
 
 
+def count(help_: str, *names: str, least: int = 1) -> Any:
+    """Return an option of a whole number from `least` on."""
+    return typer.Option(*names, min=least, metavar="N", help=help_)
+
+
+def value(help_: str, metavar: str, *names: str) -> Any:
+    """Return an option with a value."""
+    return typer.Option(*names, metavar=metavar, help=help_)
+
+
+def flag(help_: str, *names: str) -> Any:
+    """Return an option without a value; with its names, it has no counterpart `--no-...`."""
+    return typer.Option(*names, help=help_)
+
+
+def output_option(help_: str, metavar: str = "FILE") -> Any:
+    """Return the option of a file or folder to write."""
+    return typer.Option("--output", "-o", metavar=metavar, help=help_)
+
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(
@@ -66,16 +86,11 @@ ModelArgument = Annotated[
     typer.Argument(metavar="RUN", help="The folder of a run or of an exported model; of a run, best/ or else model/."),
 ]
 ModelRecipeOption = Annotated[
-    str | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe of a model that trainer did not export.")
+    str | None, value("The recipe of a model that trainer did not export.", "RECIPE", "--recipe")
 ]
-RanksOption = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Ranks to start on this machine; default: one for each GPU, or one."),
-]
-LengthOption = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens of each text; default: data.max_length.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+RanksOption = Annotated[int | None, count("Ranks to start on this machine; default: one for each GPU, or one.")]
+LengthOption = Annotated[int | None, count("Tokens of each text; default: data.max_length.")]
+JsonOption = Annotated[bool, flag("Print one JSON object.", "--json")]
 
 
 def show_error(error: TrainerError) -> None:

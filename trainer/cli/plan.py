@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, devices, print_json
+from trainer.cli.options import (
+    JsonOption,
+    LengthOption,
+    OverridesArgument,
+    RecipeArgument,
+    count,
+    devices,
+    flag,
+    print_json,
+    value,
+)
 
 _AUTO = "autox"  # before a device: the fewest of them
 
@@ -37,24 +47,16 @@ def plan(
         ),
     ],
     overrides: OverridesArgument = None,
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+    nodes: Annotated[int, count("Machines.")] = 1,
     length: LengthOption = None,
-    link: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Link between the GPUs of a machine: nvlink or pcie.")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(metavar="100Gb", help="Network of each machine, such as 100Gb or 8x400Gb.")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="512GiB", help="Memory of each machine, for a verdict on it.")
-    ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, for its hours.")] = None,
+    link: Annotated[str | None, value("Link between the GPUs of a machine: nvlink or pcie.", "NAME")] = None,
+    network: Annotated[str | None, value("Network of each machine, such as 100Gb or 8x400Gb.", "100Gb")] = None,
+    host_memory: Annotated[str | None, value("Memory of each machine, for a verdict on it.", "512GiB")] = None,
+    rows: Annotated[int | None, count("Rows of an epoch, for its hours.")] = None,
     price: Annotated[
         float | None, typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU for an hour.")
     ] = None,
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the pipeline's timeline; `-` draws it as text.")
-    ] = None,
+    timeline: Annotated[Path | None, value("Draw the pipeline's timeline; `-` draws it as text.", "FILE.svg")] = None,
     _measured: Annotated[
         Path | None,
         typer.Option(
@@ -65,7 +67,7 @@ def plan(
             help="Measure this machine, write its speeds for --gpus, and exit.",
         ),
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Plan other layouts, and show the fastest ones.")] = False,
+    search: Annotated[bool, flag("Plan other layouts, and show the fastest ones.", "--search")] = False,
     also: Annotated[Literal["precision"] | None, typer.Option(help="Let the search change fp32 to bf16, too.")] = None,
     largest: Annotated[
         Literal["batch", "length", "model"] | None,
@@ -74,13 +76,9 @@ def plan(
             " shape, that fit."
         ),
     ] = None,
-    plans: Annotated[int, typer.Option(min=1, metavar="N", help="Plans of a search.")] = 60,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a recipe that extends this one with the layout found.")
-    ] = None,
-    most_changes: Annotated[
-        int, typer.Option("--changes", min=0, metavar="N", help="Changes to show if the recipe does not fit.")
-    ] = 3,
+    plans: Annotated[int, count("Plans of a search.")] = 60,
+    write: Annotated[Path | None, value("Write a recipe that extends this one with the layout found.", "FILE")] = None,
+    most_changes: Annotated[int, count("Changes to show if the recipe does not fit.", "--changes", least=0)] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Show whether a recipe fits the memory of given GPUs, and the communication and time of a step.

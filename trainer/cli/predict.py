@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import ModelArgument, ModelRecipeOption, OverridesArgument, RanksOption
+from trainer.cli.options import (
+    ModelArgument,
+    ModelRecipeOption,
+    OverridesArgument,
+    RanksOption,
+    count,
+    flag,
+    output_option,
+    value,
+)
 from trainer.cli.trained import trained_recipe
 
 
@@ -14,41 +23,29 @@ def predict(
     run: ModelArgument,
     input_: Annotated[
         str,
-        typer.Option(
-            "--input",
-            metavar="FILE",
-            help="Rows: JSON Lines, CSV, Parquet or CoNLL by the ending, or - for JSON Lines on stdin.",
+        value(
+            "Rows: JSON Lines, CSV, Parquet or CoNLL by the ending, or - for JSON Lines on stdin.", "FILE", "--input"
         ),
     ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write, or - for JSON Lines on stdout.")
-    ],
+    output: Annotated[str, output_option("The file to write, or - for JSON Lines on stdout.")],
     overrides: OverridesArgument = None,
     recipe: ModelRecipeOption = None,
     processes: RanksOption = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rows of one forward pass; default: evaluation.batch_size.")
-    ] = None,
-    chunk_rows: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rows in memory at once; a kill loses the work on one chunk.")
-    ] = 10_000,
+    batch_size: Annotated[int | None, count("Rows of one forward pass; default: evaluation.batch_size.")] = None,
+    chunk_rows: Annotated[int, count("Rows in memory at once; a kill loses the work on one chunk.")] = 10_000,
     keep: Annotated[
         Literal["all", "none"], typer.Option(help="Columns of the input that the output has, beside the predictions.")
     ] = "all",
     top: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Write the probabilities of the N most probable classes; default: of all."
-        ),
+        int | None, count("Write the probabilities of the N most probable classes; default: of all.")
     ] = None,
     column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Column of texts to embed, perhaps several times; default: the first one."),
+        list[str] | None, value("Column of texts to embed, perhaps several times; default: the first one.", "NAME")
     ] = None,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Write the error of a bad row in its place, and go on.")
+        bool, flag("Write the error of a bad row in its place, and go on.", "--skip-bad-rows")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    overwrite: Annotated[bool, flag("Replace an output that exists.", "--overwrite")] = False,
 ) -> None:
     """Write the predictions of a trained model, one row for each row of a file.
 

@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, print_json
+from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, output_option, print_json
 
 
 def preview(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Rows to show.")] = 3,
+    rows: Annotated[int, count("Rows to show.")] = 3,
     split: Annotated[Literal["training", "validation"], typer.Option(help="The split of the rows.")] = "training",
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the layout; none is started.")] = 1,
+    processes: Annotated[int, count("Ranks of the layout; none is started.")] = 1,
     rank: Annotated[int, typer.Option(min=0, metavar="R", help="Data-parallel rank of the microbatch.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write an HTML page.")] = None,
+    output: Annotated[Path | None, output_option("Write an HTML page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what the model will see: rows and the first microbatch, with marks for trained and other tokens.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainer.base.text import for_terminal
+from trainer.cli.options import flag
 
 
 def push(
@@ -16,9 +17,7 @@ def push(
         typer.Argument(metavar="RUN", help="An exported folder, or that of a run: then best/, or else model/."),
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The repository, such as owner/name; new or existing.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="Let everybody read a new repository, or push to a public one.")
-    ] = False,
+    public: Annotated[bool, flag("Let everybody read a new repository, or push to a public one.", "--public")] = False,
 ) -> None:
     """Send an exported model to the hub, or to that of HF_ENDPOINT; a new repository is private.
 

@@ -6,22 +6,19 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, print_json
+from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, count, print_json, value
 
 
 def rehearse(
     recipe: RecipeArgument,
-    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the run; none needs to exist.")],
+    ranks: Annotated[int, count("Ranks of the run; none needs to exist.")],
     overrides: OverridesArgument = None,
-    rank: Annotated[int, typer.Option(metavar="R", help="The rank to build.")] = 0,
+    rank: Annotated[int, value("The rank to build.", "R")] = 0,
     local_ranks: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Ranks of each machine; default: the most up to 8 that divide all."),
+        int | None, count("Ranks of each machine; default: the most up to 8 that divide all.")
     ] = None,
     length: LengthOption = None,
-    rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Rows of an epoch, to show those of the first step.")
-    ] = None,
+    rows: Annotated[int | None, count("Rows of an epoch, to show those of the first step.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what one rank of a large run holds, sends, reads and writes, without its hardware.

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.options import flag, output_option
+
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The page; default: report.html in the first folder."),
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Draw curves in the terminal, and write no page.")] = False,
+    output: Annotated[Path | None, output_option("The page; default: report.html in the first folder.")] = None,
+    plain: Annotated[bool, flag("Draw curves in the terminal, and write no page.", "--plain")] = False,
 ) -> None:
     """Write one HTML page with the curves of runs, the differences of their recipes, and the facts of each.
 

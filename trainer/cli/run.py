@@ -6,17 +6,14 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import OverridesArgument, RanksOption, RecipeArgument
+from trainer.cli.options import OverridesArgument, RanksOption, RecipeArgument, count
 
 
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     processes: RanksOption = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Restart failed ranks from the last checkpoint, N times at most."),
-    ] = 0,
+    max_restarts: Annotated[int, count("Restart failed ranks from the last checkpoint, N times at most.", least=0)] = 0,
 ) -> None:
     """Train a recipe.
 

@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.options import flag
+
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder above the runs.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each run.")] = False,
+    as_json: Annotated[bool, flag("Print one JSON object for each run.", "--json")] = False,
 ) -> None:
     """List the runs in a folder: state, step, best evaluation, time and size on disk."""
     from trainer.tools.report.listing import find_runs, listing

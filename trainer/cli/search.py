@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.options import RanksOption, RecipeArgument
+from trainer.cli.options import RanksOption, RecipeArgument, count, output_option, value
 
 
 def search(
@@ -20,28 +20,18 @@ def search(
             show_default=False,
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials, those of earlier starts included.")] = 20,
+    trials: Annotated[int, count("Trials, those of earlier starts included.")] = 20,
     processes: RanksOption = None,
-    at_once: Annotated[int, typer.Option(min=1, metavar="N", help="Trials that train at the same time.")] = 1,
+    at_once: Annotated[int, count("Trials that train at the same time.")] = 1,
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Seeds of the three best trials, for intervals.")] = 1,
-    sampler: Annotated[str, typer.Option(metavar="NAME", help="`tpe`, `random` or `grid`.")] = "tpe",
-    pruner: Annotated[
-        str, typer.Option(metavar="NAME", help="Gives up poor trials: `median`, `hyperband` or `none`.")
-    ] = "median",
+    sampler: Annotated[str, value("`tpe`, `random` or `grid`.", "NAME")] = "tpe",
+    pruner: Annotated[str, value("Gives up poor trials: `median`, `hyperband` or `none`.", "NAME")] = "median",
     storage: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A database for several machines; default: a file in the folder."),
+        str | None, value("A database for several machines; default: a file in the folder.", "URL")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="For the trials; default: runs/NAME-search."),
-    ] = None,
-    test: Annotated[
-        str | None, typer.Option(metavar="SPLIT", help="A third split, on which the best trial is scored once.")
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a recipe that extends this one with the best values.")
-    ] = None,
+    output: Annotated[Path | None, output_option("For the trials; default: runs/NAME-search.", "FOLDER")] = None,
+    test: Annotated[str | None, value("A third split, on which the best trial is scored once.", "SPLIT")] = None,
+    write: Annotated[Path | None, value("Write a recipe that extends this one with the best values.", "FILE")] = None,
 ) -> None:
     """Search for better values of keys; the validation split decides.
 

@@ -9,19 +9,17 @@ from typing import Annotated
 import typer
 
 from trainer.base.text import for_terminal
+from trainer.cli.options import JsonOption, count, flag, value
 
 
 def why(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may still train.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Train the recipe and its changes in turns on this machine.")
-    ] = False,
-    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Steps of each of the two turns of --verify.")] = 30,
+    verify: Annotated[bool, flag("Train the recipe and its changes in turns on this machine.", "--verify")] = False,
+    steps: Annotated[int, count("Steps of each of the two turns of --verify.", least=2)] = 30,
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Device as in `trainer plan --gpus`; default: that of the run, if known."),
+        str | None, value("Device as in `trainer plan --gpus`; default: that of the run, if known.", "NAME")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where the time of a run went, and at most three changes of one key with the gain that is planned for each.
 

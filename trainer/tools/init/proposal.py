@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,14 +18,14 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.schema import FileData, Recipe
+from trainer.recipe.schema import FileData
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, Request, recipe_name
 from trainer.tools.init.shapes import Shape, shapes
 from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
-from trainer.tools.plan.recipe_plan import plan_recipe
+from trainer.tools.plan.recipe_plan import halves, plan_recipe
 from trainer.training.run_data import PreparedData
 
 SAMPLE = "sample"
@@ -159,10 +159,6 @@ def _shape(columns: Sequence[Column], request: Request, ask: Ask) -> Shape:
     return shape
 
 
-def _sample(kind: str) -> Recipe:
-    return load_recipe(_SAMPLES.get(kind, "bert_sample")).recipe
-
-
 def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
     hub, rate = _HUB_MODELS.get(kind, _USUAL_HUB_MODEL), _RATES.get(kind, _USUAL_RATE)
     name = draft.request.model
@@ -176,7 +172,7 @@ def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
         draft.put("training.epochs", 3)
         draft.put("optimizer.learning_rate", rate)
         return name or "as given"
-    sample = _sample(kind)
+    sample = load_recipe(_SAMPLES.get(kind, "bert_sample")).recipe
     draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {hub}"
     draft.put("model.config", sample.model.config)
     if sample.model.tokenizer:
@@ -234,7 +230,7 @@ def _put_batch(draft: Draft, devices: Devices) -> str:
     if key in draft.request.given:
         return "as given"
     made, problem = None, ""
-    for micro in _halves(total):
+    for micro in (total, *halves(total)):
         try:
             made = plan_recipe(draft.resolved([f"{key}={micro}"]), replace(devices, number=1))
         except TrainerError as error:
@@ -249,10 +245,3 @@ def _put_batch(draft: Draft, devices: Devices) -> str:
     draft.put(key, micro, f"most rows of a forward pass; planned: {planned}")
     verdict = "planned: " if made.fits else "which does not fit, see `trainer plan`: "
     return f"rows of a step: {total}; at most {micro} in a forward pass, {verdict}{planned}"
-
-
-def _halves(number: int) -> Iterator[int]:
-    while number > 1:
-        yield number
-        number = -(-number // 2)
-    yield 1

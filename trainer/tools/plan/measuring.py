@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -62,11 +63,12 @@ def measure_machine(file: Path) -> dict[str, Any]:
     largest = {name: points[-1] for name, points in alone["matmul"].items()}
     size, seconds = alone["memory"][-1]
     linked = ranks[str(counts[-1])]["collectives"].get("allreduce_")
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else psutil.virtual_memory().total
     near = [0.8, 1, 1.1]
     same = {"attention": near, "reduction": near}  # each operation of a CPU is measured
     operation = [1e6 * ranks["1"]["operation_seconds"] * factor for factor in (0.7, 1.0, 1.5)]
     figures: dict[str, Any] = {
-        "memory_gb": _memory_bytes(device) / 1e9,
+        "memory_gb": memory / 1e9,
         "device": device,
         "teraflops": {name: flops / took / 1e12 for name, (flops, took) in largest.items()},
         "memory_gb_per_second": size / seconds / 1e9,
@@ -88,12 +90,6 @@ def measure_machine(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"`--measure` is {file}, which cannot be written: {error.strerror}") from error
     return figures
-
-
-def _memory_bytes(device: str) -> int:
-    if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _of_ranks(device: str, number: int) -> list[dict[str, Any]]:

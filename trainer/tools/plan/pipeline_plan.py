@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trainer.models.stage_split import split_stages
@@ -30,7 +30,11 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     """
     size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
     single = _with_one_microbatch(plan)
-    kinds = range(plan.layout.pp) if single is plan else _kinds(plan)
+    kinds: Sequence[object] = range(plan.layout.pp)
+    if single is not plan:
+        keys, last = plan.recipe.parallel.pipeline, plan.layout.pp - 1
+        split = split_stages(planned_model(plan).on_meta(), plan.layout.pp, keys.split, keys.schedule)
+        kinds = [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in kinds]
     known: dict[object, StepPlan] = {}
     for stage, kind in enumerate(kinds):
         if kind not in known:
@@ -44,13 +48,6 @@ def plan_rank(plan: RunPlan, rank: int, length: int) -> StepPlan:
     single = _with_one_microbatch(plan)
     found = plan_step(single, rank, length)
     return found if single is plan else _repeated(found, plan)
-
-
-def _kinds(plan: RunPlan) -> list[tuple[bool, bool, int]]:
-    """Return the kind of each stage: whether it is the first and the last one, and the number of its layers."""
-    keys, last = plan.recipe.parallel.pipeline, plan.layout.pp - 1
-    split = split_stages(planned_model(plan).on_meta(), plan.layout.pp, keys.split, keys.schedule)
-    return [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in range(plan.layout.pp)]
 
 
 def _with_one_microbatch(plan: RunPlan) -> RunPlan:

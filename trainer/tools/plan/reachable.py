@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants, try_to_load_from_cache
 
+from trainer.base.disk import within
 from trainer.base.errors import UsageError
 from trainer.recipe.schema import Model
 
@@ -28,7 +28,8 @@ def require_reachable(model: Model) -> None:
         return
     if any(isinstance(try_to_load_from_cache(name, file, revision=model.revision), str) for file in _FILES):
         return
-    if constants.HF_HUB_OFFLINE or not (getproxies() or _answers()):
+    # The name of the host must be found within this time, too.
+    if constants.HF_HUB_OFFLINE or not (getproxies() or within(_SECONDS, _answers, otherwise=False)):
         raise UsageError(
             f"`model.name_or_path` is {name!r}, which is not in the hub's cache, and the hub cannot be reached; a plan"
             " needs its configuration only: fetch it where there is a network (hf download NAME config.json), name a"
@@ -37,20 +38,11 @@ def require_reachable(model: Model) -> None:
 
 
 def _answers() -> bool:
-    """Return whether the hub accepts a connection within a second, in which names of hosts must be found, too."""
+    """Return whether the hub accepts a connection."""
     place = urlsplit(constants.ENDPOINT)
-    found: list[socket.socket] = []
-
-    def connect() -> None:
-        try:
-            port = place.port or (80 if place.scheme == "http" else 443)
-            found.append(socket.create_connection((place.hostname or "", port), _SECONDS))
-        except OSError:
-            return
-
-    thread = Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    for connection in found:
-        connection.close()
-    return bool(found)
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        socket.create_connection((place.hostname or "", port), _SECONDS).close()
+    except OSError:
+        return False
+    return True

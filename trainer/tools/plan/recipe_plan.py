@@ -15,6 +15,7 @@ from trainer.models.weight_files import LARGEST_FILE_BYTES
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.plan.hardware import Devices
+from trainer.tools.plan.ledger import Traffic
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
@@ -144,7 +145,7 @@ def changes_that_fit(
     A change replaces the user's override of the same key.
     """
     found: list[Choice] = []
-    for change in candidates(made.plan) if most else ():
+    for change in dict.fromkeys(candidates(made.plan)) if most else ():
         changed = {word.partition("=")[0] for word in change}
         kept = [word for word in overrides if word.partition("=")[0] not in changed]
         try:
@@ -159,17 +160,13 @@ def changes_that_fit(
     return found
 
 
-def candidates(plan: RunPlan) -> list[tuple[str, ...]]:
-    """Return overrides that save memory, those first that cost the least time."""
-    return list(dict.fromkeys(_candidates(plan)))
-
-
-def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
+def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
+    """Yield overrides that save memory, those first that cost the least time; some of them twice."""
     recipe, batch = plan.recipe, plan.batch
     fsdp = ["parallel.strategy=fsdp"] * (plan.layout.data_parallel_size > 1 and not plan.strategy.cuts_anything)
     micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
     key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
-    smaller = [f"training.{key}={largest * size // micro}" for size in _halves(micro)]
+    smaller = [f"training.{key}={largest * size // micro}" for size in halves(micro)]
     levels = ("none", "selective", "full")
     more = levels[levels.index(recipe.activation_checkpointing) + 1 :]
     recomputed = [f"activation_checkpointing={level}" for level in more]
@@ -192,19 +189,19 @@ def _candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
             yield (f"parallel.tensor={degree}", *full)
 
 
-def _halves(size: int) -> Iterator[int]:
+def halves(size: int) -> Iterator[int]:
+    """Yield halves of a size, rounded up, down to 1."""
     while size > 1:
         size = -(-size // 2)
         yield size
 
 
-def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], tuple[int, int]]:
+def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], Traffic]:
     """Return the calls and bytes of the collectives of a step, by operation and axis."""
-    sums: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    sums: dict[tuple[str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
     for collective, traffic in step.totals.traffic.items():
         key = (collective.operation.strip("_"), step.axes.get(collective.group, "all"))
-        calls, count = sums[key]
-        sums[key] = (calls + traffic.calls, count + traffic.num_bytes)
+        sums[key] = sums[key].plus(traffic)
     return dict(sums)
 
 

@@ -18,6 +18,7 @@ from trainer.recipe.schema import (
     CausalLM,
     Embedding,
     ImageClassification,
+    MaskedLM,
     MultipleChoice,
     Preference,
     QuestionAnswering,
@@ -25,6 +26,9 @@ from trainer.recipe.schema import (
     Reranker,
     RewardModel,
     Seq2SeqLM,
+    SequenceClassification,
+    SequenceRegression,
+    TokenClassification,
 )
 from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import BATCH, Ledger
@@ -87,8 +91,18 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(rows, texts_of_a_row(section) or 1, dtype=torch.float64)
         case QuestionAnswering():
             labels = torch.zeros(rows, 2, dtype=torch.long)
+        case MaskedLM() | CausalLM() | TokenClassification():
+            labels = torch.zeros(rows, length, dtype=torch.long)
+        case SequenceRegression():
+            labels = torch.zeros(rows)
+        case SequenceClassification(multi_label=True):
+            labels = torch.zeros(rows, task.model_options()["num_labels"])
+        case SequenceClassification() | ImageClassification() | MultipleChoice():
+            labels = torch.zeros(rows, dtype=torch.long)
         case _:
-            labels = _labels(section, task, rows, length)
+            raise UsageError(
+                f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown"
+            )
     packed = None
     if recipe.data.packing:  # the padding of a blank mask cannot be read
         packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
@@ -102,19 +116,6 @@ def _beside_answers(section: Preference, shape: tuple[int, ...]) -> dict[str, Te
     if section.loss.type == "kto":
         beside["desirable"] = torch.zeros(shape[0], dtype=torch.long)
     return beside
-
-
-def _labels(section: Any, task: Task, rows: int, length: int) -> Tensor:
-    match section.type:
-        case "masked_lm" | "causal_lm" | "token_classification":
-            return torch.zeros(rows, length, dtype=torch.long)
-        case "sequence_regression":
-            return torch.zeros(rows)
-        case "sequence_classification" | "image_classification" | "multiple_choice":
-            if getattr(section, "multi_label", False):
-                return torch.zeros(rows, task.model_options()["num_labels"])
-            return torch.zeros(rows, dtype=torch.long)
-    raise UsageError(f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown")
 
 
 def copied_ahead(batch: RankBatch, ledger: Ledger) -> RankBatch:

@@ -31,7 +31,6 @@ from trainer.tools.plan.work import (
     SPECIAL,
     VIEW,
     Kind,
-    Work,
 )  # fmt: skip
 from trainer.tools.report.timeline import BACKWARD as FULL_BACKWARD
 from trainer.tools.report.timeline import FORWARD as FULL_FORWARD
@@ -72,14 +71,11 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
     least, likely, most = (sum(parts.values()) for parts, _ in found)
     parts, timeline = found[LIKELY]
     samples = plan.batch.global_batch_size / likely
-    ideal = sum(_ideal_seconds(step.totals.work, machine) for step in steps) / len(steps)
+    work = (pair for step in steps for pair in step.totals.work.items())
+    ideal = sum(
+        amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work if kind.phase != RECOMPUTED
+    ) / len(steps)
     return StepTime(least, likely, most, parts, samples, samples * length, ideal / likely, timeline)
-
-
-def _ideal_seconds(work: Work, machine: Machine) -> float:
-    return sum(
-        amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work.items() if kind.phase != RECOMPUTED
-    )
 
 
 def type_name(dtype: torch.dtype | None) -> str:

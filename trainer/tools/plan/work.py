@@ -37,10 +37,6 @@ def _product_flops(call: Mapping[str, Any]) -> tuple[int, int]:
     return products * query[3], products * call["value"][3]
 
 
-def _forward_flops(call: Mapping[str, Any]) -> int:
-    return sum(_product_flops(call))
-
-
 def _backward_flops(call: Mapping[str, Any]) -> int:
     """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
     over_head, over_value = _product_flops(call)
@@ -60,7 +56,7 @@ def _register(operation: Any, formula: Callable[[Mapping[str, Any]], int]) -> No
         return formula({**dict(zip(names, arguments, strict=False)), **named})
 
 
-_register(torch.ops.trainer.keyed_attention, _forward_flops)
+_register(torch.ops.trainer.keyed_attention, lambda call: sum(_product_flops(call)))
 _register(torch.ops.trainer.keyed_attention_backward, _backward_flops)
 
 _ON_CPU = {f"_scaled_dot_product_flash_attention_for_cpu{end}": end for end in ("", "_backward")}
