@@ -30,8 +30,7 @@ from trainer.cli import app
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition
-from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS, Counterpart
 from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule

@@ -33,7 +33,7 @@ def doctor(
         resolved = load_recipe(recipe, overrides or ()).recipe
 
     from trainer.tools.doctor.examining import examine_this_machine
-    from trainer.tools.doctor.finding_lines import as_object, lines
+    from trainer.tools.doctor.finding import as_object, lines
 
     results = examine_this_machine(resolved, processes, deep)
     if as_json:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from trainer.cli.options import JsonOption, ModelArgument, ModelRecipeOption, OverridesArgument, RanksOption
-from trainer.cli.trained import trained_recipe
+from trainer.cli.options import (
+    JsonOption,
+    ModelArgument,
+    ModelRecipeOption,
+    OverridesArgument,
+    RanksOption,
+    trained_recipe,
+)
 
 
 def evaluate(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.base.errors import RecipeError, TrainerError
 from trainer.base.text import for_terminal, without_repetitions, without_secrets
+
+if TYPE_CHECKING:
+    from trainer.recipe.reading.trained import Trained
 
 
 def _recipes(incomplete: str) -> list[str]:
@@ -103,3 +107,19 @@ def show_error(error: TrainerError) -> None:
 def print_json(value: Any) -> None:
     """Print one JSON value."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def trained_recipe(
+    run: Path, recipe: str | None, overrides: Sequence[str], processes: int | None, evaluates: bool
+) -> Trained:
+    """Return a trained model with its recipe, and show the notes on it once."""
+    from trainer.launch.local import number_of_ranks
+    from trainer.ranks.environment import detect, problems_name_the_machine
+    from trainer.recipe.reading.trained import load_trained
+
+    with problems_name_the_machine():
+        trained = load_trained(run, recipe, overrides, number_of_ranks(processes), evaluates)
+    if detect().rank == 0:
+        for note in trained.notes:
+            typer.echo(note, err=True)
+    return trained

@@ -106,12 +106,12 @@ def plan(
 
     with importing():
         from trainer.tools.plan.answer import answer
-        from trainer.tools.plan.plan_lines import draw_timeline
+        from trainer.tools.plan.plan_text import draw_timeline
 
     answered = answer(request, resolved)
     if as_json:
         print_json(answered.values)
     else:
-        typer.echo("\n".join(answered.lines))
+        typer.echo(answered.text)
     if timeline is not None and answered.made is not None:
         typer.echo(draw_timeline(answered.made, timeline), nl=False, err=as_json)

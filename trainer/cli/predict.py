@@ -14,9 +14,9 @@ from trainer.cli.options import (
     count,
     flag,
     output_option,
+    trained_recipe,
     value,
 )
-from trainer.cli.trained import trained_recipe
 
 
 def predict(

@@ -39,27 +39,10 @@ from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 
 _VERBS = (
-    init.init,
-    run.run,
-    check.check,
-    preview.preview,
-    plan.plan,
-    rehearse.rehearse,
-    compare.compare,
-    search.search,
-    report.report,
-    why.why,
-    runs.runs,
-    doctor.doctor,
-    launch_script.launch_script,
-    export.export,
-    push.push,
-    evaluate.evaluate,
-    predict.predict,
-    mine.mine,
-    convert.convert,
-    schema.schema,
-)
+    init.init, run.run, check.check, preview.preview, plan.plan, rehearse.rehearse, compare.compare, search.search,
+    report.report, why.why, runs.runs, doctor.doctor, launch_script.launch_script, export.export, push.push,
+    evaluate.evaluate, predict.predict, mine.mine, convert.convert, schema.schema,
+)  # fmt: skip
 app = typer.Typer(
     help="Fine-tunes Hugging Face models from one recipe, on one process or many.",
     no_args_is_help=True,

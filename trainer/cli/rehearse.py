@@ -32,9 +32,10 @@ def rehearse(
 
     with importing():
         from trainer.tools.plan import rehearsal
+        from trainer.tools.plan.plan_text import text_of
 
     found = rehearsal.rehearse(resolved, ranks, rank, local_ranks, length, rows)
     if as_json:
         print_json(rehearsal.as_object(found))
     else:
-        typer.echo("\n".join(rehearsal.lines(found)))
+        typer.echo(text_of("rehearsal", found=found))

@@ -156,11 +156,6 @@ class RunPlan:
         return self.recipe.training.max_steps or self.recipe.training.epochs * self.steps_per_epoch(num_rows)
 
 
-def _sizes_near(size: int, divisor: int) -> str:
-    below, above = size // divisor * divisor, -(-size // divisor) * divisor
-    return f"{below} or {above}" if below else f"{above}"
-
-
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:
     strategy = STRATEGIES[parallel.strategy]
     tensor, stages = parallel.tensor_ranks, parallel.pipeline.stages
@@ -215,17 +210,17 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     layout = _layout(recipe.parallel, world_size, local_world_size or world_size)
     size, ranks = recipe.training.global_batch_size, layout.data_parallel_size
     if size % ranks:
+        near = (size // ranks * ranks, -(-size // ranks) * ranks)
         raise RecipeError(
             f"`training.global_batch_size` must be divisible by the data-parallel size {ranks}, but is {size};"
-            f" use {_sizes_near(size, ranks)}, or a number of processes that divides {size}"
+            f" use {' or '.join(str(one) for one in near if one)}, or a number of processes that divides {size}"
         )
     share = size // ranks
     num_passes, pipeline = _pipeline(recipe, share) if layout.pp > 1 else (1, None)
     if pipeline is not None:
         num_microbatches = num_passes * pipeline.num_microbatches
     else:
-        most = _most_rows(recipe)
-        num_microbatches = math.ceil(share / most)
+        num_microbatches = math.ceil(share / _most_rows(recipe))
     micro_batch_size = math.ceil(share / num_microbatches)
     batch = BatchPlan(
         size,

@@ -334,12 +334,10 @@ def lines(found: Explanation) -> Iterator[str]:
         rounding = ", changes the rounding" if one.kind == "precision" else ""
         yield f"change {one.override}: {one.gain / parts.total:.0%} of the time less ({one.basis}{rounding})"
         if (measured := verified.get(one.override)) is not None:
-            yield f"  {_verified_text(measured)}"
+            before, after = measured.before, measured.after
+            if before is None or after is None:
+                yield f"  not measured: {measured.reason}"
+            else:
+                yield f"  measured: {before:.3g} s a step, then {after:.3g} s; {1 - after / before:+.0%} saved"
     if not found.changes:
         yield "no change of one key is planned to save a hundredth of the time"
-
-
-def _verified_text(one: Verified) -> str:
-    if one.before is None or one.after is None:
-        return f"not measured: {one.reason}"
-    return f"measured: {one.before:.3g} s a step, then {one.after:.3g} s; {1 - one.after / one.before:+.0%} saved"

@@ -32,8 +32,8 @@ from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.simulated_device import _CURRENT
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.tools.plan import simulated_rank, simulated_step
-from trainer.tools.plan.replaced import replaced
 from trainer.tools.plan.shape_batch import blank_batch
+from trainer.tools.plan.simulated_rank import replaced
 
 DRIVER = os.environ.get("FAKE_DRIVER")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DRIVER is None, reason="is for `make fake-gpu`")]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import RecipeError, TrainerError, UsageError
-from trainer.recipe.foreign.counterpart import Kind
-from trainer.recipe.foreign.tables import FORMATS
+from trainer.recipe.foreign.tables import FORMATS, Kind
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.convert import Conversion, convert
 from trainer.tools.convert.draft import Outcome

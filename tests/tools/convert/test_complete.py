@@ -12,8 +12,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FIELDS, FSDP, OLD_NAMES, TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import (
+    ACCELERATE,
+    DEEPSPEED,
+    FIELDS,
+    FSDP,
+    OLD_NAMES,
+    TRAINING_ARGUMENTS,
+    Counterpart,
+)
 
 
 def test_every_field_of_training_arguments_has_its_row_and_no_row_is_left_over():

@@ -45,10 +45,10 @@ def test_a_package_that_is_missing_is_a_line():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('packaging', 'psutil', 'yaml', 'pydantic', 'torch'), None))\n"
         "from pathlib import Path\n"
-        "from trainer.tools.doctor import examining, finding_lines, machine\n"
+        "from trainer.tools.doctor import examining, finding, machine\n"
         "at = machine.Machine({'HF_HUB_OFFLINE': '1'}, None, Path('/nowhere'))\n"
         "checks = [check for check in examining.CHECKS if check.group in ('software', 'system')]\n"
-        "print(*finding_lines.lines(examining.examine(at, checks=checks), 200), sep='\\n')"
+        "print(*finding.lines(examining.examine(at, checks=checks), 200), sep='\\n')"
     )
     shown = run([sys.executable, "-c", code], 60).stdout
     assert "not checked: import of psutil halted; None in sys.modules" in shown

@@ -3,8 +3,7 @@ from __future__ import annotations
 import click
 
 from trainer import __version__
-from trainer.tools.doctor.finding import Result
-from trainer.tools.doctor.finding_lines import as_object, lines
+from trainer.tools.doctor.finding import Result, as_object, lines
 
 FOUND = [
     Result("cores", "system", "ok", "2 of 2", None),

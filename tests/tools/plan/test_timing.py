@@ -25,6 +25,7 @@ from trainer.tools.plan import hardware, measuring, reference
 from trainer.tools.plan.hardware import LIKELY, Cost, Machine, Speed, parse_devices
 from trainer.tools.plan.ledger import GRADIENTS, PARAMETERS, POINT_TO_POINT, Ledger
 from trainer.tools.plan.pipeline_plan import plan_steps
+from trainer.tools.plan.plan_text import text_of
 from trainer.tools.plan.reference import Operation
 from trainer.tools.plan.timing import (
     HOST,
@@ -39,7 +40,7 @@ from trainer.tools.plan.timing import (
     step_time,
 )
 from trainer.tools.plan.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, REDUCTION, SPECIAL, VIEW, Kind
-from trainer.tools.report.timeline import Action, as_svg, as_text, order_of, simulate
+from trainer.tools.report.timeline import Action, as_text, order_of, simulate
 
 HARDWARE = Path(hardware.__file__).parent / "hardware"
 MEMORY = Cost(0.0, 1e11)
@@ -278,7 +279,7 @@ def test_a_timeline_is_drawn():
     timeline = simulate(order_of(_pipeline("1f1b", 2, 2)), _cost, 0.5)
     assert timeline.seconds == 10  # rank 1: F0 at 1.5, B0 until 4.5, F1, B1 until 7.5; then rank 0: B1 from 8
     assert [line.split()[1] for line in as_text(timeline, 10)] == ["0", "1"]
-    assert as_svg(timeline).count("<title>") == 8
+    assert text_of("timeline", timeline=timeline).count("<title>") == 8
 
 
 def test_measured_costs_are_interpolated():

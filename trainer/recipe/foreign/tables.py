@@ -14,14 +14,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from trainer.recipe.foreign import values
-from trainer.recipe.foreign.counterpart import Counterpart, Kind
 from trainer.recipe.strategies import STRATEGY_NAMES
+
+
+class Kind(Enum):
+    """Conversion of a key; the report and the documentation show the values. Rows of the tables have the names."""
+
+    RENAMED = "a key with the same values"
+    MAPPED = "a key with other values"  # or with one that depends on several keys
+    NONE = "no counterpart"
+    SAME = "same behaviour"  # if the value is one of the defaults
+    LAUNCHER = "set by the launcher"
+    REFUSED = "no counterpart, and decides the training: the file is refused"
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The key of a recipe for a key of another tool; or none, and the reason."""
+
+    key: str | None
+    note: str
+    kind: Kind
+    defaults: tuple[Any, ...]  # values with the same effect as leaving the key out; the tool's default is first
+    value: values.Value | None = None  # None: the value is the same, or depends on several keys
+
+    def is_default(self, value: object) -> bool:
+        """Return whether the value has the same effect as leaving the key out."""
+        return any(
+            value == default and isinstance(value, bool) == isinstance(default, bool) for default in self.defaults
+        )
+
+    def __str__(self) -> str:
+        if self.key is None:
+            return f"has no counterpart here: {self.note}"
+        return f"is `{self.key}` here" + (f" ({self.note})" if self.note else "")
+
 
 Table = dict[str, Counterpart]
 
@@ -37,17 +71,14 @@ _NOTES = _read("notes") | {
 }
 
 
-def _note(text: str) -> str:
-    return str(_NOTES[text[1:]]) if text.startswith("$") else text
-
-
 def _row(fields: Mapping[str, Any]) -> Counterpart:
     kind = next(kind for kind in Kind if kind.name.lower() in fields)
     has_key = kind in (Kind.RENAMED, Kind.MAPPED)
     text = fields[kind.name.lower()]
+    note = fields.get("note", "") if has_key else text
     return Counterpart(
         text if has_key else None,
-        _note(fields.get("note", "") if has_key else text),
+        str(_NOTES[note[1:]]) if note.startswith("$") else note,
         kind,
         tuple(fields.get("defaults", ())),
         values.named(fields["by"]) if "by" in fields else None,

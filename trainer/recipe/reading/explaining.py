@@ -223,7 +223,8 @@ def _remedy(value: object, schema: Schema) -> str:
 
 def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
-    choices = _choices(branches)
+    values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
+    choices = [one for one in values if isinstance(one, str)]
     other = _OTHER_NAMES.get(value.lower())
     near = [other] if other in choices else get_close_matches(value.lower(), choices, n=1, cutoff=0.8)
     if near:
@@ -236,11 +237,6 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     if any(branch.get("type") == "array" and branch.get("minItems", 0) <= 1 for branch in branches):
         return f"; write [{shown_value(value)}]"
     return ""
-
-
-def _choices(branches: list[Schema]) -> list[str]:
-    values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
-    return [value for value in values if isinstance(value, str)]
 
 
 def _is_number(text: str, type_: type[int] | type[float]) -> bool:

@@ -167,7 +167,12 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
     Raises:
         RecipeError: all problems of the recipe.
     """
-    recipe, found = _validated(root)
+    recipe: Recipe | None = None
+    found: list[Finding] = []
+    try:
+        recipe = Recipe.model_validate(root.plain())
+    except ValidationError as error:
+        found = findings(error)
     sections = dict(recipe) if recipe else _sound_sections(root, found)
     sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
     problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
@@ -184,13 +189,6 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
     written = {path: find_node(root, path) for path in values}
     origins = {dotted(path): node.origin if node else DEFAULT for path, node in written.items()}
     return ResolvedRecipe(recipe, origins, {dotted(path): value for path, value in values.items()}, file)
-
-
-def _validated(root: Node) -> tuple[Recipe | None, list[Finding]]:
-    try:
-        return Recipe.model_validate(root.plain()), []
-    except ValidationError as error:
-        return None, findings(error)
 
 
 def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:

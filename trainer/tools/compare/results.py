@@ -106,22 +106,18 @@ def _result(trial: Trial, first: Trial) -> Result:
         return made
     turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
     steps = [step for turn in turns for step in turn]
+    seconds = [step.step_seconds for step in steps]
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     tokens = [step.tokens_per_second for step in steps if step.tokens_per_second is not None]
     memory = [turn.steps[-1].rank_memory_bytes for turn in trial.turns]
     likeness = None
-    if (
-        resolved is not None
-        and first.resolved is not None
-        and first.turns
-        and trial is not first
-        and kind != "training"
-    ):
+    if resolved and first.resolved and first.turns and trial is not first and kind != "training":
         likeness = _likeness(trial.turns, first.turns[0], resolved.recipe, first.resolved.recipe)
     return replace(
         made,
         is_reference=trial is first,
         layout=trial.turns[0].runs[-1]["layout"],
-        step_seconds=_quartiles([step.step_seconds for step in steps]),
+        step_seconds=(low, middle, high),
         turn_seconds=tuple(statistics.median(step.step_seconds for step in turn) for turn in turns),
         samples_per_second=statistics.median(step.samples_per_second for step in steps),
         tokens_per_second=statistics.median(tokens) if tokens else None,
@@ -137,11 +133,6 @@ def warm_up(steps: int) -> int:
     return min(_MOST_WARM_UP, steps // 5 or int(steps > 1))
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return low, middle, high
-
-
 def _tolerance(recipe: Recipe) -> tuple[float, float]:
     names = [recipe.precision, recipe.parallel.communication.gradients, recipe.optimizer.name]
     return max(TOLERANCES[name] for name in names if name in TOLERANCES)
@@ -154,10 +145,7 @@ def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: R
     leaves: int | None = None
     for record in (record for turn in turns for record in turn.steps if record.step in expected):
         reference = expected[record.step]
-        found = (
-            difference(record.loss, reference.loss),
-            difference(record.grad_norm, reference.grad_norm),
-        )
+        found = difference(record.loss, reference.loss), difference(record.grad_norm, reference.grad_norm)
         largest = [max(pair) for pair in zip(largest, found, strict=True)]
         if any(value > limit for value, limit in zip(found, tolerance, strict=True)):
             leaves = min(record.step, leaves or record.step)

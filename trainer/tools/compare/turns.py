@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -134,7 +134,13 @@ class Comparison:
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
             folder.mkdir(parents=True)
-            measured = dict(_measured(folder, stop, self._unused))
+            measured = {
+                "training.stop_at_step": str(stop),
+                "checkpoint.folder": str(folder.resolve()),
+                **dict.fromkeys(self._unused, "null"),
+                "logging.every": "1 steps",
+                "logging.to": '["jsonl"]',
+            }
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
             job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
@@ -182,14 +188,6 @@ class Comparison:
         facts = digest_of([recipe, one.peer, one.processes, self._steps, versions(), source_digest()])
         name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
         return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
-
-
-def _measured(folder: Path, stop: int, unused: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield overrides that end a turn after its steps, log each step, and leave out all else."""
-    yield "training.stop_at_step", str(stop)
-    yield "checkpoint.folder", str(folder.resolve())
-    yield from ((key, "null") for key in unused)
-    yield from (("logging.every", "1 steps"), ("logging.to", '["jsonl"]'))
 
 
 def first_line(text: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.foreign import values as convert_by
-from trainer.recipe.foreign.counterpart import Kind
+from trainer.recipe.foreign.tables import Kind
 from trainer.recipe.foreign.values import Converted, Todo, WrongValueError
 from trainer.recipe.paths import shown_value
 from trainer.tools.convert.sources import Item, Sources, Tool

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.recipe.foreign.counterpart import Counterpart
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS, Counterpart
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import read_file, shown_path
 from trainer.recipe.reading.parser import Node, Origin

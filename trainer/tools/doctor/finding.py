@@ -1,14 +1,22 @@
-"""The result of a check: one line, and a remedy unless it is `ok`."""
+"""The result of a check, one line, and a remedy unless it is `ok`; and all results as lines or as one JSON object."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import typer
+
+from trainer import __version__
 
 Status = Literal["ok", "warning", "problem"]
 
 GIB = 2**30
 MIB = 2**20
+_COLOURS: Mapping[Status, str] = {"ok": "green", "warning": "yellow", "problem": "red"}
+_LEAST_WIDTH = 60
 
 
 @dataclass(frozen=True)
@@ -53,3 +61,39 @@ def bad(value: str, remedy: str, is_needed: bool) -> Finding:
 def size(num_bytes: float) -> str:
     """The size in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.0f} MiB"
+
+
+def lines(results: Sequence[Result], width: int) -> Iterator[str]:
+    """Yield a line for each finding under the name of its group, its remedy below, and a summary at the end."""
+    of_status, of_name = max(map(len, _COLOURS)), max(len(result.name) for result in results)
+    indent = " " * (of_status + of_name + 6)
+    group = None
+    for result in results:
+        if result.group != group:
+            group = result.group
+            yield typer.style(group, bold=True)
+        head = f"  {typer.style(f'{result.status:<{of_status}}', fg=_COLOURS[result.status])}  {result.name:<{of_name}}"
+        for index, part in enumerate(_wrapped(result.value, width - len(indent))):
+            yield f"{indent if index else head + '  '}{part}"
+        for index, part in enumerate(_wrapped(result.remedy or "", width - len(indent) - 3)):
+            yield f"{indent}{'   ' if index else '-> '}{part}"
+    counts = [(_count(results, status), status) for status in ("problem", "warning")]
+    yield "\n" + ", ".join(f"{number or 'no'} {word}{'s' * (number != 1)}" for number, word in counts)
+
+
+def as_object(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the object of `--json`."""
+    return {
+        "trainer": __version__,
+        "problems": _count(results, "problem"),
+        "warnings": _count(results, "warning"),
+        "checks": [asdict(result) for result in results],
+    }
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(_LEAST_WIDTH, width), break_long_words=False, break_on_hyphens=False)
+
+
+def _count(results: Sequence[Result], status: Status) -> int:
+    return sum(result.status == status for result in results)

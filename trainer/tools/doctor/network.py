@@ -98,7 +98,8 @@ def infiniband(machine: Machine) -> Finding:
     adapters = sorted(path.name for path in machine.path("/sys/class/infiniband").glob("*"))
     if not adapters:
         return ok("none: several machines communicate over sockets")
-    active = [name for name in adapters if _is_active(machine, name)]
+    ports = {name: machine.path(f"/sys/class/infiniband/{name}/ports").glob("*/state") for name in adapters}
+    active = [name for name in adapters if any("ACTIVE" in port.read_text(encoding="utf-8") for port in ports[name])]
     value = ", ".join(f"{name} {'active' if name in active else 'down'}" for name in adapters)
     if machine.environ.get("NCCL_IB_DISABLE", "0") != "0":
         return warning(f"{value}, but NCCL_IB_DISABLE is set", "unset it, unless a fault of the network needs it")
@@ -154,11 +155,6 @@ def nccl_choice(names: Sequence[str], setting: str | None) -> list[str]:
     fast = [name for name in names if name.startswith("ib")]
     usual = [name for name in names if not name.startswith(_LAST_OF_NCCL)]
     return fast or usual or [name for name in names if name.startswith("docker")] or list(names)
-
-
-def _is_active(machine: Machine, adapter: str) -> bool:
-    ports = machine.path(f"/sys/class/infiniband/{adapter}/ports").glob("*/state")
-    return any("ACTIVE" in port.read_text(encoding="utf-8") for port in ports)
 
 
 def _has_verbs() -> bool:

@@ -1,17 +1,19 @@
-"""Checks of the installed packages."""
+"""Checks of the installed packages, and of DeepSpeed."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import metadata, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
 from trainer.base.distribution import DISTRIBUTION, install_command, installed
-from trainer.tools.doctor.finding import Finding, ok, problem, warning
+from trainer.tools.doctor.facts import DeepSpeedFacts
+from trainer.tools.doctor.finding import Finding, bad, ok, problem, warning
 from trainer.tools.doctor.machine import Machine
+from trainer.tools.doctor.probe import ProbeError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -54,10 +56,12 @@ def dependencies(machine: Machine) -> Finding:
 def extras(machine: Machine) -> Finding:
     """Packages that some recipes need: DeepSpeed, and the clients of logging targets."""
     present, absent, wrong, needed = [], [], [], False
-    for extra in _extras():
+    targets: Collection[str] = () if machine.recipe is None else machine.recipe.logging.to
+    named = (metadata(DISTRIBUTION).get_all("Provides-Extra") or []) if installed(DISTRIBUTION) else []
+    for extra in (extra for extra in named if extra not in _FOR_DEVELOPERS):
         requirements = list(_requirements(extra))
         here = [requirement for requirement in requirements if installed(requirement.name)]
-        is_needed = extra in _needed_extras(machine)
+        is_needed = extra in targets or (extra == "deepspeed" and machine.needs_deepspeed)
         if not here and not is_needed:
             absent.append(extra)
         elif whys := [why for requirement in requirements if (why := _wrong(requirement))]:
@@ -73,10 +77,19 @@ def extras(machine: Machine) -> Finding:
     return ok("; ".join(filter(None, parts)) or "none")
 
 
-def _needed_extras(machine: Machine) -> set[str]:
-    if machine.recipe is None:
-        return set()
-    return {*machine.recipe.logging.to, *(["deepspeed"] if machine.needs_deepspeed else [])}
+def deepspeed(machine: Machine) -> Finding:
+    """The import of DeepSpeed, which the strategies zero1, zero2 and zero3 need."""
+    remedy = install_command("deepspeed")
+    if not installed("deepspeed"):
+        value = "not installed; zero1, zero2 and zero3 need it"
+        return problem(value, remedy) if machine.needs_deepspeed else ok(value)
+    try:
+        facts = machine.probe.facts(DeepSpeedFacts)
+    except ProbeError as error:
+        if error.kind is not DeepSpeedFacts:
+            raise
+        return bad(f"cannot be imported: {error}", f"{remedy}, or use another strategy", machine.needs_deepspeed)
+    return ok(facts.version)
 
 
 def _requirements(extra: str | None) -> Iterator[Requirement]:
@@ -88,11 +101,6 @@ def _requirements(extra: str | None) -> Iterator[Requirement]:
         is_always = marker is None or marker.evaluate({"extra": ""})
         if is_always if extra is None else marker is not None and not is_always and marker.evaluate({"extra": extra}):
             yield requirement
-
-
-def _extras() -> list[str]:
-    named = (metadata(DISTRIBUTION).get_all("Provides-Extra") or []) if installed(DISTRIBUTION) else []
-    return [extra for extra in named if extra not in _FOR_DEVELOPERS]
 
 
 def _wrong(requirement: Requirement) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.tools.doctor import deepspeed_checks, folders, gpus, network, software, starting, system
+from trainer.tools.doctor import folders, gpus, network, software, starting, system
 from trainer.tools.doctor.asking import KINDS
 from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
 from trainer.tools.doctor.finding import Finding
@@ -38,7 +38,7 @@ CHECKS: tuple[Check, ...] = (
     Check("gpus", "peer access", gpus.peers, _PROBE_SECONDS),
     Check("gpus", "nccl", gpus.nccl, _PROBE_SECONDS),
     Check("gpus", "use", gpus.gpu_use, _PROBE_SECONDS, deep=True, asks=ExerciseFacts),
-    Check("deepspeed", "deepspeed", deepspeed_checks.deepspeed, _PROBE_SECONDS, asks=DeepSpeedFacts),
+    Check("deepspeed", "deepspeed", software.deepspeed, _PROBE_SECONDS, asks=DeepSpeedFacts),
     Check("system", "cores", system.cores),
     Check("system", "memory", system.memory),
     Check("system", "shared memory", system.shared_memory),

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,9 @@ from trainer.recipe.reading.loading import ResolvedRecipe, resolve
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import Node, Origin, parse
-from trainer.tools.init.writing import recipe_text
+
+_PLAIN = re.compile(r"[A-Za-z_/.][\w./-]*")
+_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", ".nan", ".inf"}  # also those of YAML 1.1
 
 
 def recipe_place(source: Path, output: Path | None) -> Path:
@@ -104,3 +106,35 @@ class Draft:
 
 
 ORDER = ("name", "task", "model", "data", "precision", "training", "optimizer", "schedule")
+
+
+def recipe_text(values: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
+    """Return the text of a recipe.
+
+    Args:
+        values: JSON values by their keys.
+        comments: the comment of a key, by its dotted path.
+        title: the comment at the top.
+    """
+    return "\n".join([f"# {title}", *_lines(values, comments, ""), ""])
+
+
+def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str) -> Iterator[str]:
+    indent = "  " * path.count(".")
+    for key, value in values.items():
+        comment = f"  # {comments[path + key]}" if path + key in comments else ""
+        is_section = isinstance(value, dict) and value
+        yield f"{indent}{_scalar(key)}:{'' if is_section else ' ' + _flow(value)}{comment}"
+        if is_section:
+            yield from _lines(value, comments, f"{path}{key}.")
+
+
+def _flow(value: Any) -> str:
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    shown = json.dumps(value, ensure_ascii=False)
+    return shown if shown.isprintable() else json.dumps(value)

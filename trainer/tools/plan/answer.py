@@ -9,7 +9,7 @@ from typing import Any
 from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
-from trainer.tools.plan.plan_lines import cost_lines, plan_lines, search_as_object, search_lines
+from trainer.tools.plan.plan_text import plan_text, search_text
 from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, cost_of, plan_recipe
 from trainer.tools.plan.request import PlanRequest
 from trainer.tools.plan.searching import Search, fewest_devices, write_recipe
@@ -17,9 +17,9 @@ from trainer.tools.plan.searching import Search, fewest_devices, write_recipe
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer as lines and as JSON values, and the plan of its one layout; None for a search."""
+    """The answer as text and as JSON values, and the plan of its one layout; None for a search."""
 
-    lines: Sequence[str]
+    text: str
     values: Mapping[str, Any]
     made: RecipePlan | None = None
 
@@ -37,7 +37,13 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
         result = search.fastest()
         if result.choices:
             _write(request, result.choices[0].overrides)
-        return Answer([_name(nodes, devices), *search_lines(result)], search_as_object(result))
+        values = {
+            "choices": [{"overrides": choice.overrides, **as_object(choice.made, [])} for choice in result.choices],
+            "failures": [{"overrides": failure.overrides, "reason": failure.problem} for failure in result.failures],
+            "left_out": result.left_out,
+            "too_slow": result.too_slow,
+        }
+        return Answer(search_text(result, _name(nodes, devices)), values)
     found: tuple[str, ...] = ()
     if request.is_auto:
         devices, nodes, choice = fewest_devices(request.recipe, words, devices, length)
@@ -56,9 +62,8 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
     if not made.fits and request.most_changes:
         changes = changes_that_fit(request.recipe, words, made, nodes, request.most_changes)
     cost = cost_of(made, request.rows, request.price)
-    title = [f"found     {_name(nodes, devices)}: {' '.join(found)}"] if found else []
     values = {**as_object(made, changes or []), "overrides": found, "training": cost and asdict(cost)}
-    return Answer([*title, *plan_lines(made, changes), *cost_lines(cost)], values, made)
+    return Answer(plan_text(made, changes, cost, found, _name(nodes, devices)), values, made)
 
 
 def _name(nodes: int, devices: Devices) -> str:

@@ -30,11 +30,12 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     """
     size = plan.layout.world_size // plan.layout.pp  # pipeline ranks are outermost
     single = _with_one_microbatch(plan)
-    kinds: Sequence[object] = range(plan.layout.pp)
+    stages = range(plan.layout.pp)
+    kinds: Sequence[object] = stages
     if single is not plan:
         keys, last = plan.recipe.parallel.pipeline, plan.layout.pp - 1
         split = split_stages(planned_model(plan).on_meta(), plan.layout.pp, keys.split, keys.schedule)
-        kinds = [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in kinds]
+        kinds = [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in stages]
     known: dict[object, StepPlan] = {}
     for stage, kind in enumerate(kinds):
         if kind not in known:

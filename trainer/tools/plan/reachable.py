@@ -29,7 +29,7 @@ def require_reachable(model: Model) -> None:
     if any(isinstance(try_to_load_from_cache(name, file, revision=model.revision), str) for file in _FILES):
         return
     # The name of the host must be found within this time, too.
-    if constants.HF_HUB_OFFLINE or not (getproxies() or within(_SECONDS, _answers, otherwise=False)):
+    if constants.HF_HUB_OFFLINE or not (bool(getproxies()) or within(_SECONDS, _answers, otherwise=False)):
         raise UsageError(
             f"`model.name_or_path` is {name!r}, which is not in the hub's cache, and the hub cannot be reached; a plan"
             " needs its configuration only: fetch it where there is a network (hf download NAME config.json), name a"

@@ -145,7 +145,7 @@ def changes_that_fit(
     A change replaces the user's override of the same key.
     """
     found: list[Choice] = []
-    for change in dict.fromkeys(candidates(made.plan)) if most else ():
+    for change in candidates(made.plan) if most else ():
         changed = {word.partition("=")[0] for word in change}
         kept = [word for word in overrides if word.partition("=")[0] not in changed]
         try:
@@ -161,7 +161,7 @@ def changes_that_fit(
 
 
 def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
-    """Yield overrides that save memory, those first that cost the least time; some of them twice."""
+    """Yield overrides that save memory, those first that cost the least time."""
     recipe, batch = plan.recipe, plan.batch
     fsdp = ["parallel.strategy=fsdp"] * (plan.layout.data_parallel_size > 1 and not plan.strategy.cuts_anything)
     micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
@@ -176,8 +176,9 @@ def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
     full = (*recomputed[-1:], *smaller[-1:])
     if len(full) > 1:
         yield full
-    if fsdp:
+    if fsdp and full:
         yield (*fsdp, *full)
+    if fsdp and bf16:
         yield (*fsdp, *bf16, *full)
     if recipe.parallel.offload == "none":
         for offload in plan.strategy.offloads[1:]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.base.text import listed, size
 from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.data.order import GlobalOrder
@@ -25,14 +24,12 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
-from trainer.tools.plan.plan_lines import rank_lines
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
 from trainer.tools.plan.simulated_rank import simulated_mesh
 from trainer.tools.plan.simulated_step import planned_model, updated_engine
 from trainer.tools.plan.step_plan import StepPlan
 
 _USUAL_RANKS = 8  # of a machine
-_MOST_SHOWN = 8  # rows or files on a line
 
 
 @dataclass(frozen=True)
@@ -191,68 +188,6 @@ def _model_files(plan: RunPlan) -> dict[str, int]:
     recipe = plan.recipe
     files = files_of_weights(place_empty(planned_model(plan)).model, recipe.model.adapter, written_dtype(recipe)).files
     return {file.name: file.num_bytes for file in files}
-
-
-def lines(found: Rehearsal) -> Iterator[str]:
-    """Yield the lines of a rehearsal."""
-    plan, step, state = found.plan, found.step, found.state
-    position = ", ".join(f"{axis} {index}" for axis, index in found.position.items()) or "the only one"
-    yield f"layout    {plan.layout}; {found.local_ranks} ranks on each machine"
-    yield f"batch     {plan.batch}, {found.length:,} tokens a text"
-    if plan.pipeline is not None:
-        yield f"pipeline  {plan.pipeline}"
-    yield f"rank      {step.rank} of {plan.layout.world_size:,}: {position}"
-    yield ""
-    yield from rank_lines(found.planned, step)
-    yield ""
-    yield f"data      {_rows_text(found)}"
-    yield f"load      {_load_text(found)}"
-    yield (
-        f"save      {state.name} with {size(state.written)} in {state.tensors:,} tensors, for each checkpoint; one of"
-        f" {plan.layout.world_size:,} such files"
-    )
-    yield (
-        f"          a message of {state.report:,} bytes to rank 0, as from each rank; the names and shapes of its"
-        f" tensors ({state.shapes / 2**10:,.1f} KiB) come from one of the ranks with the same"
-    )
-    if found.in_memory:
-        copy = ", with the copy of a rank of another host" if found.in_memory > KEPT * state.written else ""
-        yield f"          {size(found.in_memory)} on the host for {KEPT} checkpoints in memory{copy}"
-    yield f"resume    reads {size(state.read)} of tensors from a checkpoint of this layout"
-    written = listed([f"{name} ({size(count)})" for name, count in found.model_files.items()], _MOST_SHOWN)
-    files = f"{found.num_model_files:,} file{'s' * (found.num_model_files > 1)}"
-    yield f"model     writes {written or 'none'} of the {files} of weights of the final model"
-    needed = ", ".join(f"{size(count)} {when}" for when, count in zip(_HOST, found.host.values(), strict=True))
-    yield f"host      {needed}; {size(HOST_RESERVED)} of each for Python"
-
-
-_HOST = ("at the start", "to write a checkpoint", "to write the model")
-
-
-def _rows_text(found: Rehearsal) -> str:
-    if found.microbatches is None:
-        return "the rows of a microbatch depend on their tokens; at most " + str(found.plan.batch)
-    number, batches = sum(map(len, found.microbatches)), len(found.microbatches)
-    places = listed([str(place) for chunk in found.microbatches for place in chunk], _MOST_SHOWN)
-    counted = f"{number} row{'s' * (number != 1)} in {batches} microbatch{'es' * (batches != 1)} a step"
-    text = f"{counted}, at the places {places or '(none)'} of a global batch"
-    if found.rows is not None:
-        return f"{text}; first the rows {listed([str(row) for chunk in found.rows for row in chunk], _MOST_SHOWN)}"
-    why = "`data.group_by_length` orders them by length" if found.plan.recipe.data.group_by_length else "add --rows N"
-    return f"{text}; which rows is unknown: {why}"
-
-
-def _load_text(found: Rehearsal) -> str:
-    built = f"{size(found.step.loaded)} of fp32 weights on the host"
-    if found.weights_read is None:
-        return f"{built}; the files of weights are not in a folder of this machine, so their bytes are unknown"
-    if found.plan.recipe.model.is_random:
-        return f"{built}, drawn from the seed"
-    if not found.weights_read:
-        is_shared = found.plan.recipe.parallel.load == "broadcast"
-        return f"{built}, from the first rank of its machine" if is_shared else f"{built}, from no file"
-    names = listed([f"{name} ({size(count)})" for name, count in found.weights_read.items()], _MOST_SHOWN)
-    return f"{built}, from {size(sum(found.weights_read.values()))} of {names}"
 
 
 def as_object(found: Rehearsal) -> Mapping[str, Any]:

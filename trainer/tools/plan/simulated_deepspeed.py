@@ -21,7 +21,7 @@ from trainer.ranks.environment import variables_restored
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
 from trainer.tools.plan.ledger import COMMUNICATION, GATHERED, GRADIENTS, MASTER, Ledger, on_host
-from trainer.tools.plan.replaced import replaced, within
+from trainer.tools.plan.simulated_rank import replaced, within
 
 _STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import GATHERED, GRADIENTS, Ledger, on_host
-from trainer.tools.plan.replaced import replaced, within
+from trainer.tools.plan.simulated_rank import replaced, within
 
 _SHARDING = "torch.distributed.fsdp._fully_shard"
 _TO_DEVICE = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +31,37 @@ from trainer.base.errors import UsageError
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.simulated_device import simulated_device
 from trainer.recipe.plan import RunPlan
-from trainer.tools.plan.replaced import replaced
+
+_MISSING = object()
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of a module, a class or an object of a library other values, where it offers no other way."""
+    before = {name: vars(owner).get(name, _MISSING) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def within(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Any:
+    """Return a function, or a property, that does its work in a context."""
+    if isinstance(function, property):
+        return property(within(context, function.fget))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

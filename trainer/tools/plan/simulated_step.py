@@ -44,12 +44,11 @@ from trainer.tools.plan.ledger import (
     Totals,
     on_host,
 )
-from trainer.tools.plan.replaced import replaced
 from trainer.tools.plan.shape_batch import blank_batch, copied_ahead
 from trainer.tools.plan.shortening import Stack, lengthen, shorten, stacks_of
 from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelled_deepspeed, simulated_deepspeed
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
-from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
+from trainer.tools.plan.simulated_rank import replaced, shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.training.row_encoding import with_folder
 from trainer.training.teaching import describe_teacher, has_teacher, place_teacher, teacher_classes

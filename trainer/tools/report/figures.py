@@ -79,9 +79,10 @@ def curves(
         at = dict(zip(curve.steps, values, strict=True))
         for mark in curve.marks:
             steps = mark.steps if curve.steps else ()
+            logged = [next((one for one in curve.steps if one >= step), curve.steps[-1]) for step in steps]
             figure.add_scatter(
                 x=list(steps),
-                y=[at[_logged(step, curve.steps)] for step in steps],
+                y=list(map(at.__getitem__, logged)),
                 mode="markers",
                 name=label(mark.name),
                 legendgroup=str(number),
@@ -267,11 +268,6 @@ def timeline(title: str, found: Timeline) -> go.Figure:
     figure.update_layout(barmode="overlay")
     figure.update_yaxes(type="category")
     return figure
-
-
-def _logged(step: int, steps: Sequence[int]) -> int:
-    """Return the first logged step at or after `step`, or the last one."""
-    return next((one for one in steps if one >= step), steps[-1])
 
 
 def _smoothed(values: Iterable[float]) -> Iterable[float | None]:

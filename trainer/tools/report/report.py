@@ -210,8 +210,14 @@ def best_text(run: Run) -> str:
 
 def _differences(runs: Sequence[Run]) -> Table | str:
     # Without keys that are null: an earlier version may not have had them.
-    recipes = [leaves(run.info.get("recipe", {})) for run in runs]
-    flat = [{".".join(path): _text(one) for path, one in recipe if path and one is not None} for recipe in recipes]
+    flat = [
+        {
+            ".".join(path): one if isinstance(one, str) else json.dumps(one)
+            for path, one in leaves(run.info.get("recipe", {}))
+            if path and one is not None
+        }
+        for run in runs
+    ]
     names = sorted({name for values in flat for name in values})
     rows = [
         (name, *cells)
@@ -219,10 +225,6 @@ def _differences(runs: Sequence[Run]) -> Table | str:
         if len(set(cells := [values.get(name, MISSING) for values in flat])) > 1 and name != "checkpoint.folder"
     ]
     return Table(("key", *(run.name for run in runs)), rows) if rows else "The recipes are equal."
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _training(runs: Sequence[Run]) -> Section:

@@ -160,36 +160,3 @@ def as_text(timeline: Timeline, width: int = 100) -> Iterator[str]:
 
 ACTION_COLOURS = {FORWARD: "#4878d0", BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
 ACTION_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
-
-
-def as_svg(timeline: Timeline) -> str:
-    """Return the timeline as an SVG picture, with a row for each rank and a box for each action."""
-    width, left, row, top = 1200, 70, 30, 40
-    height = top + row * len(timeline.ranks) + 30
-    scale = (width - left - 90) / timeline.seconds
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
-        ' font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    kinds = dict.fromkeys(span.action.kind for spans in timeline.ranks for span in spans)
-    for place, kind in enumerate(kinds):
-        x = left + 180 * place
-        parts.append(f'<rect x="{x}" y="10" width="14" height="14" fill="{ACTION_COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 20}" y="22">{ACTION_NAMES[kind]}</text>')
-    for rank, spans in enumerate(timeline.ranks):
-        y = top + row * rank
-        parts.append(f'<text x="8" y="{y + 18}">rank {rank}</text>')
-        for span in spans:
-            begin, size = left + span.start * scale, max(0.5, (span.end - span.start) * scale)
-            (kind, stage, microbatch), seconds = span.action, span.end - span.start
-            title = f"{ACTION_NAMES[kind]} of microbatch {microbatch} on stage {stage}, {1e3 * seconds:.3g} ms"
-            parts.append(
-                f'<rect x="{begin:.1f}" y="{y}" width="{size:.1f}" height="{row - 6}" fill="{ACTION_COLOURS[kind]}"'
-                f' stroke="white"><title>{title}</title></rect>'
-            )
-            if size > 14:
-                parts.append(f'<text x="{begin + 3:.1f}" y="{y + 16}" fill="white">{microbatch}</text>')
-        parts.append(f'<text x="{width - 85}" y="{y + 18}">idle {timeline.idle_share(rank):.0%}</text>')
-    parts.append(f'<text x="{left}" y="{height - 8}">{1e3 * timeline.seconds:.4g} ms</text></svg>')
-    return "\n".join(parts) + "\n"

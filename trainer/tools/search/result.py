@@ -1,15 +1,23 @@
-"""The result of a search as plain values, for `search.json`, the page and the terminal."""
+"""The result of a search: plain values for `search.json`, lines, and an HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import plotly.graph_objects as go
 from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import t
 
-from trainer.observe.metrics_file import encode_number
+from trainer.base.disk import replace_text
+from trainer.base.text import aligned
+from trainer.observe.metrics_file import decode_number, encode_number
+from trainer.observe.summary import format_decimal, format_seconds
+from trainer.tools.report.figures import Curve, bars, curves, parallel
+from trainer.tools.report.page import MISSING, Section, Table, render
 from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Study
 
 _STATES = {
@@ -19,6 +27,8 @@ _STATES = {
     TrialState.RUNNING: "not ended",
 }
 _CONFIDENCE = 0.95
+_SHOWN = 5  # trials in the terminal
+_WIDE = 30  # the ratio of the ends of a range that is drawn by logarithms
 
 
 def result_of(ranked: Sequence[tuple[FrozenTrial, Sequence[float]]], study: Study, metric: str) -> dict[str, Any]:
@@ -59,3 +69,93 @@ def _half(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the best trials and the importance of each key as lines."""
+    states = [one["state"] for one in result["trials"]]
+    found = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    shown = [f"trials    {', '.join(found) or 'none'}"]
+    rows = [
+        (str(one["trial"]), _value(one), str(one["step"]), " ".join(one["overrides"]))
+        for one in result["trials"]
+        if one["state"] == "complete"
+    ]
+    if rows:
+        shown += [f"  {line}" for line in aligned([("trial", result["metric"], "step", "overrides"), *rows[:_SHOWN]])]
+    if result["importance"]:
+        shares = ", ".join(f"{key} {share:.0%}" for key, share in result["importance"].items())
+        shown.append(f"matters   {shares}")
+    if test := result["test"]:
+        metrics = "  ".join(f"{name} {format_decimal(decode_number(value))}" for name, value in test["metrics"].items())
+        shown.append(f"test      trial {test['trial']} on {test['split']}: {metrics}")
+    return shown
+
+
+def _value(trial: Mapping[str, Any]) -> str:
+    if trial["state"] != "complete":
+        return MISSING
+    if trial["half"] is None:
+        return format_decimal(trial["value"])
+    return f"{format_decimal(trial['mean'])} ± {format_decimal(trial['half'])} ({len(trial['seeds'])} seeds)"
+
+
+def write_page(result: Mapping[str, Any], folder: Path) -> None:
+    """Write `search.html` into a folder."""
+    header = ("trial", result["metric"], "step", "state", "overrides", "time", "reason")
+    rows = [
+        (
+            str(one["trial"]),
+            _value(one),
+            str(one["step"] or MISSING),
+            one["state"],
+            " ".join(one["overrides"]),
+            MISSING if one["seconds"] is None else format_seconds(one["seconds"]),
+            one["reason"] or "",
+        )
+        for one in result["trials"]
+    ]
+    sections = [Section("Trials", [Table(header, rows)]), Section("Keys", list(_keys(result)))]
+    found = [one for one in result["trials"] if one["curve"]]
+    if found:
+        drawn = [
+            Curve(
+                f"trial {one['trial']}", [step for step, _ in one["curve"]], [decode_number(v) for _, v in one["curve"]]
+            )
+            for one in sorted(found, key=lambda one: int(one["trial"]))
+        ]
+        sections.append(Section("Curves", [curves(f"validation {result['metric']}", drawn)]))
+    if test := result["test"]:
+        scores = [(name, format_decimal(decode_number(value))) for name, value in test["metrics"].items()]
+        title = f"Trial {test['trial']} on {test['split']}"
+        sections.append(Section("Third split", [Table(("metric", "value"), scores, title)]))
+    replace_text(folder / "search.html", render(f"Search in {folder.name}", sections))
+
+
+def _keys(result: Mapping[str, Any]) -> Iterator[go.Figure]:
+    complete = [one for one in result["trials"] if one["state"] == "complete"]
+    if result["importance"]:
+        shares = [100 * share for share in result["importance"].values()]
+        yield bars("importance of the keys", list(result["importance"]), [("share", shares)], "%")
+    if complete:
+        words = [dict(word.split("=", 1) for word in one["overrides"]) for one in complete]
+        columns = [(key, [row[key] for row in words]) for key in words[0]]
+        columns.append((result["metric"], [f"{one['mean']:.6g}" for one in complete]))
+        places = zip(*(_places(texts) for _, texts in columns), strict=True)
+        texts = zip(*(texts for _, texts in columns), strict=True)
+        names = [f"trial {one['trial']}" for one in complete]
+        found = list(zip(names, places, texts, strict=True))
+        yield parallel("values of the complete trials; the best one on top", [key for key, _ in columns], found)
+
+
+def _places(texts: Sequence[str]) -> list[float]:
+    """Return the place of each value from 0 to 1: numbers by size, over wide ranges by their logarithm."""
+    try:
+        values = list(map(float, texts))
+    except ValueError:
+        names = list(dict.fromkeys(texts))
+        values = [float(names.index(text)) for text in texts]
+    if min(values) > 0 and max(values) > _WIDE * min(values):
+        values = list(map(math.log, values))
+    low, high = min(values), max(values)
+    return [(value - low) / (high - low) if high > low else 0.5 for value in values]

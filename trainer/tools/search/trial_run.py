@@ -47,6 +47,7 @@ class TrialRun:
             UsageError: the folder cannot be written.
         """
         command = [sys.executable, "-m", "trainer", "run", self.recipe, *self.words]
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / OUTPUT).open("wb") as output:
@@ -55,7 +56,7 @@ class TrialRun:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=self._variables(),
+                    env={**child_variables(), **gpus},
                     start_new_session=True,  # Ctrl-C reaches the search alone, which forwards it
                 )
         except OSError as error:
@@ -115,7 +116,3 @@ class TrialRun:
             return (self.folder / METRICS_FILE_NAME).stat().st_size
         except OSError:
             return 0
-
-    def _variables(self) -> dict[str, str]:
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        return {**child_variables(), **gpus}

@@ -1,0 +1,123 @@
+"""Plans and timelines of pipelines, by the templates in `texts/`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from trainer.base.disk import replace_text
+from trainer.base.errors import UsageError
+from trainer.base.text import listed, size
+from trainer.checkpoint.memory_folder import KEPT
+from trainer.models.configuration import load_config
+from trainer.models.tensor_split import context_notes
+from trainer.tools.plan.ledger import COMPONENTS
+from trainer.tools.plan.recipe_plan import (
+    HOST_RESERVED,
+    Choice,
+    RecipePlan,
+    TrainingCost,
+    bytes_by_link,
+    traffic_by_axis,
+    traffic_by_module,
+)
+from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
+from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
+
+_MOST_FILES = 8  # on a line
+
+
+def plan_text(
+    made: RecipePlan, changes: Sequence[Choice] | None, cost: TrainingCost | None, found: Sequence[str], name: str
+) -> str:
+    """Return a plan: layout, memory of each stage's ranks, communication, arithmetic and verdict.
+
+    `changes` make it fit; None if none was tried. `found` are the overrides of a search on the devices `name`.
+    """
+    plan, attention = made.plan, None
+    if plan.layout.context:
+        (attention,) = context_notes(load_config(plan.recipe.model, {}), plan.layout.tp)
+    values = {"attention": attention, "faster": _faster_types(made), "changes": None if made.fits else changes}
+    return text_of("plan", made=made, cost=cost, found=found, name=name, **values)
+
+
+def _faster_types(made: RecipePlan) -> list[str]:
+    """Return the types that the device multiplies faster than fp32, if the recipe computes in fp32."""
+    machine, recipe = made.devices.machine, made.plan.recipe
+    if machine is None or machine.is_cpu or recipe.precision != "fp32" or recipe.tf32:
+        return []
+    keys = {"bf16": "precision=bf16", "tf32": "tf32=true"}
+    speeds = {key: machine.peak(name) / machine.peak("fp32") for name, key in keys.items()}
+    return [f"{key} up to {speed:.0f} times" for key, speed in speeds.items() if speed > 1]
+
+
+def search_text(result: SearchResult, name: str) -> str:
+    """Return the table of a search: the fastest layouts that fit, then a count of the others."""
+    reasons = Counter(failure.problem for failure in result.failures)
+    return text_of("search", result=result, name=name, reasons=reasons)
+
+
+def text_of(template: str, **values: Any) -> str:
+    """Return a text by its template."""
+    return _environment().get_template(f"{template}.jinja").render(values).rstrip("\n")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer.tools.plan", "texts"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "as": format, "size": size, "duration": duration, "listed": listed, "with_sizes": _with_sizes
+    }  # fmt: skip
+    environment.globals |= {
+        "ACTION_COLOURS": ACTION_COLOURS, "ACTION_NAMES": ACTION_NAMES, "COMPONENTS": COMPONENTS, "KEPT": KEPT,
+        "HOST_RESERVED": HOST_RESERVED, "MOST_SHOWN": MOST_SHOWN, "bytes_by_link": bytes_by_link, "spare": spare,
+        "traffic_by_axis": traffic_by_axis, "traffic_by_module": traffic_by_module,
+    }  # fmt: skip
+    return environment
+
+
+def _with_sizes(files: Mapping[str, int]) -> str:
+    return listed([f"{name} ({size(count)})" for name, count in files.items()], _MOST_FILES)
+
+
+def spare(needed: int, memory: int) -> str:
+    """Return the bytes that are needed of a memory, and those to spare or too much."""
+    rest = f"{size(memory - needed)} to spare" if needed <= memory else f"{size(needed - memory)} too much"
+    return f"{size(needed)} of {size(memory)}, {rest}"
+
+
+def draw_timeline(made: RecipePlan, file: Path) -> str:
+    """Write the pipeline's timeline to an SVG file, and return a note; return the timeline as text if it is `-`.
+
+    Raises:
+        UsageError: there is no timeline, or the file cannot be written.
+    """
+    if made.time is None or made.time.timeline is None:
+        fix = "name the GPUs, as in --gpus 8xA100-80" if made.time is None else "set parallel.pipeline.stages"
+        raise UsageError(f"`--timeline` is {file}, but the plan has no pipeline with times; {fix}")
+    timeline = made.time.timeline
+    if str(file) == "-":
+        return "\n".join(["", "one pass through the pipeline (F forward, b backward):", *as_text(timeline), ""])
+    try:
+        replace_text(file, text_of("timeline", timeline=timeline) + "\n")
+    except OSError as error:
+        raise UsageError(f"`--timeline` is {file}, which cannot be written: {error.strerror}") from error
+    return f"wrote     {file}\n"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in hours, minutes, seconds or milliseconds."""
+    for unit, length in (("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= length:
+            return f"{seconds / length:,.2f} {unit}"
+    return f"{1e3 * seconds:,.2f} ms"
