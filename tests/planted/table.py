@@ -159,8 +159,8 @@ _RECIPE = [
         "microbatch_larger_than_asked",
         "The number of microbatches is rounded down, so one has more rows than allowed.",
         "recipe/plan.py",
-        "num_microbatches = math.ceil(share / most)",
-        "num_microbatches = max(1, share // most)",
+        "num_microbatches = math.ceil(share / _most_rows(recipe))",
+        "num_microbatches = max(1, share // _most_rows(recipe))",
         ("recipe/test_plan.py",),
     ),
 ]
@@ -1622,8 +1622,8 @@ _REPORTING = [
         "bad_steps_at_the_wrong_mark",
         "A mark stands at the first logged step, not at the first one from its own.",
         "tools/report/figures.py",
-        "(one for one in steps if one >= step)",
-        "(one for one in steps)",
+        "(one for one in curve.steps if one >= step)",
+        "(one for one in curve.steps)",
         ("tools/report/test_report.py::test_marks_stand_at_the_steps_of_the_run",),
     ),
     Defect(
