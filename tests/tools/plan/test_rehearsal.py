@@ -26,7 +26,8 @@ from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.plan.rehearsal import Rehearsal, lines, rehearse
+from trainer.tools.plan.plan_text import text_of
+from trainer.tools.plan.rehearsal import Rehearsal, rehearse
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import planned_model, planned_task
 
@@ -99,7 +100,7 @@ def test_ranks_read_each_byte_of_the_weights_once(tmp_path: Path, name: str):
     first, second = (rehearsed(keys, tmp_path, 2, rank) for rank in range(2))
     assert sum((first.weights_read or {}).values()) == sum(sum((one or {}).values()) for one in read)
     assert second.weights_read == {}
-    assert any("from the first rank of its machine" in line for line in lines(second))
+    assert "from the first rank of its machine" in text_of("rehearsal", found=second)
 
 
 @pytest.mark.slow
@@ -149,7 +150,7 @@ def test_checkpoints_in_memory_are_shown(tmp_path: Path):
     assert more == one.in_memory + one.state.written
     several = rehearse(load_recipe(written(keys, tmp_path)), 2, 0, local_ranks=1)
     assert several.in_memory == 4 * several.state.written
-    assert any("with the copy of a rank of another host" in line for line in lines(several))
+    assert "with the copy of a rank of another host" in text_of("rehearsal", found=several)
 
 
 @pytest.mark.parametrize(
