@@ -126,7 +126,8 @@ def _of_file() -> Iterator[Exclusion]:
             words = {"{able}": ", ".join(able), "{one}": " or ".join(able), "{all}": " and ".join(both)}
             for word, names in words.items():
                 *texts, form = (text.replace(word, names) for text in (*texts, form))
-            yield Exclusion(first, second, *texts, form)
+            reason, remedy = texts
+            yield Exclusion(first, second, reason, remedy, form)
         if "model.quantization" in group["first"]:
             yield from _of_old_torch(first, version("torch"))
 
