@@ -168,8 +168,8 @@ def _become(streams: Sequence[Connection], environment: dict[str, str], folder: 
 
 
 @contextmanager
-def door() -> Iterator[dict[str, str]]:
-    """Let a shell start warm processes. Yield, for each program, the command to put before its arguments.
+def door(node: Node | None = None) -> Iterator[dict[str, str]]:
+    """Let a shell start warm processes, on a node if one is given. Yield the command to put before the arguments.
 
     The programs are `trainer`, and `python` with `-`, `-c` or `-m trainer`.
     """
@@ -177,19 +177,19 @@ def door() -> Iterator[dict[str, str]]:
         path = str(Path(folder) / "door")  # a short path: Linux limits that of a socket to 107 bytes
         listener.bind(path)
         listener.listen()
-        threading.Thread(target=_open_to_all, args=(listener,), daemon=True).start()
+        threading.Thread(target=_open_to_all, args=(listener, node), daemon=True).start()
         asking = shlex.join([sys.executable, "-I", "-S", knock.__file__, path])
         yield {program: f"{asking} {program}" for program in ("trainer", "python")}
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def _open_to_all(listener: socket.socket) -> None:
+def _open_to_all(listener: socket.socket, node: Node | None) -> None:
     with suppress(OSError):  # the listener is closed
         while True:
-            threading.Thread(target=_serve, args=(listener.accept()[0],), daemon=True).start()
+            threading.Thread(target=_serve, args=(listener.accept()[0], node), daemon=True).start()
 
 
-def _serve(caller: socket.socket) -> None:
+def _serve(caller: socket.socket, node: Node | None) -> None:
     """Run one program to its end, or kill it if the caller disconnects before."""
     with caller:
         first, descriptors, _, _ = socket.recv_fds(caller, 1 << 16, 3)
@@ -198,7 +198,7 @@ def _serve(caller: socket.socket) -> None:
         while not text.endswith(b"\n"):
             text += caller.recv(1 << 16)
         asked = json.loads(text)
-        process = forking().Process(target=_run_asked, args=(asked, streams))
+        process = forking().Process(target=_run_asked, args=(asked, streams, node))
         process.start()
         for stream in streams:
             stream.close()
@@ -210,8 +210,10 @@ def _serve(caller: socket.socket) -> None:
                 os.killpg(process.pid or 0, signal.SIGKILL)
 
 
-def _run_asked(asked: dict[str, object], streams: list[Connection]) -> None:
+def _run_asked(asked: dict[str, object], streams: list[Connection], node: Node | None) -> None:
     program, *arguments = asked["arguments"]
+    if node is not None:
+        node.enter()
     _become(streams, asked["environment"], asked["folder"])
     sys.argv = [program, *arguments]
     if program == "python" and arguments[:2] != ["-m", "trainer"]:

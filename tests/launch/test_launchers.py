@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from tests.helpers import warm
+from tests.helpers.nodes import Node
 from tests.helpers.processes import ROOT, finish, run, start
 from tests.helpers.turns import once
 from trainer.cli import main
@@ -188,10 +189,10 @@ def free_port() -> str:
 
 
 @contextmanager
-def programs(folder: Path) -> Iterator[str]:
-    """Yield a PATH with the stand-ins for Slurm's programs, and a `trainer` that starts warm."""
+def programs(folder: Path, node: Node | None = None) -> Iterator[str]:
+    """Yield a PATH with the stand-ins for Slurm's programs, and a `trainer` that starts warm, on a node if given."""
     folder.mkdir()
-    with warm.door() as warmed:
+    with warm.door(node) as warmed:
         trainer = f'#!/bin/sh\nexec {warmed["trainer"]} "$@"\n'
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("trainer", trainer)):
             (folder / name).write_text(text)

@@ -1,12 +1,11 @@
 """Two nodes with gloo between them. Each is a network namespace with its own address, name and hosts file.
 
-The ranks start warm, with the variables that any launcher can set. torchrun starts them as it does for a user.
+The ranks start warm, with the variables that any launcher can set, or by a torchrun that starts as it does for a user.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -282,20 +281,21 @@ class TestTorchrunHandsOutTheRanks:
         assert [process.returncode for process in ended] == [0, 0]
 
     @pytest.mark.slow
-    def test_a_node_that_was_killed_joins_again(self, nodes, recipe, undisturbed, started):
+    def test_a_node_that_was_killed_joins_again(self, nodes, recipe, undisturbed, started, tmp_path):
         def on(node: Node) -> subprocess.Popen[str]:
             sizes = {"NODES": "2", "PROCESSES": "1", "RESTARTS": "1"}
             meeting = {"MASTER_ADDR": "node0", "RENDEZVOUS": "c10d", "ADDRESS": node.address}
-            path = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-            return processes.start(
-                node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe]), **sizes, **meeting, **path
-            )
+            command = node.command([LAUNCHERS / "torchrun_multi_node.sh", recipe])
+            return processes.start(command, **sizes, **meeting, PATH=paths[node.name])
 
-        started.extend(on(node) for node in nodes)
-        wait_for_step(recipe.parent / "run", 3)
-        processes.kill(started[1])
-        started.append(on(nodes[1]))
-        self.finish([started[0], started[2]])
+        folders = [tmp_path / node.name for node in nodes]
+        with programs(folders[0], nodes[0]) as first, programs(folders[1], nodes[1]) as second:
+            paths = {nodes[0].name: first, nodes[1].name: second}
+            started.extend(on(node) for node in nodes)
+            wait_for_step(recipe.parent / "run", 3)
+            processes.kill(started[1])
+            started.append(on(nodes[1]))
+            self.finish([started[0], started[2]])
         assert_same(recipe, undisturbed)
 
     @pytest.mark.slow
