@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,7 @@ from trainer.data.sources import Split, load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 from trainer.tasks.image_classification import ImageClassificationTask
 
-TASK = ImageClassificationTask("image", "label", ("accuracy",), ("no", "yes"), labels_are_names=True)
+TASK = ImageClassificationTask("image", "label", ("accuracy",), class_names=("no", "yes"), labels_are_names=True)
 
 
 class Processor:
@@ -57,7 +58,7 @@ def folder(tmp_path) -> Path:
 
 def encode_folder(folder, cache):
     train = load_splits(HubData(source="hub", name=str(folder))).train
-    task = ImageClassificationTask("image", "label", ("accuracy",)).resolve(train.rows, train.where)
+    task = replace(TASK, class_names=None, labels_are_names=None).resolve(train.rows, train.where)
     processor = Processor()
     return encode_images(train, task, processor, cache), processor.calls, task
 

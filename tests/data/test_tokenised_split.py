@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -24,7 +25,7 @@ from trainer.tasks.registry import build_task
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 
 ROOT = Path(__file__).parents[2]
-TASK = SequenceClassificationTask(("text",), "label", ("accuracy",), ("no", "yes"), labels_are_names=True)
+TASK = SequenceClassificationTask(("text",), "label", ("accuracy",), class_names=("no", "yes"), labels_are_names=True)
 
 
 def split_of(num_rows=6, text="sends a message over the socket"):
@@ -49,7 +50,7 @@ class CountingTask(SequenceClassificationTask):
 @pytest.fixture
 def counting(monkeypatch):
     monkeypatch.setattr(CountingTask, "calls", 0)
-    return CountingTask(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+    return CountingTask(**vars(TASK))
 
 
 def test_what_the_model_reads(tokenizer, tmp_path):
@@ -121,7 +122,7 @@ class DyingTask(SequenceClassificationTask):
 
 
 def test_the_death_of_a_process_is_an_error_without_leftovers(tokenizer, tmp_path):
-    task = DyingTask(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+    task = DyingTask(**vars(TASK))
     with pytest.raises(TrainerError, match=r"`data.preparation_processes` \(2\) died: signal SIGKILL.*fewer"):
         encode_split(split_of(5000, "a"), task, tokenizer, 32, tmp_path, 2)
     assert not entries(tmp_path)
@@ -141,7 +142,7 @@ def test_whatever_changes_the_result_changes_the_entry(tokenizer, tmp_path):
         encode_split(split or split_of(), task, tokenizer, max_length, tmp_path)
         return len(entries(tmp_path))
 
-    swapped = SequenceClassificationTask(("text",), "label", ("accuracy",), ("yes", "no"), True)
+    swapped = replace(TASK, class_names=("yes", "no"))
     counts = [
         encode(),
         encode(split_of(text="other")),
@@ -179,7 +180,7 @@ def encode_in_process(cache, start):
             return super().encode(*args)
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "sample" / "tokenizer")
-    task = Slow(TASK.text_columns, TASK.label_column, TASK.metric_names, TASK.class_names, True)
+    task = Slow(**vars(TASK))
     start.wait(60)
     return encode_split(split_of(), task, tokenizer, 32, cache).content_hash
 
@@ -211,6 +212,7 @@ def test_four_processes_at_once_share_one_tokenisation(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
+from dataclasses import replace
 from pathlib import Path
 from tests.data.test_tokenised_split import TASK, SequenceClassificationTask, encode_split, split_of
 from transformers import AutoTokenizer

@@ -77,7 +77,7 @@ def mesh() -> Iterator[ParallelMesh]:
 
 def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
     plan = plan_run(recipe_of(strategy, precision), 1)
-    task = SequenceClassificationTask(("text",), "label", ("accuracy",), ("a", "b"))
+    task = SequenceClassificationTask(("text",), "label", ("accuracy",), class_names=("a", "b"))
     torch.cuda.reset_peak_memory_stats()
     built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
     engine: Any = build_engine([built], task, mesh, plan, STEPS)

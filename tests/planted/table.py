@@ -720,8 +720,8 @@ _TASKS = [
         "macro_f1_is_micro",
         "The macro F1 is the micro F1.",
         "tasks/metrics/table.py",
-        'average="macro"',
-        'average="micro"',
+        '_f1("macro")',
+        '_f1("micro")',
         ("tasks/metrics/test_table.py",),
     ),
     Defect(

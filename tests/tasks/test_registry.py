@@ -6,9 +6,8 @@ import pytest
 from transformers.pipelines import SUPPORTED_TASKS
 
 from trainer.recipe.schema import Recipe
-from trainer.tasks import Task, build_task
-from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
-from trainer.tasks.task import ImageTask, TextTask
+from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE, build_task
+from trainer.tasks.task import ImageTask, Task, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
 INPUTS = {

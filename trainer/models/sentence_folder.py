@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from trainer.recipe.sentence import (
     QUERY,
     SCALE_FOLDER,
     DenseLayer,
+    SentenceFolder,
     prompt_of,
 )
 
@@ -43,26 +43,6 @@ _POOLINGS = {names.name: pooling for pooling, names in POOLINGS.items()}
 _SWITCH = "pooling_mode_"  # the start of older keys
 _FOLDER = re.compile(r"\w[\w.-]*")  # the path of a module inside the folder
 _NO_LIMIT = 10**9  # tokenizers without a maximum length have an even larger one
-
-
-@dataclass(frozen=True)
-class SentenceFolder:
-    """The embedding of a folder of sentence-transformers, and notes on its differences from the recipe.
-
-    `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
-    `default_prompt` is the name of the one that texts have by default. `activation` is that of a cross-encoder, which
-    has no poolings. `temperature` is a learned one, which only folders of this project have.
-    """
-
-    poolings: tuple[str, ...]
-    normalize: bool
-    prompts: Mapping[str, str]
-    default_prompt: str | None
-    notes: tuple[str, ...]
-    activation: str | None = None
-    dense: tuple[DenseLayer, ...] = ()
-    pools_prompt: bool = True
-    temperature: float | None = None
 
 
 def sentence_folder(recipe: Recipe) -> SentenceFolder | None:

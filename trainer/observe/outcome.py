@@ -7,7 +7,7 @@ from statistics import median
 
 from trainer.observe.observer import Observer
 from trainer.observe.records import BestMetric, EvaluationRecord, RunInfo, StepRecord
-from trainer.tasks import merit
+from trainer.tasks.metrics.table import merit
 
 _MEDIAN_OF = 5  # logged losses, since those of single batches vary
 _DIVERGED = 2.0  # times the first losses, or times the loss of a prediction that ignores the input

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -56,6 +57,26 @@ class DenseLayer(NamedTuple):
     def activation_name(self) -> str:
         """The name of the activation in torch.nn."""
         return self.activation.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """The embedding of a folder of sentence-transformers, and notes on its differences from the recipe.
+
+    `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
+    `default_prompt` is the name of the one that texts have by default. `activation` is that of a cross-encoder, which
+    has no poolings. `temperature` is a learned one, which only folders of this project have.
+    """
+
+    poolings: tuple[str, ...]
+    normalize: bool
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+    notes: tuple[str, ...]
+    activation: str | None = None
+    dense: tuple[DenseLayer, ...] = ()
+    pools_prompt: bool = True
+    temperature: float | None = None
 
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.nulls import given
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.text.chats import (
     Tokens,
@@ -29,12 +28,12 @@ from trainer.tasks.text.chats import (
     turn_notes,
     without_end,
 )
-from trainer.tasks.text.columns import SEVERAL_TYPES, cell, is_text, require_columns, require_kind, type_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, cell, filled, is_text, require_columns, require_kind, type_name
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.text.token_ids import LABELS, MASK, IdRows, beside_ids, holds_ids
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 Packing = Literal["none", "documents", "joined"]
 
@@ -100,8 +99,7 @@ Examples = TextColumn | CompletionColumns | ChatColumn
 class CausalLMTask(TokenLabels):
     """Causal language modelling with cross entropy over the vocabulary.
 
-    The label of a token is the next token of its document. `vocabulary` describes how the logits are sharded over
-    tensor ranks; None if they are not sharded. With `continues`, texts are prompts of generated texts.
+    The label of a token is the next token of its document. With `continues`, texts are prompts of generated texts.
     `num_positions` is the maximum number of tokens that the model reads, and `num_tokens` the size of its vocabulary;
     None: unknown.
     """
@@ -109,9 +107,6 @@ class CausalLMTask(TokenLabels):
     examples: Examples
     packing: Packing
     metric_names: tuple[str, ...]
-    vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto"] | None = None
-    takes_token_scores: bool = False
     train_on: Turns = "all"
     settings: Generation = field(default_factory=Generation)
     continues: bool = False
@@ -231,9 +226,7 @@ class CausalLMTask(TokenLabels):
         splits = isinstance(self.examples, TextColumn) and LABELS not in self.examples.beside
         return DocumentPacker(max_length, splits=splits)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Tokenise texts, prompts with completions, or chats; see `TextTask.encode`.
 
         With `packing`, the result is documents, which `packer` turns into rows. Without it, a text that is longer than
@@ -245,10 +238,9 @@ class CausalLMTask(TokenLabels):
         """
         examples, columns = self.examples, {}
         for column in self.columns:
+            if column != examples.tools:
+                filled(rows, column, where, first_row, "fill it, or leave the row out")
             columns[column] = given(rows[column], [rows.features[column]])
-            if None in columns[column] and column != examples.tools:
-                row = first_row + columns[column].index(None)
-                raise DataError(f"{cell(column, row, where)} is null; fill it, or leave the row out")
         if self.continues:
             return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
         if isinstance(examples, TextColumn):
@@ -272,7 +264,7 @@ class CausalLMTask(TokenLabels):
 
     def _encode_prompts(
         self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    ) -> Encoded:
         """Return the tokens of prompts; those of a long prompt are its last ones, which the generated text follows.
 
         A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
@@ -303,7 +295,7 @@ class CausalLMTask(TokenLabels):
             "cut": [len(ids) > max_length for ids in found],
         }
 
-    def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
+    def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> Encoded:
         end = end_token(tokenizer)
         texts = [text for text in texts if text]
         if not texts:
@@ -311,7 +303,7 @@ class CausalLMTask(TokenLabels):
         found = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
         return self._windows([ids if ids[-1:] == [end] else [*ids, end] for ids in found], max_length)
 
-    def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> dict[str, list[Any]]:
+    def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""
         assert isinstance(self.examples, TextColumn)
         column, beside = self.examples.column, self.examples.beside
@@ -324,9 +316,9 @@ class CausalLMTask(TokenLabels):
         ]
         return features_of_labels(labelled, max_length)
 
-    def _windows(self, documents: list[list[int]], max_length: int) -> dict[str, list[Any]]:
+    def _windows(self, documents: list[list[int]], max_length: int) -> Encoded:
         """Return the rows of documents, in which each token but the first is predicted once."""
-        features: dict[str, list[Any]] = {"input_ids": [], "labels": []}
+        features: Encoded = {"input_ids": [], "labels": []}
         for ids in documents:
             if self.packing == "joined":
                 features["input_ids"].append(ids)

@@ -6,8 +6,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,23 +31,27 @@ _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each
 PROBABILITY_DIGITS = 6  # after the point, in predictions
 
 
-class NamedClasses(Task):
-    """Base class of tasks that assign named classes; subclasses are frozen dataclasses with these fields.
+class Labelled(Task):
+    """A task with a column of labels; a subclass decides where among its fields this one stands."""
+
+    label_column: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedClasses(Labelled):
+    """Base class of tasks that assign named classes.
 
     Attributes:
-        metric_names: the metrics to compute, the deciding one first.
         class_names: the name of class `i` at index `i`; None until `resolve` finds the names in the training split.
         labels_are_names: whether the training split holds class names, not indices. Other splits must do the same,
             because a wrong index cannot be detected.
-        labelled: whether rows have labels.
         common_names: names that all data sets share, which do not show that two sets of classes are related.
     """
 
-    label_column: str
-    metric_names: tuple[str, ...]
-    class_names: tuple[str, ...] | None
-    labels_are_names: bool | None
-    common_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    labels_are_names: bool | None = None
+    labelled: bool = True
+    common_names: ClassVar[tuple[str, ...]] = ()
 
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
@@ -189,11 +194,7 @@ class NamedClasses(Task):
         return index_of, declared
 
     def unknown(self, label: Any, declared: list[str] | None, place: str) -> DataError:
-        """Return the error of a label that is null or has no index.
-
-        Args:
-            declared: the names that the column declares.
-        """
+        """Return the error of a label that is null or has no index."""
         names = self._known_class_names
         if declared is not None and label is not None and 0 <= label < len(declared):
             label = declared[label]
@@ -228,23 +229,22 @@ class NamedClasses(Task):
         return self.class_names
 
 
+@dataclass(frozen=True, kw_only=True)
 class RowClasses(NamedClasses):
     """Base class of tasks that give each row one class.
 
-    Subclasses are frozen dataclasses with these fields and with fields for their inputs.
-
     Attributes:
-        labelled: whether rows have labels.
         class_weights: the weight of each class in the loss, by its name; "balanced": `resolve` computes the weights;
             None: all are 1.
         label_smoothing: the share of the target that is spread evenly over all classes.
         positive: the class that the metric `f1` counts as positive; None: the second one.
     """
 
-    labelled: bool
-    class_weights: Literal["balanced"] | Mapping[str, float] | None
-    label_smoothing: float
+    class_weights: Literal["balanced"] | Mapping[str, float] | None = None
+    label_smoothing: float = 0.0
     positive: str | None = None
+
+    beside_rows = ("metric_names", "class_weights", "label_smoothing", "positive")
 
     @property
     def rows_are_labels(self) -> bool:

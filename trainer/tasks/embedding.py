@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, prompt_of
+from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, SentenceFolder, prompt_of
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
 from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
-from trainer.tasks.types import Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 Loss = Literal["multiple_negatives", "cosine", "cosent", "angle"]
 
@@ -176,9 +176,7 @@ class EmbeddingTask(SeveralTexts):
         if self.score_column is not None:
             require_columns(features, [self.score_column], "task.score", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         for column in self.text_columns:
             for place, text in enumerate(rows[column]):
                 if text is not None and not text.strip():
@@ -190,7 +188,7 @@ class EmbeddingTask(SeveralTexts):
             if not self.pools_prompt:
                 start = _prompt_length(prompt, tokenizer, max_length)
                 texts[-1][POOLED] = [[int(at >= start) for at in range(len(ids))] for ids in texts[-1]["input_ids"]]
-        features: dict[str, list[Any]] = {
+        features: Encoded = {
             name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
         }
         features["cut"] = [any(cut) for cut in features["cut"]]

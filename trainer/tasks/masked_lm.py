@@ -4,37 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax
+from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.token_ids import MASK, IdRows, beside_ids, holds_ids
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
 class MaskedLMTask(TokenLabels):
     """Masked language modelling with cross entropy over the vocabulary.
 
-    `vocabulary` describes how the logits are sharded over tensor ranks; None if they are not sharded. `is_answering`:
-    mask tokens have a label of 0, which no code compares, and the scores of tokens are their answers. `beside`: the
-    columns of masks beside a column of token ids, known after `resolve`. `num_tokens`: the size of the vocabulary;
-    None: unknown.
+    `is_answering`: mask tokens have a label of 0, which no code compares, and the scores of tokens are their answers.
+    `beside`: the columns of masks beside a column of token ids, known after `resolve`. `num_tokens`: the size of the
+    vocabulary; None: unknown.
     """
 
     text_columns: tuple[str, ...]
     mask_probability: float
     metric_names: tuple[str, ...]
-    vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
-    takes_token_scores: bool = False
     is_answering: bool = False
     beside: tuple[str, ...] = ()
     num_tokens: int | None = None
@@ -70,14 +66,12 @@ class MaskedLMTask(TokenLabels):
             require_text(features, self.text_columns, where)
         require_columns(features, self.beside, "task.text", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         if self._has_ids(rows.features):
             found = IdRows(self.text_columns[0], self.beside, self.num_tokens).read(rows, where, first_row)
             if empty := [row for row, (ids, _) in enumerate(found) if not ids]:
                 raise DataError(f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave it out")
-            features: dict[str, list[Any]] = {
+            features: Encoded = {
                 "input_ids": [ids[:max_length] for ids, _ in found],
                 "cut": [len(ids) > max_length for ids, _ in found],
             }

@@ -18,7 +18,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, require_kind, require_text, shown, tokenise
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,7 @@ class MultiLabelTask(NamedClasses, TextTask):
     text_columns: tuple[str, ...]
     label_column: str
     metric_names: tuple[str, ...]
-    class_names: tuple[str, ...] | None = None
-    labels_are_names: bool | None = None
     threshold: float | Mapping[str, float] = 0.5
-    labelled: bool = True
 
     auto_class_name = "AutoModelForSequenceClassification"
     beside_rows = ("metric_names", "threshold")
@@ -75,9 +72,7 @@ class MultiLabelTask(NamedClasses, TextTask):
         are_names = bool(_holds_names(features[self.label_column]))
         self.require_same_kind(are_names, "lists of names", "lists of 0 and 1", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return features if not self.labelled else {**features, "labels": self._labels(rows, where, first_row)}
 

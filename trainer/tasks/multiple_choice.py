@@ -20,8 +20,8 @@ from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, is_text, most_texts, require_kind, require_text, texts_of_rows
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.text.columns import cell, filled, is_text, most_texts, require_kind, require_text, texts_of_rows
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 LabelFormat = Literal["index", "number", "letter", "text"]
 
@@ -76,9 +76,7 @@ class MultipleChoiceTask(TextTask):
     def for_split(self, rows: Dataset, first_row: int) -> MultipleChoiceTask:
         return replace(self, num_texts=most_texts(rows, self.choice_columns, _texts))
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the texts of all rows: the context, and the question with the choice.
 
         Truncation shortens the context. Each row has `num_texts` texts; texts without a choice have one token.
@@ -88,7 +86,7 @@ class MultipleChoiceTask(TextTask):
         counts = [len(of_row) for of_row in choices]
         columns, cut = self._tokenised(rows, choices, tokenizer, max_length, where, first_row)
         starts = [0, *accumulate(counts)]
-        found: dict[str, list[Any]] = {
+        found: Encoded = {
             name: [
                 values[start : start + count] + [values[start][:1]] * (self.num_texts - count)
                 for start, count in zip(starts, counts, strict=False)
@@ -108,9 +106,9 @@ class MultipleChoiceTask(TextTask):
         max_length: int,
         where: str,
         first_row: int,
-    ) -> tuple[dict[str, list[Any]], set[int]]:
+    ) -> tuple[Encoded, set[int]]:
         """Return the tokenizer's columns with one list for each choice of each row, and the truncated rows."""
-        contexts = self._texts(rows, self.context_column, where, first_row)
+        contexts = filled(rows, self.context_column, where, first_row, "every row needs a text")
         questions = self._questions(rows, where, first_row)
         places = [(row, choice) for row, of_row in enumerate(choices) for choice in range(len(of_row))]
         firsts = [contexts[row] for row, _ in places]
@@ -160,17 +158,10 @@ class MultipleChoiceTask(TextTask):
             return cell(self.choice_columns[choice], row, where)
         return f"choice {choice + 1} of {cell(self.choice_columns[0], row, where)}"
 
-    def _texts(self, rows: Dataset, column: str, where: str, first_row: int) -> list[str]:
-        texts = list(rows[column])
-        if None in texts:
-            place = cell(column, first_row + texts.index(None), where)
-            raise DataError(f"{place} is null; every row needs a text")
-        return texts
-
     def _questions(self, rows: Dataset, where: str, first_row: int) -> list[str]:
         if self.question_column is None:
             return [""] * len(rows)
-        questions = self._texts(rows, self.question_column, where, first_row)
+        questions = filled(rows, self.question_column, where, first_row, "every row needs a text")
         known = self.question_texts
         if known is None:
             return questions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.base.nulls import given
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation, PreferenceLoss
 from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, TextColumn
 from trainer.tasks.metrics.table import METRICS
@@ -27,10 +26,11 @@ from trainer.tasks.text.chats import (
     tokens_of_pair,
     tools_of,
 )
-from trainer.tasks.text.columns import cell, require_columns
+from trainer.tasks.text.columns import cell, filled, require_columns
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
+_FILL = "fill it, or leave the row out"
 _ANSWER, _REFERENCE, _DESIRABLE = "answer", "reference", "desirable"
 """Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
 reference; and KTO's labels."""
@@ -71,8 +71,6 @@ class PreferenceTask(TokenLabels):
     see `TokenLabels`.
 
     Attributes:
-        loss: the loss.
-        examples: the columns.
         tools: the column of tools; None: chats have none.
         settings: the texts of `trainer predict`.
         labels_prompts: whether the tokens of prompts have labels too, for a loss over whole texts.
@@ -87,9 +85,6 @@ class PreferenceTask(TokenLabels):
     settings: Generation = field(default_factory=Generation)
     labels_prompts: bool = False
     is_chat: bool = False
-    vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto"] | None = None
-    takes_token_scores: bool = False
     others: tuple[Dataset, int] | None = None
 
     auto_class_name = "AutoModelForCausalLM"
@@ -151,9 +146,7 @@ class PreferenceTask(TokenLabels):
     def for_split(self, rows: Dataset, first_row: int) -> PreferenceTask:
         return replace(self, others=(rows, first_row))
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return two texts of each row: the prompt with each answer; their labels are the next tokens of answers.
 
         Raises:
@@ -162,7 +155,7 @@ class PreferenceTask(TokenLabels):
         """
         for column in self.columns:
             if column != self.tools:
-                _require_values(rows, column, where, first_row)
+                filled(rows, column, where, first_row, _FILL)
         found: list[tuple[str, Tokens]] = []
         texts = [self._cells(rows, column) for column in self._text_columns().values()]
         tools = [None] * len(rows) if self.tools is None else self._cells(rows, self.tools)
@@ -187,7 +180,7 @@ class PreferenceTask(TokenLabels):
         if self.labels_prompts:
             features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
             features["labels"] = [ids[1:][:max_length] for _, (ids, _) in found]
-        paired: dict[str, list[Any]] = {
+        paired: Encoded = {
             name: [list(pair) for pair in zip(values[::2], values[1::2], strict=True)]
             for name, values in features.items()
         }
@@ -208,7 +201,7 @@ class PreferenceTask(TokenLabels):
         every, first = self.others or (rows, first_row)
         index = (first_row - first - 1) % len(every)
         found = every.select([index])
-        _require_values(found, self.examples.completion, where, first + index)
+        filled(found, self.examples.completion, where, first + index, _FILL)
         (answer,) = self._cells(found, self.examples.completion)
         return answer
 
@@ -321,13 +314,6 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
             f"{place} and the rejected chat must {problem}, since `task.prompt` is null; mend the row, or leave it out"
         )
     return one[:number], one[number:], other[number:]
-
-
-def _require_values(rows: Dataset, column: str, where: str, first_row: int) -> None:
-    values = rows[column]
-    if None in values:
-        place = cell(column, first_row + list(values).index(None), where)
-        raise DataError(f"{place} is null; fill it, or leave the row out")
 
 
 def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:

@@ -19,7 +19,7 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, require_columns, require_kind, require_text
 from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 NO_ANSWER = 0
 """The position that stands for no answer: the first token, which is the classification token of most encoders."""
@@ -100,9 +100,7 @@ class QuestionAnsweringTask(TextTask):
     def keeps_rows(self) -> bool:
         return False
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the windows of all rows.
 
         The column `window` has four numbers for each window: its row in the split, the place of the first token of the
@@ -110,7 +108,7 @@ class QuestionAnsweringTask(TextTask):
         `labels` are the positions of the first and last token of the answer. `cut_target` has one value for each row.
         """
         pairs = self._tokenised(rows, tokenizer, where, first_row)
-        found: dict[str, list[Any]] = {}
+        found: Encoded = {}
         for place, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
             answer = None
             if self.has_answers:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import trainer.recipe.registered  # noqa: F401  # checks registered tasks
 from trainer.base.errors import UsageError
@@ -12,16 +12,9 @@ from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import (
     CausalLM,
     Embedding,
-    ImageClassification,
-    MaskedLM,
-    MultipleChoice,
     Preference,
-    QuestionAnswering,
-    Reranker,
     RewardModel,
     Seq2SeqLM,
-    SequenceClassification,
-    SequenceRegression,
     TaskSection,
     TokenClassification,
 )
@@ -40,8 +33,6 @@ from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
 from trainer.tasks.token_classification import TokenClassificationTask
-
-Built = TypeVar("Built", bound=TextTask | ImageTask)
 
 TEXT_TO_TEXT = "text2text-generation"
 
@@ -82,6 +73,30 @@ LIBRARIES = {"embedding": "sentence-transformers", "reranker": "sentence-transfo
 WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice", "text-ranking"})
 """Task names for which transformers 5 has no pipeline."""
 
+_TASKS: Mapping[str, Callable[..., TextTask | ImageTask]] = {
+    "sequence_classification": SequenceClassificationTask,
+    "sequence_regression": SequenceRegressionTask,
+    "masked_lm": MaskedLMTask,
+    "causal_lm": CausalLMTask,
+    "seq2seq_lm": Seq2SeqLMTask,
+    "token_classification": TokenClassificationTask,
+    "question_answering": QuestionAnsweringTask,
+    "multiple_choice": MultipleChoiceTask,
+    "image_classification": ImageClassificationTask,
+    "preference": PreferenceTask,
+    "reward_model": RewardModelTask,
+    "embedding": EmbeddingTask,
+    "reranker": RerankerTask,
+}
+_KEYS = {
+    "metric_names": "metrics", "class_names": "labels", "settings": "generation", "label_column": "label",
+    "text_columns": "text", "text_column": "text", "words_column": "words", "image_column": "image",
+    "score_column": "score", "learns_temperature": "learn_temperature", "question_column": "question",
+    "context_column": "context", "answer_columns": "answers", "choice_columns": "choices", "query_column": "query",
+    "document_columns": "documents",
+}  # fmt: skip
+"""The keys of the recipe for fields of tasks with another name."""
+
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
 """The builders of registered tasks."""
 
@@ -105,91 +120,40 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 f" its builder returns a {type(task).__name__}; make it a subclass"
             )
         return task
+    kind = MultiLabelTask if getattr(recipe, "multi_label", False) else _TASKS[recipe.type]
+    given, keys = _computed(recipe), type(recipe).model_fields
+    for one in fields(cast(Any, kind)):
+        key = one.name if one.name in keys else _KEYS.get(one.name)
+        if key in keys and one.name not in given:
+            value = getattr(recipe, key)
+            value = (value,) if one.name.endswith("_columns") and isinstance(value, str) else value
+            given[one.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**given)
+
+
+def _computed(recipe: TaskSection) -> dict[str, Any]:
+    """Return the fields of a task that are not the value of one key."""
     match recipe:
-        case SequenceClassification(multi_label=True):
-            return _built(MultiLabelTask, recipe, **_labels(recipe), text_columns=_columns(recipe.text))
-        case SequenceClassification():
-            return _built(SequenceClassificationTask, recipe, **_labels(recipe), text_columns=_columns(recipe.text))
-        case SequenceRegression():
-            columns = _columns(recipe.text)
-            return _built(SequenceRegressionTask, recipe, text_columns=columns, label_column=recipe.label)
-        case MaskedLM():
-            return _built(MaskedLMTask, recipe, text_columns=_columns(recipe.text))
         case Embedding():
-            return _built(
-                EmbeddingTask,
-                recipe,
-                text_columns=tuple(recipe.texts),
-                score_column=recipe.score,
-                poolings=(recipe.pooling or "mean",),
-                normalize=recipe.normalize is not False,
-                prompts=Prompts(recipe.query_prompt, recipe.document_prompt),
-                has_roles=recipe.has_roles,
-                dimensions=_dimensions(recipe),
-                learns_temperature=recipe.learn_temperature,
-            )
+            sizes = recipe.dimensions or []
+            return {
+                "text_columns": tuple(recipe.texts),
+                "poolings": (recipe.pooling or "mean",),
+                "normalize": recipe.normalize is not False,
+                "prompts": Prompts(recipe.query_prompt, recipe.document_prompt),
+                "dimensions": tuple(zip(sizes, recipe.dimension_weights or [1.0] * len(sizes), strict=True)),
+            }
         case CausalLM():
-            return _built(CausalLMTask, recipe, examples=_examples(recipe), settings=recipe.generation)
+            return {"examples": _examples(recipe)}
         case Preference():
-            examples, is_whole = _answer_columns(recipe), recipe.loss.type == "orpo"
-            return _built(
-                PreferenceTask, recipe, examples=examples, settings=recipe.generation, labels_prompts=is_whole
-            )
+            return {"examples": _answer_columns(recipe), "labels_prompts": recipe.loss.type == "orpo"}
         case RewardModel():
-            return _built(RewardModelTask, recipe, answer_columns=(recipe.chosen, recipe.rejected))
+            return {"answer_columns": (recipe.chosen, recipe.rejected)}
         case Seq2SeqLM():
-            languages = (recipe.source_language, recipe.target_language)
-            return _built(Seq2SeqLMTask, recipe, settings=recipe.generation, languages=languages)
+            return {"languages": (recipe.source_language, recipe.target_language)}
         case TokenClassification():
-            label = recipe.spans if recipe.words is None else recipe.tags
-            return _built(
-                TokenClassificationTask,
-                recipe,
-                words_column=recipe.words,
-                text_column=recipe.text,
-                label_column=label,
-                class_names=_names(recipe.labels),
-            )
-        case QuestionAnswering():
-            return _built(
-                QuestionAnsweringTask,
-                recipe,
-                question_column=recipe.question,
-                context_column=recipe.context,
-                answer_columns=_columns(recipe.answers),
-            )
-        case MultipleChoice():
-            return _built(
-                MultipleChoiceTask,
-                recipe,
-                context_column=recipe.context,
-                question_column=recipe.question,
-                choice_columns=_columns(recipe.choices),
-                label_column=recipe.label,
-            )
-        case Reranker():
-            documents = _columns(recipe.documents)
-            return _built(
-                RerankerTask,
-                recipe,
-                query_column=recipe.query,
-                document_columns=documents,
-                label_column=recipe.label,
-            )
-        case ImageClassification():
-            shape = None if recipe.shape is None else tuple(recipe.shape)
-            return _built(ImageClassificationTask, recipe, **_labels(recipe), image_column=recipe.image, shape=shape)
-
-
-def _built(kind: Callable[..., Built], recipe: TaskSection, **others: Any) -> Built:
-    """Build a task from `others`, and from the keys of the recipe with the names of its other fields."""
-    same = {one.name for one in fields(cast(Any, kind))} & type(recipe).model_fields.keys()
-    taken = {name: getattr(recipe, name) for name in same}
-    return kind(**{**taken, "metric_names": tuple(recipe.metrics), **others})
-
-
-def _labels(recipe: SequenceClassification | ImageClassification) -> dict[str, Any]:
-    return {"label_column": recipe.label, "class_names": _names(recipe.labels)}
+            return {"label_column": recipe.spans if recipe.words is None else recipe.tags}
+    return {}
 
 
 def _answer_columns(recipe: Preference) -> PairColumns | LabelledColumns:
@@ -206,16 +170,3 @@ def _examples(recipe: CausalLM) -> Examples:
         return CompletionColumns(recipe.prompt, recipe.completion, recipe.tools)
     assert recipe.text is not None, "a rule requires one of them"
     return TextColumn(recipe.text)
-
-
-def _dimensions(recipe: Embedding) -> tuple[tuple[int, float], ...]:
-    sizes = recipe.dimensions or []
-    return tuple(zip(sizes, recipe.dimension_weights or [1.0] * len(sizes), strict=True))
-
-
-def _columns(text: str | list[str]) -> tuple[str, ...]:
-    return (text,) if isinstance(text, str) else tuple(text)
-
-
-def _names(labels: list[str] | None) -> tuple[str, ...] | None:
-    return None if labels is None else tuple(labels)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.recipe.sentence import ACTIVATIONS
+from trainer.recipe.sentence import ACTIVATIONS, SentenceFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts, mean_of_draws
 from trainer.tasks.text.columns import (
@@ -32,7 +32,7 @@ from trainer.tasks.text.columns import (
     tokenise_texts,
 )  # fmt: skip
 from trainer.tasks.text.tied_texts import first_of_equal
-from trainer.tasks.types import ROWS_PICTURED, Dataset, EvaluatedSplit, SentenceFolder, Tokenizer
+from trainer.tasks.types import ROWS_PICTURED, Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 Loss = Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"]
 
@@ -107,9 +107,7 @@ class RerankerTask(ScoredTexts):
     def for_split(self, rows: Dataset, first_row: int) -> RerankerTask:
         return replace(self, num_texts=most_texts(rows, self.document_columns, _listed))
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the pairs of all rows; each has `num_texts`, and those without a document have one token.
 
         `labels` are the relevances `[num_texts]`, -1 without a document.
@@ -121,7 +119,7 @@ class RerankerTask(ScoredTexts):
         texts = [queries[row] for row in places], [document for of_row in documents for document in of_row]
         tokens = tokenise_texts(texts, tokenizer, max_length)
         cut = tokens.pop("cut")
-        found: dict[str, list[Any]] = {"cut": [False] * len(rows)}
+        found: Encoded = {"cut": [False] * len(rows)}
         for row, is_cut in zip(places, cut, strict=True):
             found["cut"][row] |= is_cut
         for name, values in tokens.items():

@@ -21,8 +21,8 @@ from trainer.tasks.text.chats import (
     tokens_of_pair,
     without_end,
 )
-from trainer.tasks.text.columns import cell, finite_numbers, require_columns
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.text.columns import cell, filled, finite_numbers, require_columns
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,7 @@ class RewardModelTask(ScoredTexts):
         if self.margin is not None:
             require_columns(features, [self.margin], "task.margin", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the tokens of both texts of each row, with an end token; a chat ends as the template writes it.
 
         Raises:
@@ -66,13 +64,12 @@ class RewardModelTask(ScoredTexts):
             UsageError: the tokenizer has no end token or no chat template.
         """
         for column in self.columns:
-            if None in (values := rows[column]):
-                place = cell(column, first_row + list(values).index(None), where)
-                raise DataError(f"{place} is null; fill it, or leave the row out")
+            filled(rows, column, where, first_row, "fill it, or leave the row out")
         texts = []
         for column in self.answer_columns:
             answers = given(rows[column], [rows.features[column]])
-            prompts = [None] * len(rows) if self.prompt is None else given(*self._prompts(rows))
+            of = self.prompt
+            prompts = [None] * len(rows) if of is None else given(rows[of], [rows.features[of]])
             texts.append(
                 [
                     self._tokens(prompt, answer, tokenizer, cell(column, first_row + row, where))
@@ -81,7 +78,7 @@ class RewardModelTask(ScoredTexts):
             )
         of_rows = list(zip(*texts, strict=True))
         shortened = [[ids[:max_length] for ids in of_row] for of_row in of_rows]
-        features: dict[str, list[Any]] = {
+        features: Encoded = {
             "input_ids": shortened if len(self.answer_columns) > 1 else [one for (one,) in shortened],
             "cut": [any(len(ids) > max_length for ids in of_row) for of_row in of_rows],
         }
@@ -92,10 +89,6 @@ class RewardModelTask(ScoredTexts):
         if self.margin is not None:
             features["labels"] = finite_numbers(rows, self.margin, where, first_row)
         return features
-
-    def _prompts(self, rows: Dataset) -> tuple[Any, Any]:
-        assert self.prompt is not None
-        return rows[self.prompt], [rows.features[self.prompt]]
 
     def _tokens(self, prompt: Any, answer: Any, tokenizer: Tokenizer, place: str) -> list[int]:
         if isinstance(answer, str):

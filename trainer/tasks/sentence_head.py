@@ -58,9 +58,6 @@ class SentenceHead(nn.Module):
     Submodules have the names of their folders in an exported folder of sentence-transformers.
 
     Args:
-        poolings: the values of `task.pooling`, which are joined.
-        normalize: whether embeddings have a length of 1.
-        dense: the dense layers after the pooling.
         temperature: the start of a learned temperature; None: it is not learned.
     """
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.text.columns import cell, require_text, tokenise
+from trainer.tasks.text.columns import cell, filled, require_text, tokenise
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,6 @@ class Seq2SeqLMTask(TokenLabels):
     languages: tuple[str | None, str | None] = (None, None)
     start_token: int | None = None
     forced_token: int | None = None
-    vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto"] | None = None
-    takes_token_scores: bool = False
 
     auto_class_name = "AutoModelForSeq2SeqLM"
     beside_rows = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
@@ -97,9 +93,7 @@ class Seq2SeqLMTask(TokenLabels):
         if self.target is not None:
             require_text(features, [self.target], where, "task.target")
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         blank = next((row for row, text in enumerate(rows[self.source]) if text is not None and not text.strip()), None)
         if blank is not None:
             raise DataError(f"{cell(self.source, first_row + blank, where)} is an empty text; leave the row out")
@@ -107,12 +101,7 @@ class Seq2SeqLMTask(TokenLabels):
         features = {name: features[name] for name in ("input_ids", "cut")}  # T5 takes no token types
         if self.target is None:
             return features
-        texts = list(rows[self.target])
-        if None in texts:
-            raise DataError(
-                f"{cell(self.target, first_row + texts.index(None), where)} is null; every row needs a target, which"
-                " may be an empty text"
-            )
+        texts = filled(rows, self.target, where, first_row, "every row needs a target, which may be an empty text")
         labels, cut = self._labels(texts, tokenizer)
         assert self.start_token is not None, "call `for_configuration` first"
         starts = [[self.start_token, *row[:-1]] for row in labels]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import require_text, tokenise
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,8 @@ class SequenceClassificationTask(RowClasses, TextTask):
     text_columns: tuple[str, ...]
     label_column: str
     metric_names: tuple[str, ...]
-    class_names: tuple[str, ...] | None = None
-    labels_are_names: bool | None = None
-    labelled: bool = True
-    class_weights: Literal["balanced"] | Mapping[str, float] | None = None
-    label_smoothing: float = 0.0
-    positive: str | None = None
 
     auto_class_name = "AutoModelForSequenceClassification"
-    beside_rows = ("metric_names", "class_weights", "label_smoothing", "positive")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -36,8 +29,6 @@ class SequenceClassificationTask(RowClasses, TextTask):
     def check_inputs(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, self.text_columns, where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         return features if not self.labelled else {**features, "labels": self.class_indices(rows, where, first_row)}

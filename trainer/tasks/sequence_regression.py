@@ -14,7 +14,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
-from trainer.tasks.types import Dataset, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,7 @@ class SequenceRegressionTask(TextTask):
         if self.label_column is not None:
             require_columns(features, [self.label_column], "task.label", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         if self.label_column is None:
             return features

@@ -19,10 +19,11 @@ from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
+from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
-from trainer.tasks.types import Dataset, EvaluatedSplit, ImageProcessor, SentenceFolder, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, ImageProcessor, Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -371,9 +372,7 @@ class TextTask(Task):
         return self
 
     @abstractmethod
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Tokenise rows and convert their labels to numbers.
 
         Args:
@@ -409,9 +408,7 @@ class ImageTask(Task):
     """A task on images."""
 
     @abstractmethod
-    def encode_images(
-        self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded:
         """Read the images of rows and convert their labels to numbers.
 
         Args:

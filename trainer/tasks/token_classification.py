@@ -36,7 +36,7 @@ from trainer.tasks.text.words import (
     of_words,
     read_words,
 )
-from trainer.tasks.types import Dataset, EncodedRows, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 _OF_ENTITIES = ("f1", "precision", "recall")
 _NO_CLASS = -1
@@ -50,13 +50,10 @@ class TokenClassificationTask(NamedClasses, TextTask):
     text_column: str | None  # the column of texts; None: the rows are words with tags
     label_column: str
     metric_names: tuple[str, ...]
-    class_names: tuple[str, ...] | None = None
-    labels_are_names: bool | None = None
     # Whether all tokens of a word have a label, not only the first. In a text each token is then a word.
     label_all: bool = False
     # the number of tokens that two windows of a row share; None: a third of the maximum length
     stride: int | None = None
-    labelled: bool = True  # whether rows have labels
 
     auto_class_name = "AutoModelForTokenClassification"
     beside_rows = ("metric_names",)
@@ -126,9 +123,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
         if are_names is not None:
             self.require_same_kind(are_names, "class names", "integers", where)
 
-    def encode(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Tokenise rows; a row longer than `max_length` tokens becomes several windows, a row without tokens none.
 
         Returns:
@@ -145,7 +140,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
             )
         texts = self._read(rows, tokenizer, where, first_row)
         labels = self._labels(rows, texts, where, first_row) if self.labelled else None
-        found: dict[str, list[Any]] = {}
+        found: Encoded = {}
         for row, text in enumerate(texts):
             own = labels[row] if labels is not None else None
             for window in self._windows(text, own, size, stride):

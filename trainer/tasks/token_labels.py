@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,22 +26,19 @@ TOKEN_METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("pe
 """The row in the table of metrics and the input in the predictions, by the metric's name in a recipe."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class TokenLabels(TextTask):
     """Base class of tasks with one label for each token, or `IGNORED_LABEL`.
 
-    Subclasses are frozen dataclasses with these fields and with fields for their inputs.
-
     Attributes:
-        metric_names: the metrics to compute, the deciding one first.
         vocabulary: how the logits are sharded over tensor ranks; None if they are not sharded.
         vocabulary_chunk: see `VocabularyLoss`.
         takes_token_scores: see `VocabularyLoss`; `logits` are then the scores `[batch, sequence, 2]`.
     """
 
-    metric_names: tuple[str, ...]
-    vocabulary: VocabularyCut | None
-    vocabulary_chunk: int | Literal["auto", "tokens"] | None
-    takes_token_scores: bool
+    vocabulary: VocabularyCut | None = None
+    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
+    takes_token_scores: bool = False
 
     rows_are_labels = False
     labels_are_tokens = True

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.recipe.sentence import DenseLayer
-
 if TYPE_CHECKING:
     import datasets
     import PIL.Image
@@ -51,6 +49,9 @@ class EncodedRows(Protocol):
     def arrays(self) -> Mapping[str, NDArray[Any]]: ...
 
 
+Encoded: TypeAlias = dict[str, list[Any]]
+"""Encoded rows, by column: one value for each row."""
+
 ROWS_PICTURED = 5
 """The rows of texts in the picture of an evaluation."""
 
@@ -68,45 +69,3 @@ class EvaluatedSplit:
     def few(self) -> Dataset:
         """The first rows, for a picture."""
         return self.rows.select(range(min(len(self.rows), ROWS_PICTURED)))
-
-
-class SentenceFolder(Protocol):
-    """The part of `trainer.models.sentence_folder.SentenceFolder` that tasks use."""
-
-    @property
-    def poolings(self) -> tuple[str, ...]:
-        """The values of `task.pooling` with embeddings that are joined."""
-        ...
-
-    @property
-    def normalize(self) -> bool: ...
-
-    @property
-    def dense(self) -> tuple[DenseLayer, ...]:
-        """The dense layers after the pooling."""
-        ...
-
-    @property
-    def pools_prompt(self) -> bool:
-        """Whether the pooling takes the tokens of prompts."""
-        ...
-
-    @property
-    def temperature(self) -> float | None:
-        """The learned temperature; None: the folder has none."""
-        ...
-
-    @property
-    def activation(self) -> str | None:
-        """The value of `task.activation` of a cross-encoder; None: it names none."""
-        ...
-
-    @property
-    def prompts(self) -> Mapping[str, str]:
-        """The texts that come before other texts, by name."""
-        ...
-
-    @property
-    def default_prompt(self) -> str | None:
-        """The name of the prompt of texts without another one."""
-        ...

@@ -40,24 +40,21 @@ def token_f1(predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
     return _mean(_overlap, predictions, accepted)
 
 
-def has_answer_exact_match(predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
-    """Return `exact_match` over the questions that have an answer; 0 if there are none."""
-    return exact_match(*_only(predictions, accepted, answered=True))
+def _among(
+    metric: Callable[[Iterable[str], Iterable[Accepted]], float], answered: bool
+) -> Callable[[Iterable[str], Iterable[Accepted]], float]:
+    """Return the metric over the questions that have an answer, or that have none; 0 if there are none."""
+
+    def value(predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
+        kept = [pair for pair in zip(predictions, accepted, strict=True) if (list(pair[1]) != [""]) == answered]
+        return metric((prediction for prediction, _ in kept), (answers for _, answers in kept))
+
+    return value
 
 
-def has_answer_f1(predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
-    """Return `token_f1` over the questions that have an answer; 0 if there are none."""
-    return token_f1(*_only(predictions, accepted, answered=True))
-
-
-def no_answer_f1(predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
-    """Return `token_f1` over the questions without an answer; 0 if there are none."""
-    return token_f1(*_only(predictions, accepted, answered=False))
-
-
-def _only(predictions: Iterable[str], accepted: Iterable[Accepted], answered: bool) -> tuple[list[str], list[Accepted]]:
-    kept = [pair for pair in zip(predictions, accepted, strict=True) if (list(pair[1]) != [""]) == answered]
-    return [prediction for prediction, _ in kept], [answers for _, answers in kept]
+has_answer_exact_match = _among(exact_match, answered=True)
+has_answer_f1 = _among(token_f1, answered=True)
+no_answer_f1 = _among(token_f1, answered=False)
 
 
 def _mean(score: Callable[[str, str], float], predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:

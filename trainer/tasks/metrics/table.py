@@ -45,24 +45,15 @@ def _accuracy(predictions: Values, labels: Values) -> float:
     return float(np.mean(equal.all(axis=1) if equal.ndim == 2 else equal))
 
 
-def _f1(predictions: Values, labels: Values) -> float:
-    from sklearn.metrics import f1_score
+def _f1(average: str) -> Callable[[Values, Values], float]:
+    """Return an F1 of scikit-learn; it is undefined for classes that neither labels nor predictions have."""
 
-    return float(f1_score(labels, predictions, average="binary", pos_label=1, zero_division=0))
+    def f1(predictions: Values, labels: Values) -> float:
+        from sklearn.metrics import f1_score
 
+        return float(f1_score(labels, predictions, average=average, zero_division=0))
 
-def _f1_macro(predictions: Values, labels: Values) -> float:
-    """Return the mean F1 of the classes in the labels or the predictions; F1 is undefined for other classes."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predictions, average="macro", zero_division=0))
-
-
-def _f1_micro(predictions: Values, labels: Values) -> float:
-    """Return the F1 of all decisions together; for one class per row, it equals the accuracy."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predictions, average="micro", zero_division=0))
+    return f1
 
 
 def _matthews(predictions: Values, labels: Values) -> float:
@@ -73,25 +64,19 @@ def _matthews(predictions: Values, labels: Values) -> float:
         return float(matthews_corrcoef(labels, predictions))
 
 
-def _pearson(predictions: Values, labels: Values) -> float:
-    from scipy import stats
+def _correlation(name: str) -> Callable[[Values, Values], float]:
+    """Return a correlation of scipy; it is 0 if one side is constant, as the Matthews correlation."""
 
-    return _correlation(stats.pearsonr, predictions, labels)
+    def correlation(predictions: Values, labels: Values) -> float:
+        from scipy import stats
 
+        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # scipy warns of nearly constant predictions; the value is valid
+            return float(getattr(stats, name)(predictions.astype(float), labels.astype(float)).statistic)
 
-def _spearman(predictions: Values, labels: Values) -> float:
-    from scipy import stats
-
-    return _correlation(stats.spearmanr, predictions, labels)
-
-
-def _correlation(function: Callable[..., Any], predictions: Values, labels: Values) -> float:
-    """Return the correlation; 0 if one side is constant and it is undefined, as for the Matthews correlation."""
-    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
-        return 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scipy warns of nearly constant predictions; the value is valid
-        return float(function(predictions.astype(np.float64), labels.astype(np.float64)).statistic)
+    return correlation
 
 
 def _mse(predictions: Values, labels: Values) -> float:
@@ -131,14 +116,14 @@ def _mean(values: Values) -> float:
 
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
-    "f1": Metric(_f1),
-    "f1_macro": Metric(_f1_macro),
-    "f1_micro": Metric(_f1_micro),
+    "f1": Metric(_f1("binary")),
+    "f1_macro": Metric(_f1("macro")),
+    "f1_micro": Metric(_f1("micro")),
     "precision": Metric(_share),
     "recall": Metric(_share),
     "matthews": Metric(_matthews),
-    "pearson": Metric(_pearson),
-    "spearman": Metric(_spearman),
+    "pearson": Metric(_correlation("pearsonr")),
+    "spearman": Metric(_correlation("spearmanr")),
     "mse": Metric(_mse, greater_is_better=False),
     "token_accuracy": Metric(_share),
     "perplexity": Metric(_perplexity, greater_is_better=False),

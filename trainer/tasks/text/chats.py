@@ -15,7 +15,7 @@ from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
-from trainer.tasks.types import Tokenizer
+from trainer.tasks.types import Encoded, Tokenizer
 
 Turns = Literal["all", "last", "each"]
 
@@ -47,7 +47,7 @@ Tokens = tuple[list[int], list[bool]]
 """The tokens of an example, and whether each is trained, that is predicted from the tokens before it."""
 
 
-def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict[str, list[Any]]:
+def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> Encoded:
     """Return the features of examples, each with its place for messages, cut to `max_length` tokens of input."""
     labelled = [
         (place, (ids, [token if wanted else IGNORED_LABEL for token, wanted in zip(ids, trained, strict=True)]))
@@ -56,11 +56,9 @@ def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> dict
     return features_of_labels(labelled, max_length)
 
 
-def features_of_labels(
-    examples: Sequence[tuple[str, tuple[Sequence[int], Sequence[int]]]], max_length: int
-) -> dict[str, list[Any]]:
+def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequence[int]]]], max_length: int) -> Encoded:
     """Return the features of tokens with a label each, which is that of the token itself; see `features_of`."""
-    features: dict[str, list[Any]] = {"input_ids": [], "labels": [], "cut": []}
+    features: Encoded = {"input_ids": [], "labels": [], "cut": []}
     for _, (ids, labels) in examples:
         features["input_ids"].append(list(ids[:-1][:max_length]))
         features["labels"].append(list(labels[1:][:max_length]))
@@ -85,8 +83,6 @@ def require_apart(answers: Sequence[Sequence[int]], is_cut: bool, max_length: in
     Args:
         answers: the tokens of the better and of the worse answer with their prompt, cut to `max_length`.
         is_cut: whether one of them was longer.
-        max_length: the maximum number of tokens.
-        place: the cell of the better answer, for messages.
     """
     if is_cut and answers[0] == answers[-1]:
         raise DataError(
@@ -169,15 +165,7 @@ def _weighted(
 def tokens_of_answer(
     prompt: Sequence[Any], answer: Sequence[Any], tokenizer: Tokenizer, tools: Tools, place: str
 ) -> Tokens:
-    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns in its answer.
-
-    Args:
-        prompt: the messages before the answer.
-        answer: the messages of the answer.
-        tokenizer: a fast tokenizer.
-        tools: the tools that the template describes.
-        place: the cell of the answer, for messages.
-    """
+    """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns in its answer."""
     if prompt and list(answer[: len(prompt)]) == list(prompt):
         raise DataError(
             f"{place} begins with the messages of its prompt; set `task.prompt` to null if the answers are whole chats"
@@ -291,14 +279,6 @@ def _special(tokenizer: Tokenizer) -> set[int]:
     return {token for token, described in tokenizer.added_tokens_decoder.items() if described.special}
 
 
-def _require_template(tokenizer: Tokenizer) -> None:
-    if not tokenizer.chat_template:
-        raise UsageError(
-            f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
-            ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
-        )
-
-
 def holds_messages(feature: Any) -> bool:
     """Return whether a column holds lists of messages."""
     message = item_of(feature)
@@ -307,11 +287,6 @@ def holds_messages(feature: Any) -> bool:
 
 def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str], where: str) -> bool:
     """Return whether the columns hold messages, after a check that all hold texts, or all messages.
-
-    Args:
-        features: the columns of a split.
-        columns: the columns, by the recipe's keys.
-        where: the split and its source, for messages.
 
     Raises:
         DataError: a column is missing or of another type, or the columns hold both.
@@ -345,7 +320,11 @@ def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> tuple[list[dict[st
         DataError: a message has no known role, no content, another one than text, or calls that the template lacks.
         UsageError: the tokenizer has no template.
     """
-    _require_template(tokenizer)
+    if not tokenizer.chat_template:
+        raise UsageError(
+            f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
+            ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
+        )
     messages, weights = [], []
     for number, message in enumerate(chat if isinstance(chat, list) else [chat], start=1):
         if not isinstance(message, dict | None):

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import listed
-from trainer.tasks.types import Dataset, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
 NAMES_SHOWN = 10
 """The names of classes in a message."""
@@ -78,6 +78,18 @@ def cell(column: str, row: int, where: str) -> str:
     return f"column `{column}`, row {row + 1} of {where}"
 
 
+def filled(rows: Dataset, column: str, where: str, first_row: int, fix: str) -> list[Any]:
+    """Return the values of a column without nulls; `fix` ends the message.
+
+    Raises:
+        DataError: a value is null.
+    """
+    values = list(rows[column])
+    if None in values:
+        raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; {fix}")
+    return values
+
+
 def tokenise(
     rows: Dataset,
     columns: Sequence[str],
@@ -86,7 +98,7 @@ def tokenise(
     where: str,
     first_row: int,
     prefix: str = "",
-) -> dict[str, list[Any]]:
+) -> Encoded:
     """Tokenise one text column, or two as pairs, and truncate rows to `max_length` tokens.
 
     `prefix` comes before each text of the first column.
@@ -99,10 +111,7 @@ def tokenise(
         DataError: a text is null or has no token.
         UsageError: `max_length` allows only the special tokens.
     """
-    texts = [list(rows[column]) for column in columns]
-    for column, values in zip(columns, texts, strict=True):
-        if None in values:
-            raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; every row needs a text")
+    texts = [filled(rows, column, where, first_row, "every row needs a text") for column in columns]
     if prefix:
         texts[0] = [prefix + text for text in texts[0]]
     features = tokenise_texts(texts, tokenizer, max_length)
@@ -112,7 +121,7 @@ def tokenise(
     return features
 
 
-def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> dict[str, list[Any]]:
+def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> Encoded:
     """Tokenise lists of texts, or two lists as pairs; the result is that of `tokenise`.
 
     Raises:

@@ -29,11 +29,7 @@ class Entities:
 
 
 class TagScheme:
-    """The meaning of tags as parts of entities.
-
-    Attributes:
-        types: the types of entities, sorted.
-    """
+    """The meaning of tags as parts of entities."""
 
     def __init__(self, names: Sequence[str]) -> None:
         parts = [_TAG.fullmatch(name) for name in names]

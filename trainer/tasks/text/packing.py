@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-Features = dict[str, list[Any]]
+from trainer.tasks.types import Encoded
 
 
 class Packer(Protocol):
     """Packs the documents of successive batches into rows; a row may hold documents of several batches."""
 
-    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+    def add(self, documents: Mapping[str, list[Any]]) -> Encoded:
         """Return the rows that the documents, in the form that `TextTask.encode` returns, complete."""
         ...
 
-    def finish(self) -> Features:
+    def finish(self) -> Encoded:
         """Return the last row, which may be shorter; no row if there are no documents."""
         ...
 
 
 class StreamPacker:
-    """Packs documents as one stream of tokens; each row predicts the first token of the next row too.
-
-    Args:
-        length: the number of tokens of a row.
-    """
+    """Packs documents as one stream of tokens; each row predicts the first token of the next row too."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._tokens: list[int] = []
 
-    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+    def add(self, documents: Mapping[str, list[Any]]) -> Encoded:
         for ids in documents["input_ids"]:
             self._tokens.extend(ids)
         last = max(0, len(self._tokens) - 1) // self._length * self._length
@@ -39,7 +35,7 @@ class StreamPacker:
         del self._tokens[:last]
         return _features(rows)
 
-    def finish(self) -> Features:
+    def finish(self) -> Encoded:
         rows = [self._row(0)] if len(self._tokens) > 1 else []
         self._tokens = []
         return _features(rows)
@@ -53,7 +49,6 @@ class DocumentPacker:
     """Packs documents side by side; `position_ids` start from 0 in each document, and in each part of a document.
 
     Args:
-        length: the maximum number of tokens of a row.
         splits: whether a document that does not fit continues in the next row; otherwise it starts there.
     """
 
@@ -62,7 +57,7 @@ class DocumentPacker:
         self._splits = splits
         self._row = self._empty()
 
-    def add(self, documents: Mapping[str, list[Any]]) -> Features:
+    def add(self, documents: Mapping[str, list[Any]]) -> Encoded:
         rows: list[dict[str, Any]] = []
         cut = documents.get("cut") or [False] * len(documents["input_ids"])
         for ids, labels, is_cut in zip(documents["input_ids"], documents["labels"], cut, strict=True):
@@ -80,7 +75,7 @@ class DocumentPacker:
                 start += len(part)
         return _features(rows)
 
-    def finish(self) -> Features:
+    def finish(self) -> Encoded:
         rows = [self._row] if self._row["input_ids"] else []
         self._row = self._empty()
         return _features(rows)
@@ -90,5 +85,5 @@ class DocumentPacker:
         return {"input_ids": [], "labels": [], "position_ids": [], "cut": False}
 
 
-def _features(rows: list[dict[str, Any]]) -> Features:
+def _features(rows: list[dict[str, Any]]) -> Encoded:
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {"input_ids": []}

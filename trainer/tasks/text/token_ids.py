@@ -32,7 +32,6 @@ class IdRows:
     """A reader of rows of token ids.
 
     Attributes:
-        column: the column of the ids.
         beside: the columns beside it, of `MASK` and `LABELS`.
         num_tokens: the number of tokens that the model knows; None: unknown.
     """

@@ -93,7 +93,6 @@ def _words_of_text(
     Tokenizers of SentencePiece put punctuation into words.
 
     Args:
-        places: the characters of each token.
         ids: the tokenizer's index of each token's word.
         each_token: whether each token is a word.
 

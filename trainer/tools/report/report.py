@@ -27,7 +27,7 @@ from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.tasks import merit
+from trainer.tasks.metrics.table import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
