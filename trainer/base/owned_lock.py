@@ -58,11 +58,7 @@ class Owner:
 
 
 class OwnedLock:
-    """A lock of this process on a file.
-
-    Args:
-        file: the file of the lock; its folder exists.
-    """
+    """A lock of this process on a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

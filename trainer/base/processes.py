@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def child_variables() -> dict[str, str]:
     A `trainer.py` of the current folder does not run in place of the package; that needs Python 3.11.
     """
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, by its exit code in `multiprocessing` or `subprocess`, for messages."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name if -code in set(signal.Signals) else -code}"
 
 
 def start_of(pid: int) -> str:

@@ -76,9 +76,6 @@ def hand_over(
     must call this.
 
     Args:
-        folder: a folder of each host, on a memory file system.
-        rendezvous: all ranks, with the spare ones.
-        environment: of this rank among all.
         num_training: the number of ranks that train, the first ones.
 
     Returns:

@@ -125,11 +125,7 @@ class _Hosts:
 
 
 class HostMemory(WritingTier[None]):
-    """The checkpoints of one run in the memory of the hosts. A failed write is a note.
-
-    Args:
-        folder: a folder of each host, on a memory file system.
-    """
+    """The checkpoints of one run in the memory of the hosts. A failed write is a note."""
 
     is_lasting = False
 

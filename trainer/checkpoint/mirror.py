@@ -258,7 +258,7 @@ class Mirror(Tier):
 
     def steps(self) -> list[int]:
         """Return the steps of the whole copies, oldest first."""
-        return [step for step in self._started_copies() if self._exists(f"{self._place(step)}/{SUMS}")]
+        return [step for step in self._started_copies() if self._info(f"{self._place(step)}/{SUMS}") is not None]
 
     def _started_copies(self) -> list[int]:
         """Return the steps of all copies, also of those that are not whole."""
@@ -370,9 +370,6 @@ class Mirror(Tier):
         except FileNotFoundError:
             return None
 
-    def _exists(self, path: str) -> bool:
-        return self._info(path) is not None
-
     def _send_folder(self, folder: Path, place: str, last: str) -> None:
         """Upload a folder; the file `last`, which marks a whole copy, is removed first and comes back last."""
         self._remove_mark(f"{place}/{last}")
@@ -384,7 +381,7 @@ class Mirror(Tier):
 
     def _remove_mark(self, path: str) -> None:
         """Remove the file that marks a whole copy, so that a partly removed one does not look like a damaged one."""
-        if self._exists(path):
+        if self._info(path) is not None:
             self._ask(lambda: self._files.rm_file(path))
 
     def _prune(self, newest: int) -> None:

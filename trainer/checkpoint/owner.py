@@ -16,11 +16,7 @@ WAIT_SECONDS = 15.0
 
 
 class FolderOwner:
-    """The ownership of one run folder by the process of rank 0; a context manager that releases it.
-
-    Args:
-        folder: the run folder, which `take` creates.
-    """
+    """The ownership of one run folder by the process of rank 0; a context manager that releases it."""
 
     def __init__(self, folder: Path, wait_seconds: float = WAIT_SECONDS) -> None:
         self._lock = OwnedLock(folder / OWNER_FILE)

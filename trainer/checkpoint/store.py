@@ -37,7 +37,6 @@ class CheckpointStore:
     """The checkpoints of one run. Rank 0 creates, completes and removes them; each rank writes its own file.
 
     Args:
-        folder: the run's folder.
         keep: the number of checkpoints to keep; the oldest are removed first.
         seconds: the longest time until other ranks see a file of rank 0.
     """

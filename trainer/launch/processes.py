@@ -29,6 +29,7 @@ import psutil
 
 from trainer.base.errors import ExitCode
 from trainer.ranks.environment import LaunchEnvironment, set_rank
+from trainer.ranks.stopping import handled
 
 GRACE_SECONDS = 60.0
 """Time for the ranks to finish their step and save, between the signal that asks them to stop and SIGKILL."""
@@ -62,15 +63,8 @@ class Stop:
 def stop_signals() -> Iterator[Stop]:
     """Record stop signals instead of ending this process; signals that it was started to ignore stay ignored."""
     stop = Stop()
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, stop.handle)
+    with handled([number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop.handle):
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,6 @@ class LocalRanks:
         life: function that each rank runs; it returns the exit code.
         argument: first argument of `life`, pickled where the start method is spawn.
         method: fork, or spawn where CUDA is in use.
-        folder: existing folder for the error files of the ranks.
     """
 
     def __init__(self, life: Life, argument: Any, number: int, method: StartMethod, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TextIO
 
 from trainer.base.extensions import registered, resolved
@@ -24,20 +23,15 @@ def build_observers(logging: Logging, stream: TextIO) -> Observers:
     `metrics.jsonl` is always written. The console is last, so it draws nothing if a file cannot be opened.
 
     Args:
-        logging: the section of the recipe.
         stream: the output of the console, the standard output of rank 0.
 
     Raises:
         UsageError: a destination needs a package that is not installed.
     """
     console = open_console(stream) if "console" in logging.to else Observer()
-    builders: dict[str, Callable[[], Observer]] = {
-        "csv": CsvFiles,
-        "tensorboard": TensorBoard,
-        "wandb": lambda: Tracker(WandbService(logging.project), console.note),
-        "mlflow": lambda: Tracker(MLflowService(logging.project), console.note),
-        "trackio": lambda: Tracker(TrackioService(logging.project), console.note),
-    }
-    built = [build() for word, build in builders.items() if word in logging.to]
+    files = {"csv": CsvFiles, "tensorboard": TensorBoard}
+    built: list[Observer] = [kind() for word, kind in files.items() if word in logging.to]
+    services = [kind for kind in (WandbService, MLflowService, TrackioService) if kind.word in logging.to]
+    built += [Tracker(kind(logging.project), console.note) for kind in services]
     built += [resolved(row.value)() for row in registered("logging") if row.name in logging.to]
     return Observers([MetricsFile(), *built, console])

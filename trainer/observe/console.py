@@ -19,7 +19,7 @@ class PlainConsole(Observer):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._run: RunInfo | None = None
-        self._time_left: TimeLeft | None = None
+        self._time_left: TimeLeft
 
     def start(self, run: RunInfo) -> None:
         self._run = run
@@ -28,7 +28,6 @@ class PlainConsole(Observer):
 
     def step(self, record: StepRecord) -> None:
         assert self._run is not None, "a run starts before it is observed"
-        assert self._time_left is not None, "a run starts before it is observed"
         self._write(step_line(record, self._run.total_steps, self._time_left.after(record.step)))
 
     def evaluation(self, record: EvaluationRecord) -> None:

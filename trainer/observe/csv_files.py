@@ -115,10 +115,8 @@ class CsvFiles(Observer):
     """
 
     def __init__(self) -> None:
-        self._training: _Table | None = None
-        self._evaluation: _Table | None = None
-        self._logged: _Table | None = None  # most runs have none
-        self._run: RunInfo | None = None
+        self._tables: dict[str, _Table] = {}
+        self._run: RunInfo
 
     def start(self, run: RunInfo) -> None:
         """Open the files.
@@ -127,26 +125,25 @@ class CsvFiles(Observer):
             UsageError: the folder cannot be written, or a file to resume is not one that this class writes.
         """
         self._run = run
-        self._training = _Table(run.folder / TRAINING_FILE_NAME, _TRAINING_COLUMNS, run.resumed_from)
-        self._evaluation = _Table(run.folder / EVALUATION_FILE_NAME, ("step",), run.resumed_from)
-        logged = run.folder / LOGGED_FILE_NAME
-        self._logged = _Table(logged, ("step",), run.resumed_from) if os.path.lexists(logged) else None
+        self._open(TRAINING_FILE_NAME, _TRAINING_COLUMNS)
+        self._open(EVALUATION_FILE_NAME)
+        if os.path.lexists(run.folder / LOGGED_FILE_NAME):  # most runs have none
+            self._open(LOGGED_FILE_NAME)
+
+    def _open(self, name: str, columns: Sequence[str] = ("step",)) -> None:
+        self._tables[name] = _Table(self._run.folder / name, columns, self._run.resumed_from)
 
     def step(self, record: StepRecord) -> None:
-        assert self._training is not None, "a run starts before it is observed"
-        self._training.add(step_line(record))
+        self._tables[TRAINING_FILE_NAME].add(step_line(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        assert self._evaluation is not None, "a run starts before it is observed"
-        self._evaluation.add({"step": record.step, **encode_numbers(record.metrics)})
+        self._tables[EVALUATION_FILE_NAME].add({"step": record.step, **encode_numbers(record.metrics)})
 
     def logged(self, record: LoggedRecord) -> None:
-        assert self._run is not None, "a run starts before it is observed"
-        if self._logged is None:
-            self._logged = _Table(self._run.folder / LOGGED_FILE_NAME, ("step",), self._run.resumed_from)
-        self._logged.add({"step": record.step, **encode_numbers(record.numbers)})
+        if LOGGED_FILE_NAME not in self._tables:
+            self._open(LOGGED_FILE_NAME)
+        self._tables[LOGGED_FILE_NAME].add({"step": record.step, **encode_numbers(record.numbers)})
 
     def close(self) -> None:
-        for table in (self._training, self._evaluation, self._logged):
-            if table is not None:
-                table.close()
+        for table in self._tables.values():
+            table.close()

@@ -37,7 +37,6 @@ def flops_per_token(
 
     Args:
         num_parameters: the number of parameters without embedding tables, which are looked up and not multiplied.
-        num_layers: the number of transformer layers.
         hidden_size: the number of heads times the size of a head.
         sequence_length: the number of tokens that attend to each other.
         num_frozen: the number of these parameters that are frozen.

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves, without_secrets
@@ -46,7 +46,7 @@ class MLflowService:
             logging.getLogger(logger).setLevel(logging.WARNING)  # otherwise a new store logs a line for each table
         self._mlflow = mlflow
         self._experiment = experiment or self._settings.experiment or _DEFAULT_EXPERIMENT
-        self._client: MlflowClient | None = None
+        self._client: MlflowClient  # from `open` on
         self._uri = ""
         self._run_id = ""
         self._held: dict[str, int] = {}
@@ -56,8 +56,16 @@ class MLflowService:
         # Only the client is used: MLflow's global run would record git, user, host and script.
         self._client = client = self._mlflow.tracking.MlflowClient(self._uri, registry_uri=self._uri)
         if run_id is None:
-            self._run_id = client.create_run(self._experiment_id(client), run_name=run.name).info.run_id
-            parameters = [self._mlflow.entities.Param(*pair) for pair in _flat(tracked_config(run))]
+            known = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if known is None else known.experiment_id
+            self._run_id = client.create_run(str(experiment), run_name=run.name).info.run_id
+            parameters = [
+                # Names have the characters that MLflow accepts.
+                self._mlflow.entities.Param(
+                    re.sub(r"[^\w.\-/ ]", "_", key), value if isinstance(value, str) else json.dumps(value)
+                )
+                for key, value in dotted_leaves(tracked_config(run)).items()
+            ]
             for some in _batches(parameters, _MOST_PARAMETERS):
                 client.log_batch(self._run_id, params=some)
         else:
@@ -65,10 +73,6 @@ class MLflowService:
             self._held = self._last_steps(client)
             client.update_run(run_id, status="RUNNING")
         return self._run_id
-
-    def _experiment_id(self, client: MlflowClient) -> str:
-        known = client.get_experiment_by_name(self._experiment)
-        return str(known.experiment_id if known is not None else client.create_experiment(self._experiment))
 
     def _last_steps(self, client: MlflowClient) -> dict[str, int]:
         """Return the last step of each metric of an earlier part of this run.
@@ -103,25 +107,17 @@ class MLflowService:
             for name, value in point.values.items()
             if point.step > self._held.get(name, -1)
         ]
-        assert self._client is not None, "it is opened first"
         for some in _batches(metrics, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=some)
             self._held.update((metric.key, metric.step) for metric in some)  # not sent again if a later batch fails
 
     def finish(self, end: EndRecord) -> None:
-        assert self._client is not None, "it is opened first"
         for name, value in best_values(end).items():
             self._client.log_metric(self._run_id, name, value, step=end.step)
         self._client.set_terminated(self._run_id, _STATUSES[end.outcome])
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
-
-
-def _flat(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield dotted names of the characters that MLflow accepts, and values as text."""
-    for key, value in dotted_leaves(config).items():
-        yield re.sub(r"[^\w.\-/ ]", "_", key), value if isinstance(value, str) else json.dumps(value)
 
 
 def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

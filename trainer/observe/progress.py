@@ -61,7 +61,7 @@ class ProgressConsole(Observer):
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
         self._clock = clock
         self._run: RunInfo | None = None
-        self._time_left: TimeLeft | None = None
+        self._time_left: TimeLeft
         self._live: Live | None = None
         self._evaluation: TaskID | None = None
         self._fields: list[tuple[str, str]] = []
@@ -104,7 +104,6 @@ class ProgressConsole(Observer):
 
     def step(self, record: StepRecord) -> None:
         assert self._run is not None, "a run starts before it is observed"
-        assert self._time_left is not None, "a run starts before it is observed"
         self._print(step_line(record, self._run.total_steps, None, self._console.width))
         self._fields = step_fields(record, None)
         seconds = self._time_left.after(record.step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.profiler import profile, record_function
 
 from trainer.observe.meter import Meter
 from trainer.observe.records import DEVICE, ROWS, SAMPLING, STEP, SampledStep
+from trainer.ranks.environment import variables_set
 
 LEAST_STEPS = 200
 """Steps of a start before its first sample; the next ones follow after twice as many, and so on."""
@@ -27,7 +28,7 @@ SHORTEST_SECONDS = {"cpu": 15.0, "cuda": 200.0}
 _RANGE = "trainer.step"
 _COMPUTES = ("aten::", "trainer::", "deepspeed::")
 _COMMUNICATES = ("gloo:", "nccl")
-_QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler writes two lines to standard error at any lower level
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
 _NANOSECOND = 1e-9
 
 Interval = tuple[float, float]
@@ -44,13 +45,13 @@ class StepProfile:
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __init__(self) -> None:
-        with _variables(_QUIET):
+        with _quiet():
             self._profile = profile(use_device="cuda" if torch.cuda.is_available() else None)
         self._range = record_function(_RANGE)
 
     def __enter__(self) -> StepProfile:
         _synchronise()
-        with _variables(_QUIET):
+        with _quiet():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
         self._range.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -87,11 +88,7 @@ class StepProfile:
 
 
 class Sampler:
-    """Sampler of the steps of a loop; all ranks sample the same steps.
-
-    Args:
-        is_able: whether steps can be sampled; see `obstacle`.
-    """
+    """Sampler of the steps of a loop; all ranks sample the same steps."""
 
     def __init__(self, meter: Meter, is_able: bool, device: str) -> None:
         self._meter = meter
@@ -179,16 +176,9 @@ def of_slowest_reader(own: Mapping[str, float], rows: Sequence[float]) -> Mappin
     return own
 
 
-@contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Set variables of a library, unless the user has set them."""
-    missing = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]
+def _quiet() -> AbstractContextManager[None]:
+    """Keep the profiler from writing two lines to standard error, unless the user has set its level."""
+    return variables_set({name: level for name, level in _QUIET.items() if name not in os.environ})
 
 
 def _synchronise() -> None:

@@ -67,23 +67,13 @@ def _parameter_rows(groups: tuple[ParameterGroup, ...]) -> list[str]:
         (group.placement, f"{group.num_parameters:,}", f"{group.num_tensors:,}", format_bytes(group.bytes_per_rank))
         for group in groups
     ]
-    widths = [max(len(cell[column]) for cell in cells) for column in range(4)] if cells else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         f"{kind:<{widths[0]}}  {parameters:>{widths[1]}} in {tensors:>{widths[2]}} tensors, {size:>{widths[3]}} a rank"
         for kind, parameters, tensors, size in cells
     ]
     labels = ["parameters"] + [""] * len(lines)
     return [f"  {label:<{_LABEL_WIDTH}}{line}" for label, line in zip(labels, lines, strict=False)]
-
-
-def _weights_text(run: RunInfo) -> str:
-    weights = run.recipe.get("weights", "fp32")
-    return "" if weights == "fp32" else f", weights {weights}"
-
-
-def _state_text(run: RunInfo) -> str:
-    parts = asdict(run.state_bytes).items()
-    return f"{', '.join(f'{name} {format_bytes(size)}' for name, size in parts)} a rank"
 
 
 def _data_text(run: RunInfo) -> str:
@@ -108,16 +98,22 @@ def _classes_text(run: RunInfo) -> str:
 def start_summary(run: RunInfo) -> list[str]:
     """Return the lines on the model, data, layout and devices of a run that starts."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    launcher = {"none": "", "variables": ", given by environment variables"}.get(
+        run.launcher, f", started by {run.launcher}"
+    )
+    weights = run.recipe.get("weights", "fp32")
+    weights = "" if weights == "fp32" else f", weights {weights}"
+    state = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(run.state_bytes).items())
     steps = f"{run.total_steps:,}, {run.steps_per_epoch:,} per epoch"
     if run.resumed_from is not None:
         steps += f"; resuming after step {run.resumed_from:,}"
     return [
         run.name,
-        *_row("ranks", f"{ranks} on {run.device}{_launcher_text(run.launcher)}"),
-        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}{_weights_text(run)}"),
+        *_row("ranks", f"{ranks} on {run.device}{launcher}"),
+        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}{weights}"),
         *_parameter_rows(run.parameters),
         *(f"  {'' if index else 'groups':<{_LABEL_WIDTH}}{line}" for index, line in enumerate(aligned(run.groups))),
-        *_row("state", _state_text(run)),
+        *_row("state", f"{state} a rank"),
         *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],
         *_row("batch", run.batch),
         *_row("data", _data_text(run)),
@@ -125,10 +121,6 @@ def start_summary(run: RunInfo) -> list[str]:
         *_row("steps", steps),
         *_row("folder", str(run.folder)),
     ]
-
-
-def _launcher_text(launcher: str) -> str:
-    return {"none": "", "variables": ", given by environment variables"}.get(launcher, f", started by {launcher}")
 
 
 def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[str, str]]:

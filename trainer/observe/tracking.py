@@ -78,8 +78,6 @@ class Tracker(Observer):
     beginning, since its service was usable before.
 
     Args:
-        service: the service that stores the run.
-        note: shows a note to the user.
         retry_seconds: the maximum time between two attempts to write.
     """
 

@@ -58,7 +58,7 @@ class WandbService:
             import wandb
         self._wandb = wandb
         self._project = project
-        self._run: wandb.Run | None = None
+        self._run: wandb.Run  # from `open` on
         self._first_step = 0
 
     def open(self, run: RunInfo, run_id: str | None) -> str:
@@ -83,7 +83,6 @@ class WandbService:
         return str(self._run.id)
 
     def place(self) -> str:
-        assert self._run is not None, "it is opened first"
         if self._run.disabled:
             return "disabled by WANDB_MODE; nothing is kept"
         if self._run.offline:
@@ -93,7 +92,6 @@ class WandbService:
 
     def write(self, points: Sequence[Point]) -> None:
         """Write points, except steps that the service already holds from an earlier part of the run."""
-        assert self._run is not None, "it is opened first"
         self._require_room()
         for point in points:
             if point.step >= self._first_step:
@@ -101,7 +99,6 @@ class WandbService:
 
     def _require_room(self) -> None:
         """Raise the error of a folder that cannot be written; offline, the library loses points without a word."""
-        assert self._run is not None, "it is opened first"
         if not self._run.offline or self._run.disabled:
             return
         probe = Path(self._run.dir).parent / _PROBE
@@ -111,7 +108,6 @@ class WandbService:
             probe.unlink(missing_ok=True)
 
     def finish(self, end: EndRecord) -> None:
-        assert self._run is not None, "it is opened first"
         self._require_room()
         self._run.summary.update({"outcome": end.outcome, **best_values(end)})
         if end.outcome == "stopped":

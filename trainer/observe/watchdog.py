@@ -105,7 +105,10 @@ class Watchdog(Observer):
     def _answer(self, beats: int) -> bool:
         """Write a stack, wait for those of other ranks, and end this process; return if it makes progress again."""
         own = self._stack_file(self._heartbeat.rank)
-        _write_whole(own, _stacks(self._thread))
+        with suppress(OSError):  # on a full disk
+            new = own.with_suffix(".new")
+            new.write_text(_stacks(self._thread), encoding="utf-8")
+            new.replace(own)  # others see it when it is complete
         deadline = time.monotonic() + min(30.0, max(2.0, self._timeout / 4))
         while time.monotonic() < deadline:
             if self._heartbeat.beats != beats:
@@ -174,14 +177,6 @@ def _stacks(without: threading.Thread) -> str:
         stack = "".join(traceback.format_stack(frames[ident])).rstrip()
         blocks.append(stack if ident == main.ident else f"thread {names.get(ident, ident)}:\n{stack}")
     return "\n\n".join(blocks)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file that other processes see only when it is complete; ignore a full disk."""
-    new = file.with_suffix(".new")
-    with suppress(OSError):
-        new.write_text(text, encoding="utf-8")
-        new.replace(file)
 
 
 def _text(file: Path) -> str:

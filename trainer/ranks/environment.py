@@ -186,6 +186,19 @@ def variables_restored(environ: MutableMapping[str, str] = os.environ) -> Iterat
         environ.update(before)
 
 
+@contextmanager
+def variables_set(values: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Set variables of libraries for the block."""
+    before = {name: environ[name] for name in values if name in environ}
+    environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values.keys() - before.keys():
+            environ.pop(name, None)
+        environ.update(before)
+
+
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that is no rank and sees no GPU."""
     of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")

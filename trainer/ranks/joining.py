@@ -173,14 +173,13 @@ class Rendezvous:
         Raises:
             TrainerError: a rank has exited.
         """
-        name = self._next_question()
-        self.together(lambda: self._put(f"{name}/{self._environment.rank}", value), timeout_seconds)
-        found = None
-        with _lost_store():
-            if self._environment.rank == 0:
-                found = [decode(one) for one in self.store.multi_get([f"{name}/{rank}" for rank in range(self._size)])]
-            self._wait_for_readers(name)  # rank 0 may leave next, and its store with it
-        return found
+        rank = self._environment.rank
+
+        def read(name: str) -> list[Any] | None:
+            keys = [f"{name}/{one}" for one in range(self._size)]
+            return [decode(one) for one in self.store.multi_get(keys)] if rank == 0 else None
+
+        return self._exchange(lambda name: self._put(f"{name}/{rank}", value), read, timeout_seconds)
 
     def share(self, value: Any, timeout_seconds: float) -> Any:
         """Return rank 0's `value` on every rank.
@@ -188,13 +187,12 @@ class Rendezvous:
         Raises:
             TrainerError: a rank has exited.
         """
-        name = self._next_question()
-        own = self._environment.rank
-        self.together(lambda: None if own else self._put(f"{name}/value", value), timeout_seconds)
-        with _lost_store():
-            shared = decode(self.store.get(f"{name}/value"))
-            self._wait_for_readers(name)  # the value may make all ranks leave
-        return shared
+
+        def put(name: str) -> None:
+            if self._environment.rank == 0:
+                self._put(f"{name}/value", value)
+
+        return self._exchange(put, lambda name: decode(self.store.get(f"{name}/value")), timeout_seconds)
 
     def all_same(self, text: str, timeout_seconds: float) -> bool:
         """Return whether all ranks gave the same text, on every rank.
@@ -202,17 +200,21 @@ class Rendezvous:
         Raises:
             TrainerError: a rank has exited.
         """
-        name = self._next_question()
 
-        def compare() -> None:
+        def compare(name: str) -> None:
             if self.store.compare_set(f"{name}/first", "", text).decode() != text:
                 self.store.set(f"{name}/differ", "")
 
-        self.together(compare, timeout_seconds)
+        return self._exchange(compare, lambda name: not self.store.check([f"{name}/differ"]), timeout_seconds)
+
+    def _exchange(self, put: Callable[[str], object], read: Callable[[str], Result], timeout_seconds: float) -> Result:
+        """Let all ranks put values under a name, and read them when all have."""
+        name = self._next_question()
+        self.together(lambda: put(name), timeout_seconds)
         with _lost_store():
-            same = not self.store.check([f"{name}/differ"])
-            self._wait_for_readers(name)
-        return same
+            found = read(name)
+            self._wait_for_readers(name)  # a rank may leave next, and the store with it
+        return found
 
     def check_network(self, timeout_seconds: float) -> None:
         """Choose the interface for gloo, and check that each machine can connect to the next one.

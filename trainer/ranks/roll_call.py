@@ -22,11 +22,7 @@ _ARRIVED = "arrived"
 
 
 class RollCall:
-    """The search for the current processes of the ranks.
-
-    Args:
-        store: store of the ranks, possibly with values of earlier processes.
-    """
+    """The search for the current processes of the ranks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store

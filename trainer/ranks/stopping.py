@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from trainer.base.errors import INTERRUPTED, ExitCode
@@ -24,6 +24,17 @@ STOP = 1000
 SHOW_CURSOR = b"\x1b[?25h"
 _FILES = {STOP: "stop", SAVE: "save"}
 _LOOK_SECONDS = 0.25
+
+
+@contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a handler for signals in the block; their earlier handlers return after it."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 @contextmanager
@@ -45,12 +56,8 @@ def stop_before_training(interrupts: bool = False) -> Iterator[None]:
     numbers = {signal.SIGTERM, signal.SIGUSR1}
     if interrupts and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         numbers.add(signal.SIGINT)
-    previous = {number: signal.signal(number, leave) for number in numbers}
-    try:
+    with handled(numbers, leave):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _end_at_once(code: int) -> NoReturn:
@@ -79,7 +86,7 @@ class StopRequest:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.received = 0  # number of the signal, or 0
-        self._previous: dict[int, signal._HANDLER] = {}
+        self._stack = ExitStack()
         self._folder: Path | None = None
         self._speaks = False
         self._clock = clock
@@ -92,8 +99,7 @@ class StopRequest:
     def listen(self, speaks: bool = False) -> None:
         """Install the signal handlers; `speaks`: they answer the first signal with a line on the standard error."""
         self._speaks = speaks
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
+        self._stack.enter_context(handled(STOP_SIGNALS, self._receive))
 
     def watch(self, folder: Path) -> None:
         """Look for the files in `folder` from now on."""
@@ -123,11 +129,8 @@ class StopRequest:
                     (self._folder / _FILES[number]).unlink()
             self._next_look = self._found = 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
