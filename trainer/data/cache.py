@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -114,11 +113,9 @@ class EntryWriter:
         """Note that the next rows are of another source of a mixture."""
         self._ends.append(self._num_texts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         arrays = {name: array.close() for name, array in self._arrays.items()}
-        if error is not None:
+        if kind is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
             return
         sources = [int(count) // self._texts_per_row for count in np.diff(self._ends, prepend=0)]
@@ -247,9 +244,7 @@ def open_or_write(
     Any number of processes may call this function at once: one writes the entry, and the others wait.
 
     Args:
-        cache: the folder of the cache, which is created if it is missing.
         key: the key of the entry, which covers everything that determines its content.
-        write: adds the rows of the entry to a writer.
         own_lengths: the names of columns with lengths of their own.
         lock: the name of a lock that entries share; None: the entry has its own.
 

@@ -44,7 +44,6 @@ def read_chunks(
 
     Args:
         skip: the number of first rows to leave out.
-        where: the name of the file in messages.
         keeps_errors: whether the error of a line takes the place of its row, and is not raised.
 
     Raises:
@@ -73,10 +72,6 @@ def json_line(row: Row) -> str:
 
 def write_rows(parts: Sequence[Path], path: Path, file_format: Format) -> None:
     """Write the rows of JSON Lines files into one file.
-
-    Args:
-        parts: the files, in order.
-        path: the new file.
 
     Raises:
         DataError: a column holds values of several types, which Parquet lacks.

@@ -23,7 +23,6 @@ def hash_rows(
     An edit in place changes the hash; a new download of the same content does not.
 
     Args:
-        rows: the rows of one split.
         rows_at_once: the number of rows that are held in memory.
         prepare: replaces the names of files by their content.
     """
@@ -33,16 +32,10 @@ def hash_rows(
     batches = rows.with_format("arrow").iter(rows_at_once)
     with pa.PythonFile(sink, mode="w") as file:
         for batch in batches:
-            batch = prepare(batch) if prepare else batch
-            _write_stream(file, batch.replace_schema_metadata(None))
+            table = (prepare(batch) if prepare else batch).replace_schema_metadata(None)
+            with pa.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table)
     return sink.hexdigest()
-
-
-def _write_stream(file: pa.NativeFile, batch: pa.Table) -> None:
-    import pyarrow as pa
-
-    with pa.ipc.new_stream(file, batch.schema) as stream:
-        stream.write_table(batch)
 
 
 class _HashSink(io.RawIOBase):

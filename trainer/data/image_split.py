@@ -16,7 +16,7 @@ from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit, Encoder, encode_rows
+from trainer.data.split import Encoded, EncodedSplit, Encoder, encode_rows
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -45,18 +45,13 @@ class ImageEncoder(Encoder, Protocol):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
 
-    def encode_images(
-        self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int
-    ) -> dict[str, list[Any]]: ...
+    def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded: ...
 
 
 def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor, cache: Path) -> EncodedSplit:
     """Return the split with prepared images, before normalisation; read it from the cache or write it there.
 
     Any number of processes may call this function at once: one prepares the split, and the others wait.
-
-    Args:
-        cache: the folder of the cache, which is created if it is missing.
 
     Returns:
         A split with the column `pixel_values`, uint8 `[rows, channels, height, width]`, in its `arrays`.
@@ -75,7 +70,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
         for first_row in range(0, len(rows), _IMAGES_AT_ONCE):
             batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
 
-            def encode(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
+            def encode(rows: Dataset, first_row: int) -> Encoded:
                 first_row += split.first_row
                 images = _with_images(rows, split.folders, split.where, first_row)
                 return encoder.encode_images(images, processor, split.where, first_row)
@@ -98,7 +93,7 @@ def encode_streamed(
     rows: Dataset,
     where: str,
     first_row: int,
-) -> dict[str, list[Any]]:
+) -> Encoded:
     """Return prepared rows of a stream, which hold the bytes of their images.
 
     Args:
@@ -153,7 +148,6 @@ def _with_contents(
     """Return the rows with the values of image columns replaced by the encoded images.
 
     Args:
-        columns: the names of the image columns.
         content: returns the encoded image of an index in the batch, a column and a value.
     """
     import pyarrow as pa

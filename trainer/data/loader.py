@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.processes import ending
 from trainer.data.collate import Batching, TokenMasking, collate
 from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.rank_rows import RowChunk, partition, partition_by_tokens
@@ -36,7 +37,6 @@ class StepRows:
     """The rows of one global batch.
 
     Attributes:
-        split: the split that holds them.
         row_ids: their indices in it, in the order of the batch.
         draw: the number of the draw of masks, which differs if rows come again.
         place: the place of the next row of a stream; None: the number of consumed rows gives it.
@@ -72,8 +72,6 @@ class SplitRows:
     """The rows of all global batches of an encoded split.
 
     Args:
-        split: the training split.
-        order: the order of its rows.
         start_sample: the number of rows consumed before, over all ranks and epochs.
 
     Raises:
@@ -104,10 +102,7 @@ class TrainLoader:
     Every iteration starts at the first step of `rows`.
 
     Args:
-        rows: the rows of the global batches.
-        plan: the sizes of batches and microbatches.
         data_rank: the data-parallel rank; ranks of one model replica share it.
-        batching: the conversion of rows to tensors.
         total_steps: the number of optimizer steps of the whole training, with those already done.
         num_workers: the number of processes that prepare batches; 0: the rank prepares them.
         pin_memory: whether to copy batches into page-locked memory, for asynchronous copies to a GPU.
@@ -166,13 +161,7 @@ class EvalLoader:
     at once.
 
     Args:
-        split: the split to evaluate on.
-        batch_size: the maximum number of rows of one microbatch.
-        data_rank: the data-parallel rank.
-        data_parallel_size: the number of data-parallel ranks.
-        batching: the conversion of rows to tensors.
         num_workers: the number of processes that prepare batches; 0: the rank prepares them.
-        pin_memory: whether to copy batches into page-locked memory.
         masking: makes labels from tokens, the same ones at every evaluation; None: the split has labels.
 
     Raises:
@@ -208,8 +197,6 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArr
     """Refuse training rows with more tokens than a microbatch may have.
 
     Args:
-        split: the training split.
-        plan: the size of a microbatch.
         row_ids: the rows to look at; None: all.
 
     Raises:
@@ -364,8 +351,7 @@ def _worker_death(dead: Sequence[BaseProcess], num_workers: int) -> str:
     codes = sorted({worker.exitcode or 0 for worker in dead})
     if errno.ENOSPC in codes:
         return _no_shared_memory(num_workers)
-    how = ", ".join(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" for code in codes)
     return (
-        f"a process of `data.num_workers` ({num_workers}) died: {how}; SIGKILL often means that memory ran out, SIGBUS"
-        " that shared memory (/dev/shm) did: give it more, or set `data.num_workers` to 0"
+        f"a process of `data.num_workers` ({num_workers}) died: {', '.join(map(ending, codes))}; SIGKILL often means"
+        " that memory ran out, SIGBUS that shared memory (/dev/shm) did: give it more, or set `data.num_workers` to 0"
     )

@@ -32,11 +32,7 @@ def map_rows(
     """Return the mapped rows, the index of each in `rows` if some are left out, and notes for the user.
 
     Args:
-        rows: the rows of a source.
-        section: the section of the recipe.
         wanted: the columns that the task reads; others may be left out.
-        where: the name of the source in messages.
-        key: the key of the section, for messages.
 
     Raises:
         DataError: a column is missing, a value cannot be mapped, or no row is left.

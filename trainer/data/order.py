@@ -91,7 +91,6 @@ def shares_of_sources(sizes: Sequence[int], weights: Sequence[float]) -> list[in
 
     Args:
         sizes: the number of rows of each source; an epoch has as many as all together.
-        weights: the weight of each source.
 
     Raises:
         UsageError: a source has no row, or its share is none.
@@ -130,9 +129,7 @@ class GlobalOrder:
     of the global batch size, the last batch of each epoch is ragged: it holds the remaining rows.
 
     Args:
-        num_rows: the number of rows of the split, at least 1.
         lengths: the tokens of each row, of shape `[num_rows]`, to batch rows of similar length; None: shuffle only.
-        global_batch_size: the number of rows of one optimizer step over all ranks.
         mixture: gives each number of an epoch its row; None: the number itself.
     """
 
@@ -239,7 +236,6 @@ class FeistelPermutation:
     Source: Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains" (doi:10.1007/3-540-45760-7_9).
 
     Args:
-        size: the number of numbers, at least 1.
         draws: the source of the keys of the rounds.
     """
 

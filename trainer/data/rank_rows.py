@@ -29,10 +29,6 @@ def partition(
     which repeat `filler_place`.
 
     Args:
-        num_rows: the number of rows of the global batch, at least 1.
-        data_rank: the data-parallel rank.
-        data_parallel_size: the number of ranks that share the global batch.
-        micro_batch_size: the maximum number of rows of one microbatch.
         filler_place: the place of the row that fillers repeat.
     """
     places = np.arange(data_rank, num_rows, data_parallel_size)
@@ -51,8 +47,6 @@ def partition_by_tokens(
 
     Args:
         widths: the tokens of each row of the global batch in each padded column, of shape `[rows, columns]`.
-        data_rank: the data-parallel rank.
-        data_parallel_size: the number of ranks that share the global batch.
         most_tokens: the maximum number of tokens of one microbatch, at least those of the longest row.
         packs: whether layers process tokens without padding.
     """

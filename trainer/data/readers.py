@@ -111,7 +111,8 @@ def read_files(file_format: Format, files: Files) -> Loaded:
             return None, []
         refuse_datasets_cache(error)
         if wrong := _not_in(encoding, files.paths):
-            likely = "utf-16" if _starts_as_utf16(wrong) else "latin-1"
+            with wrong.open("rb") as file:
+                likely = "utf-16" if file.read(2) in _UTF16_MARKS else "latin-1"
             raise DataError(
                 f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or"
                 f" name its encoding in `data.encoding`, such as {likely}"
@@ -140,18 +141,11 @@ def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def _starts_as_utf16(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) in _UTF16_MARKS
-
-
 @dataclass(frozen=True)
 class RowPlaces:
     """The places of rows in text files, found again when a message needs one.
 
     Attributes:
-        paths: the files, in order.
-        text: how they are read.
         chosen: the number of each row in the files, from 0; None: the rows are all rows of the files.
     """
 

@@ -46,11 +46,7 @@ class RowMap:
     """A map from the rows of a source to those of the task.
 
     Attributes:
-        columns: the new columns, in the form of the recipe.
-        conditions: the conditions that rows must fulfil.
         keeps_others: whether the other columns of the source stay.
-        notes: notes for the user.
-        key: the key of the map in the recipe, for messages.
     """
 
     columns: Mapping[str, Mapped]
@@ -79,11 +75,7 @@ class RowMap:
         """Return the map of a source; None if it leaves the rows as they are.
 
         Args:
-            section: the section of the recipe.
-            wanted: the columns that the task reads.
             values: the columns of the source, with the first values of those that may hold chats.
-            where: the name of the source in messages.
-            key: the key of the section, for messages.
             predicts: whether the map is of all rows, without the last answers of chats and columns that are not wanted.
 
         Raises:
@@ -142,9 +134,7 @@ class RowMap:
         """Return the places in a batch of the rows that fulfil all conditions.
 
         Args:
-            rows: the batch.
             numbers: the index of each row in the source, for messages.
-            where: the name of the source in messages.
 
         Raises:
             DataError: a value cannot be compared.

@@ -36,7 +36,6 @@ class Split:
     """The rows of one split.
 
     Attributes:
-        where: the name of the split in messages.
         first_row: the number of the rows before it in its file.
         is_part: whether it is a part of a file to predict, which may hold no token that the tokenizer knows.
         is_whole: whether it has all rows of its source.
@@ -142,7 +141,6 @@ def load_splits(
     """Load the splits that `data` names.
 
     Args:
-        data: the section `data` of a recipe.
         label: the column of classes; a held-out share has each class in its proportion; None: there is none.
         most_rows: the number of rows to read of large files; None: all.
         problems: collects the errors of the validation split, which is then None; None: they are raised.
@@ -156,14 +154,10 @@ def load_splits(
     own = Problems() if problems is None else problems
     with _quiet_datasets():
         match data:
-            case HubData():
-                source = _Source(_load_hub(data), _hub_name(data), _hub_folders(data.name))
-                splits = _named_splits(source, data, columns, own)
-            case FolderData():
-                source = _Source(_load_folder(data), f"`{data.path}`", (Path(data.path),))
-                splits = _named_splits(source, data, columns, own)
             case FileData():
                 splits = (_load_stream if data.streaming else _load_files)(data, columns, own, most_rows)
+            case _:
+                splits = _named_splits(data, columns, own)
         if problems is None:
             own.raise_all()
         if not isinstance(data.validation, float) or not splits.train.is_whole:
@@ -188,35 +182,23 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Splits by name, the name of their source in messages, and the folders of its images."""
-
-    splits: Mapping[str, Dataset]
-    name: str
-    folders: tuple[Path, ...]
-
-    def split(self, name: str, key: str) -> Split:
-        """Return the split that a key names.
-
-        Raises:
-            DataError: there is none, or it is empty.
-        """
-        if name not in self.splits:
-            names = ", ".join(f"`{one}`" for one in self.splits)
-            raise DataError(f"`{key}` must name a split of {self.name}, but is `{name}`; there are {names}")
-        return replace(_not_empty(self.splits[name], f"split `{name}` of {self.name}", key), folders=self.folders)
-
-
-def _named_splits(source: _Source, data: HubData | FolderData, columns: Sequence[str], problems: Problems) -> Splits:
-    train = validation = None
+def _named_splits(data: HubData | FolderData, columns: Sequence[str], problems: Problems) -> Splits:
+    if isinstance(data, HubData):
+        found, name, folders = _load_hub(data), _hub_name(data), _hub_folders(data.name)
+    else:
+        found, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
+    splits: dict[str, Split] = {}
     notes: list[str] = []
-    with problems.collect():
-        train = _mapped(source.split(data.train, "data.train"), data.map, columns, notes)
-    if isinstance(data.validation, str):
+    for key, wanted in (("data.train", data.train), ("data.validation", data.validation)):
         with problems.collect():
-            validation = _mapped(source.split(data.validation, "data.validation"), data.map, columns, notes)
-    return _with_train(train, validation, tuple(notes), problems)
+            if not isinstance(wanted, str):
+                continue
+            if wanted not in found:
+                names = ", ".join(f"`{one}`" for one in found)
+                raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
+            split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
+            splits[key] = _mapped(split, data.map, columns, notes)
+    return _with_train(splits, notes, problems)
 
 
 def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[str], key: str = "data.map") -> Split:
@@ -234,16 +216,15 @@ def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[
     return replace(split, rows=rows, where=f"the filtered rows of {split.where}", places=places)
 
 
-def _with_train(train: Split | None, validation: Split | None, notes: tuple[str, ...], problems: Problems) -> Splits:
-    """Return the splits.
+def _with_train(splits: Mapping[str, Split], notes: Sequence[str], problems: Problems) -> Splits:
+    """Return the splits, given them by their keys.
 
     Raises:
         TrainerError: there is no training split; the error has all problems.
     """
-    if train is None:
+    if "data.train" not in splits:
         problems.raise_all()
-    assert train is not None
-    return Splits(train, validation, notes)
+    return Splits(splits["data.train"], splits.get("data.validation"), tuple(notes))
 
 
 def _not_empty(rows: Any, where: str, key: str) -> Split:
@@ -323,18 +304,18 @@ def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, mos
         sources = tuple(find_shards(part, data.format) for part in parts)
         for shard, first_row, rows in first_rows([shard for source in sources for shard in source]):
             row_map = map_of(rows, data.map, columns, f"`{shard}`")
-            if row_map is None or len(map_part(row_map, rows, first_row, f"`{shard}`")):
+            if row_map is None or not row_map.conditions or len(map_part(row_map, rows, first_row, f"`{shard}`")):
                 break  # else `data.map.where` keeps none of these
         train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
-    splits, others = _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows)
-    loaded = _with_train(train, splits.get("data.validation"), (*notes, *others), problems)
+    splits = {} if train is None else {"data.train": train}
+    splits |= _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows, notes)
+    loaded = _with_train(splits, notes, problems)
     return replace(loaded, stream=Stream(sources, rows.features, row_map))
 
 
 def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
-    names = {"data.train": data.train, "data.validation": data.validation}
-    splits, notes = _read_splits(data, names, columns, problems, most_rows)
-    return _with_train(splits.get("data.train"), splits.get("data.validation"), notes, problems)
+    names, notes = {"data.train": data.train, "data.validation": data.validation}, list[str]()
+    return _with_train(_read_splits(data, names, columns, problems, most_rows, notes), notes, problems)
 
 
 def _read_splits(
@@ -343,14 +324,14 @@ def _read_splits(
     columns: Sequence[str],
     problems: Problems,
     most_rows: int | None,
-) -> tuple[dict[str, Split], tuple[str, ...]]:
-    """Return the splits of files by their keys, without those that have a problem, and notes."""
+    notes: list[str],
+) -> dict[str, Split]:
+    """Return the splits of files by their keys, without those that have a problem, and append notes."""
     files: dict[str, list[Path]] = {key: [] for key in names}
     for key, named in names.items():
         with problems.collect():
             files[key] = files_of(named if not isinstance(named, float) else None, key)
     splits: dict[str, Split] = {}
-    notes: list[str] = []
     found = [path for paths in files.values() for path in paths]
     text = TextOptions(data.encoding, data.delimiter, data.quotes)
     with problems.collect():
@@ -373,7 +354,7 @@ def _read_splits(
                 mapped = [_mapped(split, own, columns, notes, of) for split, (of, own) in zip(read, maps, strict=True)]
                 is_mixed = data.mixture is not None
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
-    return splits, tuple(notes)
+    return splits
 
 
 def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
@@ -399,7 +380,6 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         read: the entries, as they are in their files.
         mapped: the same, with their mapped rows.
         columns: the columns that the task reads; others are left out, if entries have other ones.
-        key: the key of the entries, for messages.
         is_mixed: whether they are the sources of a mixture.
 
     Raises:
@@ -435,8 +415,10 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         ) from error
     starts = np.cumsum([0, *(len(split.rows) for split in read)])
     chosen: list[NDArray[np.int64]] = []
+    paths: list[Path] = []
     for start, split in zip(starts, mapped, strict=False):
         assert split.places is not None
+        paths += split.places.paths
         own = split.places.chosen
         chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
     places, is_whole = read[0].places, all(split.is_whole for split in read)
@@ -444,15 +426,11 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
     return Split(
         joined,
         ", ".join(split.where for split in mapped),
-        places=replace(places, paths=_each(read, lambda split: split.places.paths), chosen=np.concatenate(chosen)),
+        places=replace(places, paths=tuple(paths), chosen=np.concatenate(chosen)),
         is_whole=is_whole,
         sources=tuple(map(len, parts)) if is_mixed and is_whole else (),
-        folders=_each(read, lambda split: split.folders),
+        folders=tuple(folder for split in read for folder in split.folders),
     )
-
-
-def _each(splits: Sequence[Split], paths_of: Callable[[Any], tuple[Path, ...]]) -> tuple[Path, ...]:
-    return tuple(path for split in splits for path in paths_of(split))
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:

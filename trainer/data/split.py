@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FlatArray: TypeAlias = NDArray[Any]
+Encoded: TypeAlias = dict[str, list[Any]]
+"""Encoded rows in the form that a task returns, by column: one value for each row."""
 
 MOST_ROWS_SHOWN = 5
 """Rows that are not valid, in the errors of one split."""
@@ -189,9 +191,7 @@ def _places(offsets: IndexArray, owners: IndexArray) -> IndexArray:
     return np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
 
 
-def encode_rows(
-    rows: Dataset, first_row: int, encode: Callable[[Dataset, int], dict[str, list[Any]]]
-) -> dict[str, list[Any]]:
+def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], Encoded]) -> Encoded:
     """Return the encoded rows.
 
     Args:

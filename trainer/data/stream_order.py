@@ -28,9 +28,6 @@ class StreamOrder:
     """The order of all global batches of a stream. The last batch of an epoch holds the remaining rows.
 
     Args:
-        split: the training split.
-        global_batch_size: the number of rows of one optimizer step over all ranks.
-        first_step: the number of optimizer steps that were done before.
         start_sample: the number of rows consumed in these steps.
         place: the place of the next row after them; None: the first row.
 
@@ -102,12 +99,12 @@ class StreamOrder:
             if stop > place.row:
                 parts.append((place.epoch, place.window, place.row, stop))
                 missing -= stop - place.row
-            place = replace(place, row=stop) if stop < num_rows else self._after(place)
+            if stop < num_rows:
+                place = replace(place, row=stop)
+            elif place.window + 1 < len(self._split.windows):
+                place = StreamPlace(place.epoch, place.window + 1)
+            else:
+                place = StreamPlace(place.epoch + 1)
             if place.epoch > begun + 1:
                 raise DataError("`data.train` must hold a text with a token, but its shards have none")
         return parts, place
-
-    def _after(self, place: StreamPlace) -> StreamPlace:
-        if place.window + 1 < len(self._split.windows):
-            return StreamPlace(place.epoch, place.window + 1)
-        return StreamPlace(place.epoch + 1)

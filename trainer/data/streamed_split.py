@@ -30,7 +30,7 @@ from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.mapped_rows import map_part
 from trainer.data.order import IndexArray
 from trainer.data.row_map import RowMap
-from trainer.data.split import EncodedSplit, Encoder, encode_rows, joined_rows
+from trainer.data.split import Encoded, EncodedSplit, Encoder, encode_rows, joined_rows
 from trainer.data.streams.index import RowReader, ShardIndex, index_of
 from trainer.data.streams.shards import Shard
 from trainer.data.streams.windows import Windows
@@ -69,7 +69,7 @@ class WindowEncoder:
 
     task: StreamedTask
     packer: Callable[[], RowPacker | None]
-    prepare: Callable[[Dataset, str, int], dict[str, list[Any]]]
+    prepare: Callable[[Dataset, str, int], Encoded]
     facts: Mapping[str, Any]
     features: Features
     row_map: RowMap | None
@@ -91,7 +91,7 @@ class WindowEncoder:
             read += [name for name in self.task.columns if name not in self.row_map.columns]
         return tuple(dict.fromkeys(read))
 
-    def encode(self, rows: Dataset, first_row: int, where: str) -> dict[str, list[Any]]:
+    def encode(self, rows: Dataset, first_row: int, where: str) -> Encoded:
         """Return encoded rows, of a shard that messages call `where` from its row `first_row` on."""
         if self.row_map is not None:
             rows = map_part(self.row_map, rows, first_row, where)
@@ -117,11 +117,7 @@ class StreamedSplit:
     """The training split of a stream.
 
     Args:
-        sources: the shards of each source.
-        encoder: encodes its rows.
-        head: the first rows, encoded.
         head_rows: the number of rows that became `head`.
-        cache: the folder for the index and the windows.
 
     Attributes:
         windows: the rows of each window.

@@ -22,7 +22,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import EncodedSplit, Encoder, FlatArray, encode_rows
+from trainer.data.split import Encoded, EncodedSplit, Encoder, FlatArray, encode_rows
 from trainer.data.workers import ordered_results
 from trainer.ranks.environment import available_cores
 
@@ -46,9 +46,9 @@ MOST_UNKNOWN = 0.5
 class RowPacker(Protocol):
     """The part of `trainer.tasks.text.packing.Packer` that this package uses."""
 
-    def add(self, documents: Mapping[str, list[Any]]) -> dict[str, list[Any]]: ...
+    def add(self, documents: Mapping[str, list[Any]]) -> Encoded: ...
 
-    def finish(self) -> dict[str, list[Any]]: ...
+    def finish(self) -> Encoded: ...
 
 
 class RowEncoder(Encoder, Protocol):
@@ -62,7 +62,7 @@ class RowEncoder(Encoder, Protocol):
 
     def encode(
         self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str, first_row: int
-    ) -> dict[str, list[Any]]: ...
+    ) -> Encoded: ...
 
 
 def encode_split(
@@ -78,8 +78,6 @@ def encode_split(
     Any number of processes may call this function at once: one tokenises the split, and the others wait.
 
     Args:
-        max_length: the maximum number of tokens of a row.
-        cache: the folder of the cache, which is created if it is missing.
         num_processes: the number of processes that tokenise, which does not change the result; None: as many as there
             are cores, and fewer for little text.
 
@@ -88,7 +86,11 @@ def encode_split(
         TrainerError: a process died.
         UsageError: `max_length` does not fit the tokenizer, or the cache cannot be written.
     """
-    _check_max_length(max_length, tokenizer)
+    if max_length > tokenizer.model_max_length:
+        raise UsageError(
+            f"`data.max_length` must be at most the {tokenizer.model_max_length} tokens that the tokenizer allows for"
+            f" its model, but is {max_length}; lower it"
+        )
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
 
@@ -103,10 +105,10 @@ def encode_split(
             for first_row in range(start, end, at_once)
         ]
 
-        def encode_from(rows: Dataset, first_row: int) -> dict[str, list[Any]]:
+        def encode_from(rows: Dataset, first_row: int) -> Encoded:
             return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
 
-        def encode(span: tuple[int, int]) -> dict[str, list[Any]]:
+        def encode(span: tuple[int, int]) -> Encoded:
             with split.names_lines():
                 return encode_rows(rows.select(range(*span)), span[0], encode_from)
 
@@ -149,7 +151,11 @@ def encode_split(
         raise DataError(
             f"{split.where} must hold a text with a token, but has special tokens only; name another column"
         )
-    _require_known(unknown, split, tokenizer)
+    if unknown[0] > MOST_UNKNOWN * unknown[1]:
+        raise DataError(
+            f"{split.where} has {unknown[0]:,} tokens of {unknown[1]:,} that are unknown to the tokenizer"
+            f" `{tokenizer.name_or_path}`; use a model for this language, or name the model's own in `model.tokenizer`"
+        )
     return replace(encoded, unknown_tokens=unknown, num_blank=num_blank)
 
 
@@ -175,7 +181,6 @@ def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
     Args:
         ids: the token ids, of shape `[all tokens]`.
-        tokenizer: the tokenizer of these ids.
     """
     unknown = tokenizer.unk_token_id
     counts: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -186,24 +191,6 @@ def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[
     special = [token for token in set(tokenizer.all_special_ids) - {unknown} if token < len(counts)]
     num_unknown = int(counts[unknown]) if unknown is not None and unknown < len(counts) else 0
     return num_unknown, int(counts.sum() - counts[special].sum())
-
-
-def _require_known(counts: tuple[int, int], split: Split, tokenizer: PreTrainedTokenizerBase) -> None:
-    unknown, ordinary = counts
-    if unknown > MOST_UNKNOWN * ordinary:
-        raise DataError(
-            f"{split.where} has {unknown:,} tokens of {ordinary:,} that are unknown to the tokenizer"
-            f" `{tokenizer.name_or_path}`; use a model for this language, or name the model's own in `model.tokenizer`"
-        )
-
-
-def _check_max_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    longest = tokenizer.model_max_length
-    if max_length > longest:
-        raise UsageError(
-            f"`data.max_length` must be at most the {longest} tokens that the tokenizer allows for its model, but is"
-            f" {max_length}; lower it"
-        )
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from trainer.base.errors import TrainerError
+from trainer.base.processes import ending
+from trainer.ranks.environment import variables_set
 from trainer.ranks.stopping import STOP_SIGNALS
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-_SETTING = "TOKENIZERS_PARALLELISM"
 
 
 def ordered_results(
@@ -30,9 +29,7 @@ def ordered_results(
 
     Args:
         function: the function; its results can be pickled.
-        items: the arguments.
         num_processes: the number of processes; 1: this process computes all results.
-        key: the key of the recipe that sets `num_processes`, for messages.
 
     Raises:
         TrainerError: a process died.
@@ -59,7 +56,10 @@ def ordered_results(
                 result, error, trace = connections[index % num_processes].recv()
             except EOFError:
                 worker.join()
-                raise TrainerError(_death(worker.exitcode or 0, num_processes, key)) from None
+                raise TrainerError(
+                    f"a process of `{key}` ({num_processes}) died: {ending(worker.exitcode or 0)}; SIGKILL often means"
+                    " that memory ran out: use fewer processes"
+                ) from None
             if isinstance(error, TrainerError):
                 raise error
             if error is not None:
@@ -87,26 +87,9 @@ def _work(function: Callable[[Any], Any], items: Sequence[Any], there: Connectio
         pass  # the parent died
 
 
-def _death(code: int, num_processes: int, key: str) -> str:
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return (
-        f"a process of `{key}` ({num_processes}) died: {how}; SIGKILL often means that memory ran out: use fewer"
-        " processes"
-    )
-
-
-@contextmanager
-def one_thread_of_tokenizers() -> Iterator[None]:
+def one_thread_of_tokenizers() -> AbstractContextManager[None]:
     """Let the processes that start in this context tokenise in one thread each."""
-    before = os.environ.get(_SETTING)
-    os.environ[_SETTING] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SETTING]
-        else:
-            os.environ[_SETTING] = before
+    return variables_set({"TOKENIZERS_PARALLELISM": "false"})
 
 
 @contextmanager

@@ -54,7 +54,6 @@ class Files:
     """Files of one format, and how they are read.
 
     Attributes:
-        key: the key of the recipe, for messages.
         most_rows: the number of rows to read; None: all.
     """
 
@@ -168,6 +167,11 @@ def json_chats() -> Any:
     import datasets
 
     return datasets.List(datasets.Json())
+
+
+def is_chat(value: Any) -> bool:
+    """Return whether a value of a row is a list of messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Features | None:

@@ -161,11 +161,6 @@ def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]
 def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
     """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
 
-    Args:
-        path: the first file.
-        text: how the files are read.
-        where: the name of the split in messages.
-
     Raises:
         DataError: a cell holds a line break and the tab that separates the columns.
     """

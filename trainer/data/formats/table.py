@@ -159,10 +159,6 @@ def conll_rows(lines: Iterable[str], where: str) -> Iterator[dict[str, list[str]
     Tabs separate the columns of a line with a tab, and spaces those of other lines. Lines that begin with `-DOCSTART-`
     are left out.
 
-    Args:
-        lines: the lines of the file.
-        where: the name of the file in messages.
-
     Raises:
         DataError: lines differ in their number of columns, or a word or a tag is empty.
     """

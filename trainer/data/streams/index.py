@@ -10,7 +10,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -93,9 +92,8 @@ def _row_groups(shard: Shard) -> tuple[list[tuple[int, int]], int]:
     """Return the number of each row group with rows and its number of rows, and the checksum of the footer."""
 
     def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        with _parquet(shard) as file:
+        with shard.open() as raw, _parquet(raw) as file:
             counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-        with shard.open() as raw:  # the file above has closed its own
             raw.seek(-_FOOTER_END, os.SEEK_END)
             length = int.from_bytes(raw.read(4), "little")
             raw.seek(-_FOOTER_END - length, os.SEEK_END)
@@ -150,14 +148,11 @@ def _no_object(shard: Shard, offset: int, how: str) -> DataError:
     )
 
 
-@contextmanager
-def _parquet(shard: Shard) -> Iterator[Any]:
-    """Open a Parquet shard; its pages are read when they are needed."""
+def _parquet(raw: Any) -> Any:
+    """Return an open shard as a Parquet file; its pages are read when they are needed."""
     from pyarrow.parquet import ParquetFile
 
-    options = {"pre_buffer": False, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
-    with shard.open() as raw, ParquetFile(raw, **options) as file:
-        yield file
+    return ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 
 def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
@@ -186,7 +181,6 @@ class RowReader:
     """Reads rows of shards, and goes on where it stopped, if the next rows follow in the same part or the next one.
 
     Args:
-        shards: the indices of the shards.
         columns: the columns to read; None: all.
         features: the types of columns of JSON Lines; None: those of the rows.
     """
@@ -240,7 +234,7 @@ class RowReader:
         if start >= index.num_rows:
             return
         first = index.part_of(start)
-        with _parquet(index.shard) as file:
+        with index.shard.open() as raw, _parquet(raw) as file:
             names = file.schema_arrow.names
             columns = names if self._columns is None else list(self._columns)
             if missing := [name for name in columns if name not in names]:

@@ -112,7 +112,6 @@ def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Sh
     """Return the shards that paths, URLs and patterns name, those of each pattern in order.
 
     Args:
-        names: the paths, URLs and patterns.
         file_format: the format of all of them; None: their endings tell it.
 
     Raises:

@@ -37,14 +37,10 @@ class Windows:
     read pass by pass, and an epoch goes on where the one before it stopped.
 
     Args:
-        sources: the shards of each source.
         weights: the weight of each source; None: there is one source.
         size: the rows of a window; with weights, a window may have a few more or less.
-        seed: the seed of all orders.
 
     Attributes:
-        num_rows: the rows of an epoch.
-        sizes: the rows of each source.
         counts: the rows of each source in an epoch.
         bounds: the rows of an epoch before each window, and all rows, of shape `[windows + 1]`.
 
