@@ -40,9 +40,6 @@ def complete_folder(
     Args:
         temporary: The folder with the model, beside `place`.
         place: The final folder, which is replaced as a whole.
-        origin: The origin in a checkpoint's facts.
-        progress: The progress of the training when it had these weights.
-        certificate: The comparison with the trained model; None: there was none.
 
     Raises:
         OSError: It cannot be written.
@@ -74,56 +71,58 @@ def _card(
     origin: Mapping[str, Any],
     progress: Progress,
 ) -> str:
-    recipe = _part(origin, "recipe")
-    layout, versions = _part(origin, "layout"), _part(origin, "versions")
-    task_type = str(_part(recipe, "task").get("type"))
+    recipe, best = _part(origin, "recipe"), progress.best
+    task = _part(recipe, "task")
+    task_type = str(task.get("type"))
     tag = PIPELINE_TAGS.get(task_type)
-    name = _plain(recipe.get("name", "model"))
-    trained = f"{progress.step:,} optimizer steps, {progress.samples:,} rows"
-    trained += f", {progress.tokens:,} tokens" if progress.tokens else ""
-    architecture = config["architectures"][0]
-    model = f"A `{architecture}` in `{config['dtype']}`"
-    lines = _use(architecture, task_type, tag, _part(recipe, "task").get("prefix") or "")
-    packages = "\n".join(f"- {_plain(package)} {_plain(version)}" for package, version in sorted(versions.items()))
-    as_json = json.dumps(recipe, indent=2).replace("\x7f", "\\u007f")
+    processor, rows = "AutoTokenizer", '["..."]'
+    if task_type == "image_classification":
+        processor, rows = "AutoImageProcessor", "[image]"
+    if task_type == "multiple_choice":
+        rows = '["...", "..."], ["one choice", "another"], padding=True'
+    base: list[str] = []
     if adapter is not None:
-        model = f"A LoRA adapter of PEFT in `{config['dtype']}` for the `{architecture}` of its base model"
-        lines = _use_adapter(architecture, adapter)
-    if (folder / ONNX_NAME).is_file():
-        model = f"A `{architecture}` as a graph of ONNX in `{config['dtype']}`"
-        lines = _use_graph(tag, config)
-    use = "\n".join(lines)
-    decay = _part(recipe, "training").get("ema_decay")
-    averages = f"\n- weights: exponential moving averages with a decay of {_plain(decay)}" if decay is not None else ""
-    text = f"""---
-{_head(recipe, task_type, tag, adapter is not None).to_yaml().strip()}
----
-
-# {name}
-
-{model}, trained with `trainer`.
-
-- task: {f"`{task_type}`" if tag else "unknown"}
-- trained for: {trained}{averages}
-- best evaluation: {_best(progress)}
-- layout: {_layout(recipe, layout)}
-
-## Use
-
-```python
-{use}
-```
-
-## Recipe
-
-```json
-{as_json}
-```
-
-## Versions
-
-{packages}"""
+        base = [json.dumps(_hub_name(adapter["base_model_name_or_path"]) or "path/to/the/base/model")]
+        base += [f"revision={json.dumps(adapter['revision'])}"] if adapter["revision"] else []
+    text: str = _template().render(
+        head=_head(recipe, task_type, tag, adapter is not None).to_yaml().strip(),
+        recipe=recipe,
+        as_json=json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
+        architecture=config["architectures"][0],
+        dtype=config["dtype"],
+        first_token=config.get("decoder_start_token_id"),
+        adapter=adapter,
+        base=base,
+        has_graph=(folder / ONNX_NAME).is_file(),
+        onnx_name=ONNX_NAME,
+        processor=processor,
+        rows=rows,
+        task=task_type,
+        tag=tag,
+        text_to_text=TEXT_TO_TEXT,
+        has_pipeline=tag is not None and tag not in WITHOUT_PIPELINE,
+        library=LIBRARIES.get(task_type),
+        prompt=json.dumps(f"{task.get('prefix') or ''}..."),
+        progress=progress,
+        best=f"{_plain(best.name)} {best.value:.6g} at step {best.step:,}" if best else "none",
+        decay=_part(recipe, "training").get("ema_decay"),
+        layout=_layout(recipe, _part(origin, "layout")),
+        versions=sorted(_part(origin, "versions").items()),
+    )
     return text.rstrip() + "\n"
+
+
+def _template() -> Any:
+    import jinja2  # here: a run needs it at its end only
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trainer.training", ""),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"plain": _plain, "number": "{:,}".format}
+    return environment.get_template("model_card.md.jinja")
 
 
 def _part(values: Any, key: str) -> Mapping[str, Any]:
@@ -164,91 +163,7 @@ def _hub_name(name: Any) -> str | None:
     return name
 
 
-def _best(progress: Progress) -> str:
-    best = progress.best
-    return f"{_plain(best.name)} {best.value:.6g} at step {best.step:,}" if best else "none"
-
-
 def _layout(recipe: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
     strategy = _part(recipe, "parallel").get("strategy")
     degrees = [f"{_plain(axis)} {_plain(degree)}" for axis, degree in layout.items() if degree != 1] or ["one process"]
     return f"{' x '.join(degrees)}, `{_plain(strategy)}`, `{_plain(recipe.get('precision'))}`"
-
-
-def _use_graph(tag: str | None, config: Mapping[str, Any]) -> list[str]:
-    takes_images = tag == PIPELINE_TAGS["image_classification"]
-    processor, rows = ("AutoImageProcessor", "[image]") if takes_images else ("AutoTokenizer", '["..."]')
-    further = []
-    if tag == PIPELINE_TAGS["multiple_choice"]:
-        rows = '["...", "..."], ["one choice", "another"], padding=True'
-        further = ["inputs = {name: tensor[None] for name, tensor in inputs.items()}"]
-    if tag == TEXT_TO_TEXT:
-        first = _plain(config.get("decoder_start_token_id"))
-        further = [f'inputs["decoder_input_ids"] = [[{first}]]  # and the tokens that were generated so far']
-    return [
-        "from onnxruntime import InferenceSession",
-        f"from transformers import {processor}",
-        "",
-        'folder = "path/to/this/folder"',
-        f'inputs = {processor}.from_pretrained(folder)({rows}, return_tensors="np")',
-        *further,
-        f'session = InferenceSession(f"{{folder}}/{ONNX_NAME}")',
-        "outputs = session.run(None, {one.name: inputs[one.name] for one in session.get_inputs()})",
-        "print(dict(zip([one.name for one in session.get_outputs()], outputs)))",
-    ]
-
-
-def _use_adapter(architecture: str, adapter: Mapping[str, Any]) -> list[str]:
-    arguments = [json.dumps(_hub_name(adapter["base_model_name_or_path"]) or "path/to/the/base/model")]
-    arguments += [f"revision={json.dumps(adapter['revision'])}"] if adapter["revision"] else []
-    return [
-        "from peft import PeftModel",
-        f"from transformers import AutoConfig, {architecture}",
-        "",
-        'folder = "path/to/this/folder"',
-        f"base = {architecture}.from_pretrained({', '.join(arguments)}, config=AutoConfig.from_pretrained(folder))",
-        "model = PeftModel.from_pretrained(base, folder)",
-    ]
-
-
-def _use(architecture: str, task_type: str, tag: str | None, prefix: str) -> list[str]:
-    if task_type == "reranker":
-        return [
-            "from sentence_transformers import CrossEncoder",
-            "",
-            'scores = CrossEncoder("path/to/this/folder").predict([("a query", "a document")])',
-        ]
-    if LIBRARIES.get(task_type) == "sentence-transformers":
-        return [
-            "from sentence_transformers import SentenceTransformer",
-            "",
-            'embed = SentenceTransformer("path/to/this/folder").encode',
-        ]
-    if tag == TEXT_TO_TEXT:  # transformers 5 has no such pipeline
-        return [
-            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer",
-            "",
-            'model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/folder")',
-            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
-            f'inputs = tokenizer({json.dumps(f"{prefix}...")}, return_tensors="pt")',
-            "tokens = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)",
-            "print(tokenizer.decode(tokens[0], skip_special_tokens=True))",
-        ]
-    if task_type == "multiple_choice":
-        return [
-            f"from transformers import AutoTokenizer, {architecture}",
-            "",
-            f'model = {architecture}.from_pretrained("path/to/this/folder")',
-            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
-            'context, choices = "...", ["...", "..."]  # a question stands before each choice',
-            'inputs = tokenizer([context] * len(choices), choices, padding=True, return_tensors="pt")',
-            "scores = model(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0]",
-            "print(choices[int(scores.argmax())])",
-        ]
-    if tag is None or tag in WITHOUT_PIPELINE:
-        return [
-            f"from transformers import {architecture}",
-            "",
-            f'model = {architecture}.from_pretrained("path/to/this/folder")',
-        ]
-    return ["from transformers import pipeline", "", f'predict = pipeline("{tag}", "path/to/this/folder")']
