@@ -30,7 +30,6 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
 
     Args:
         values: The resolved recipe by dotted key paths.
-        plan: The plan as this rank resolved it.
     """
     facts = {f"`{key}`": json.dumps(value, sort_keys=True, ensure_ascii=False) for key, value in values.items()}
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}

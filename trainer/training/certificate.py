@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.base.errors import TrainerError
 from trainer.base.text import for_terminal, listed
+from trainer.data.formats.base import is_chat
 from trainer.parallel.microbatch import Microbatch
 
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
@@ -131,15 +132,11 @@ def texts_of(columns: Sequence[str], rows: Any) -> tuple[list[list[str]], list[A
     chats: list[Any] = []
     for row in rows:
         values = [row[name] for name in columns if name in row]
-        chats += [value for value in values if _is_chat(value)]
+        chats += [value for value in values if is_chat(value)]
         plain = [value for value in values if isinstance(value, str)]
         found = [text for value in values for text in _strings(value)]
         texts += [[text] for text in found] + ([plain[:2]] if len(plain) > 1 else [])
     return texts, chats
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def _strings(value: Any) -> Iterator[str]:

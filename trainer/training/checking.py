@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
-from trainer.training.row_encoding import (
-    require_fit,
-    with_folder,
-)
+from trainer.training.row_encoding import require_fit, with_folder
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.teaching import check_teacher
 
@@ -97,7 +94,7 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
             missing, or the model cannot be cut over the plan's tensor ranks or stages.
         RecipeError: several of these hold.
     """
-    recipe, parallel = plan.recipe, plan.recipe.parallel
+    recipe, parallel, step = plan.recipe, plan.recipe.parallel, plan.recipe.model.unfreeze_at_step
     task = build_task(recipe.task)
     known = options
     if known is None:  # transformers' default number of classes stands in
@@ -125,7 +122,8 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
             described.adapt(model, lacking)
             notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
             groups = parameter_groups(model, recipe)
-            notes += _late_notes(model, groups.late, recipe.model.unfreeze_at_step)
+            late = sum(model.get_parameter(name).numel() for name in groups.late)
+            notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
     if model is not None and recipe.data.packing:
         with problems.collect():
             check_packing(model)
@@ -141,11 +139,6 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
     if found is None:
         problems.raise_all()
     return CheckedModel(stages, tuple(notes), groups)
-
-
-def _late_notes(model: nn.Module, late: Collection[str], step: int | None) -> list[str]:
-    number = sum(model.get_parameter(name).numel() for name in late)
-    return [f"{number:,} parameters of `model.freeze` are trained after step {step:,}"] if number and step else []
 
 
 def _trained_notes(model: nn.Module) -> list[str]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.data.loader import EvalLoader
 from trainer.engine.engine import Engine
-from trainer.engine.results import EvalResult
 from trainer.observe.observer import Observer
 from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
+
+Result = TypeVar("Result")
 
 _ROWS = "_rows"
 """The name of the row ids among the tensors of rows."""
@@ -35,11 +36,7 @@ class Evaluated(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates the engine's model on one split.
-
-    Args:
-        split: The split, for tasks with metrics that need its texts.
-    """
+    """Evaluates the engine's model on one split."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class Evaluator:
         """Evaluate the split. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
         here = RowTensors()
-        for done, (rows, result) in enumerate(one_behind(map(self._begin, self._loader)), start=1):
+        for done, (rows, result) in enumerate(_results(self._loader, self._engine.begin_eval), start=1):
             loss_sum += result.loss_sum
             num_valid += result.num_valid
             here.add(rows, result.predictions)
@@ -74,10 +71,6 @@ class Evaluator:
         combined = self._combine(gathered) if gathered else None
         metrics: dict[str, float] = self._mesh.share(combined and combined.metrics)
         return Evaluated(metrics, combined and combined.picture)
-
-    def _begin(self, microbatch: Microbatch) -> Callable[[], tuple[Tensor, EvalResult]]:
-        read = self._engine.begin_eval(microbatch)
-        return lambda: (microbatch.rows, read())
 
     def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> Evaluated:
         whole = in_row_order([predictions for _, _, predictions in gathered], self._num_rows)
@@ -96,17 +89,24 @@ def gathered_rows(
 
     `begin` begins the work for a microbatch, and returns a function that waits for its tensors.
     """
-
-    def begun(microbatch: Microbatch) -> Callable[[], tuple[Tensor, Mapping[str, Tensor]]]:
-        read = begin(microbatch)
-        return lambda: (microbatch.rows, read())
-
     here = RowTensors()
-    for rows, tensors in one_behind(map(begun, loader)):
+    for rows, tensors in _results(loader, begin):
         here.add(rows, tensors)
     # Ranks that share a model replica have the same rows, so one of them counts.
     gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
     return None if gathered is None else in_row_order(gathered, num_rows)
+
+
+def _results(
+    loader: Iterable[Microbatch], begin: Callable[[Microbatch], Callable[[], Result]]
+) -> Iterator[tuple[Tensor, Result]]:
+    """Yield row ids and result of each microbatch; the next one is begun before a result is read."""
+
+    def begun(microbatch: Microbatch) -> Callable[[], tuple[Tensor, Result]]:
+        read = begin(microbatch)
+        return lambda: (microbatch.rows, read())
+
+    return one_behind(map(begun, loader))
 
 
 class RowTensors:

@@ -117,7 +117,7 @@ def export(
             text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
             (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
         described = described_model(config)
-        opened = None if verification is None else _opened(state, described, dtype, adapter, to)
+        asked = None if verification is None else (_opened(state, described, dtype, adapter, to), verification)
         base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
         available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
         merged = MergedWeights(described, available, _adapter(state))
@@ -138,8 +138,8 @@ def export(
         if to == "onnx":
             weights = [to_onnx(temporary, type(described), _whole_recipe(state) if _task_type(state) else None)]
         certificate = None
-        if verification is not None and opened is not None:
-            certificate = _verified_folder(state, described, temporary, opened, verification)
+        if asked is not None:
+            certificate = _verified_folder(state, described, temporary, *asked)
         complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate)
     except UnknownModelError as error:
         raise UsageError(

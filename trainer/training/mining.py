@@ -94,10 +94,7 @@ class Mining:
                 f"`trainer mine` needs an embedding model, but `task.type` is {plan.recipe.task.type}; name another RUN"
             )
         self.limits.check()
-        output = Path(self.request.output)
-        row_format(output, "--output", OUTPUT_FORMATS)
-        if output.exists() and not self.request.overwrite:
-            raise UsageError(f"`--output` must name a new file, but {output} exists; name another, or add --overwrite")
+        self.request.check_output()
         preparation = load_preparation(plan.recipe)
         found = fitted(task, preparation)
         assert isinstance(found, EmbeddingTask)

@@ -78,7 +78,6 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
 
     Args:
         folder: a folder with weights in fp32.
-        model_class: the class of its model.
         recipe: the recipe of the training; None: it is unknown, and no embedding.
 
     Raises:

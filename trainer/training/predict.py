@@ -157,7 +157,10 @@ class Predictor:
             first_row: the index in the file of the first row, which may be bad.
             task: the task that encodes the rows, for the same model; None: that of the predictor.
         """
-        rows = _dataset(table)
+        import datasets
+        import pyarrow
+
+        rows = datasets.Dataset.from_buffer(pyarrow.py_buffer(table.numpy().tobytes()))
         cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
         try:
             try:
@@ -215,11 +218,3 @@ class Predictor:
                 " predictions may be wrong"
             )
         return found
-
-
-def _dataset(table: Tensor) -> Dataset:
-    import datasets
-    import pyarrow
-
-    with pyarrow.ipc.open_stream(pyarrow.py_buffer(table.numpy().tobytes())) as reader:
-        return datasets.Dataset(reader.read_all())

@@ -27,7 +27,7 @@ from trainer.data.chunked_rows import (
     row_format,
     write_rows,
 )
-from trainer.data.formats.base import Row, json_chats
+from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import READERS
 from trainer.data.row_map import RowMap
 from trainer.recipe.schema import DataMap, Recipe
@@ -85,6 +85,13 @@ class Request:
         """The input in messages."""
         return f"`{self.shown_input}`"
 
+    def check_output(self) -> None:
+        """Refuse an output in an unknown format, or one that exists."""
+        path = Path(self.output).absolute()
+        row_format(path, "--output", OUTPUT_FORMATS)
+        if path.exists() and not self.overwrite:
+            raise UsageError(f"`--output` must name a new file, but {path} exists; name another, or add --overwrite")
+
     def options(self) -> dict[str, Any]:
         """Return the options that change the output."""
         return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows, "columns": list(self.columns)}
@@ -121,7 +128,6 @@ class InputRows:
     """The rows of the input, in chunks.
 
     Args:
-        section: the section `data.map` of the recipe.
         check: raises the error of rows that cannot be encoded, given their `columns` and the index of the first.
     """
 
@@ -205,7 +211,7 @@ class InputRows:
             parts = [
                 # The writer of `datasets` takes exponential time for nested lists.
                 datasets.Dataset.from_dict({name: values}, datasets.Features({name: json_chats()}))
-                if _is_chat(values)
+                if is_chat(next(filter(None, values), None))
                 else datasets.Dataset(pyarrow.table({name: values}))
                 for name, values in columns.items()
             ]
@@ -248,11 +254,7 @@ class Output:
         """
         if self._path is None:
             return
-        row_format(self._path, "--output", OUTPUT_FORMATS)
-        if self._path.exists() and not self._request.overwrite:
-            raise UsageError(
-                f"`--output` must name a new file, but {self._path} exists; name another, or add --overwrite"
-            )
+        self._request.check_output()
         with self._must_be_writable():
             self._find_parts(self._path)
         self.num_done = self._num_parts * self._request.chunk_rows
@@ -379,11 +381,6 @@ class Output:
 def print_note(text: str) -> None:
     """Write a note to the standard error."""
     sys.stderr.write(f"{text}\n")
-
-
-def _is_chat(values: Sequence[Any]) -> bool:
-    first = next((value for value in values if value), None)
-    return isinstance(first, list) and isinstance(first[0], dict) and "role" in first[0]
 
 
 def _is_binary(value: Any) -> bool:

@@ -164,27 +164,14 @@ def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: T
     tokens = [_Token(token, "input") for token in ids]
     if labels is not None:
         own = labels[:number].tolist()
-        if isinstance(task, MaskedLMTask):
+        if task.labels_are_tokens and not isinstance(task, MaskedLMTask):
+            tokens = list(_predicted(ids, own, inputs.get("position_ids")))
+        else:
+            words = inputs[WORD][:number].tolist() if WORD in inputs else [0] * number
             tokens = [
-                _Token(token, "input") if label == IGNORED_LABEL else _Token(label, "masked")
-                for token, label in zip(ids, own, strict=True)
-            ]
-        elif isinstance(task, TokenClassificationTask):
-            names = task.model_options()["id2label"]
-            words = inputs[WORD][:number].tolist()
-            tokens = [
-                _Token(token, "input", "", word)
-                if label == IGNORED_LABEL
-                else _Token(token, "trained", str(names[label]), word)
+                _Token(token, "input", "", word) if label == IGNORED_LABEL else _labelled(task, token, label, word)
                 for token, label, word in zip(ids, own, words, strict=True)
             ]
-        elif not task.labels_are_tokens:
-            tokens = [
-                _Token(token, "input") if label == IGNORED_LABEL else _Token(token, "trained", f"{label:g}")
-                for token, label in zip(ids, own, strict=True)
-            ]
-        else:
-            tokens = list(_predicted(ids, own, inputs.get("position_ids")))
     if isinstance(task, QuestionAnsweringTask) and of_row.numel() == 2:
         first, last = of_row.tolist()
         answer = range(first, last + 1) if last else range(0)
@@ -205,6 +192,14 @@ class _Token:
     mark: Mark
     note: str = ""
     group: int = 0
+
+
+def _labelled(task: TextTask, token: int, label: float, word: int) -> _Token:
+    if isinstance(task, MaskedLMTask):
+        return _Token(int(label), "masked")
+    if isinstance(task, TokenClassificationTask):
+        return _Token(token, "trained", str(task.model_options()["id2label"][label]), word)
+    return _Token(token, "trained", f"{label:g}", word)
 
 
 def _predicted(ids: Sequence[int], labels: Sequence[int], positions: Tensor | None) -> Iterator[_Token]:

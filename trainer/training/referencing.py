@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from trainer.base.distribution import versions
-from trainer.data.cache import CorruptEntryError, EntryWriter, entry_key, open_entry, open_or_write
+from trainer.data.cache import CorruptEntryError, entry_key, open_entry, open_or_write
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
 from trainer.engine.engine import Engine
 from trainer.engine.state import OPTIMIZER_PREFIX
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
-from trainer.parallel.shards.boxes import TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
@@ -48,7 +47,8 @@ def with_reference(
     if not data.task.has_reference or REFERENCE in data.train.arrays:
         return data
     state = engine.state()
-    weights = joined(mesh.all_gather(own_digest(_weights(chain(state.parts, state.frozen)))))
+    parts = (part for part in chain(state.parts, state.frozen) if not part.name.startswith(OPTIMIZER_PREFIX))
+    weights = joined(mesh.all_gather(own_digest(parts)))
     facts = {
         "weights": weights,
         "model": dict(model),
@@ -68,10 +68,6 @@ def with_reference(
 
     validation = None if data.validation is None else completed(data.validation)
     return replace(data, train=completed(data.train), validation=validation)
-
-
-def _weights(parts: Iterator[TensorPart]) -> Iterator[TensorPart]:
-    return (part for part in parts if not part.name.startswith(OPTIMIZER_PREFIX))
 
 
 def _compute(
@@ -99,8 +95,4 @@ def _read(entry: Path) -> Tensor | None:
 
 def _write(cache: Path, key: str, values: Tensor) -> None:
     """Write values, whole or not at all."""
-
-    def write(entry: EntryWriter) -> None:
-        entry.add({REFERENCE: list(values.numpy())})
-
-    open_or_write(cache, key, write)
+    open_or_write(cache, key, lambda entry: entry.add({REFERENCE: list(values.numpy())}))

@@ -5,11 +5,12 @@ This is the only module that joins a kind of task, of data and of model.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,69 +31,62 @@ from trainer.models.configuration import (
     vocabulary_size,
 )
 from trainer.models.image_processor import ImageProcessor, load_image_processor
-from trainer.models.sentence_folder import SentenceFolder, sentence_folder, unreachable
+from trainer.models.sentence_folder import sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
+from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
 from trainer.tasks.types import Dataset, Tokenizer
 
 
-class Preparation(Protocol):
-    """Turns rows into inputs of the model."""
+class Preparation(ABC):
+    """Turns rows into inputs of the model.
+
+    Attributes:
+        labels: names of a fine-tuned checkpoint's classes, in order; None: it has none.
+        notes: notes on the preparation for the user.
+        config: the configuration of transformers.
+        sentence_folder: the model's folder of sentence-transformers; None: it is none.
+    """
+
+    labels: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
+    config: Any
+    sentence_folder: SentenceFolder | None = None
 
     @property
+    @abstractmethod
     def batching(self) -> Batching:
         """The way from prepared rows to the tensors of a microbatch."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """Names of a fine-tuned checkpoint's classes, in order; None: it has none."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on the preparation for the user."""
-        ...
-
-    @property
-    def config(self) -> Any:
-        """The configuration of transformers."""
-        ...
-
-    @property
-    def sentence_folder(self) -> SentenceFolder | None:
-        """The model's folder of sentence-transformers; None: it is none."""
-        ...
 
     @property
     def text_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None: rows are not of texts."""
-        ...
+        return None
 
     @property
     def padding_token(self) -> int | None:
         """Id of the token that fills short rows; None: rows are not of tokens."""
-        ...
+        return None
 
     @property
     def normalisation(self) -> str | None:
         """How `batching` changes the values of prepared rows, in words; None: not at all."""
-        ...
+        return None
 
+    @abstractmethod
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         """Return the prepared split; `task` is the resolved task of the recipe.
 
         Raises:
             TrainerError: The rows do not fit, or the cache cannot be written.
         """
-        ...
 
+    @abstractmethod
     def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
         """Return the encoder of the windows of a stream, which begins with the prepared rows `head`."""
-        ...
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
@@ -100,15 +94,15 @@ class Preparation(Protocol):
         Raises:
             UsageError: The task hides tokens, but the tokenizer has no mask token.
         """
-        ...
+        return None
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the files with which users of the exported model prepare rows in the same way.
 
         Raises:
             OSError: They cannot be written.
         """
-        ...
 
 
 def load_preparation(recipe: Recipe) -> Preparation:
@@ -160,15 +154,20 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
 
 def require_fit(recipe: Recipe, config: Any) -> None:
     """Require a model of texts that fits the task and the length of texts."""
-    longest = max_positions(config)
-    if longest is not None and recipe.data.max_length > longest:
-        raise UsageError(
-            f"`data.max_length` must be at most the {longest} tokens that the model has positions for, but is"
-            f" {recipe.data.max_length}; lower it"
-        )
+    require_positions(recipe, config, "the model")
     task = build_task(recipe.task)
     require_fitting_rotations(recipe, config, task)
     require_no_router_loss(config, task.auto_class_name)
+
+
+def require_positions(recipe: Recipe, config: Any, model: str) -> None:
+    """Refuse rows with more tokens than a model, by its name in messages, has positions for."""
+    longest = max_positions(config)
+    if longest is not None and recipe.data.max_length > longest:
+        raise UsageError(
+            f"`data.max_length` must be at most the {longest} tokens that {model} has positions for, but is"
+            f" {recipe.data.max_length}; lower it"
+        )
 
 
 def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
@@ -215,12 +214,11 @@ def with_folder(task: Task, recipe: Recipe) -> Task:
 
 
 @dataclass(frozen=True)
-class TextPreparation:
+class TextPreparation(Preparation):
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.
 
     It refuses a token without an embedding by name, because on a GPU such a token kills the process in a kernel.
-    Batches are padded to a multiple of `pad_to` tokens. `sentence_folder` is the model's folder, if it is one of
-    sentence-transformers.
+    Batches are padded to a multiple of `pad_to` tokens.
     """
 
     tokenizer: Any
@@ -234,16 +232,9 @@ class TextPreparation:
     sentence_folder: SentenceFolder | None = None
     _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
 
-    normalisation = None
-
     def __post_init__(self) -> None:
-        backend = self._backend
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)  # None: it is slow
         object.__setattr__(self, "_limits", (backend.truncation, backend.padding) if backend else (None, None))
-
-    @property
-    def _backend(self) -> Any:
-        """The fast implementation of the tokenizer; None if it has none."""
-        return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -321,7 +312,8 @@ class TextPreparation:
             )
 
     def save(self, folder: Path) -> None:
-        if backend := self._backend:  # rows from the cache need no call, and the files must be the same
+        if backend := getattr(self.tokenizer, "backend_tokenizer", None):
+            # Rows from the cache need no call, and the files must be the same.
             truncation, padding = self._limits
             backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
             backend.enable_padding(**padding) if padding else backend.no_padding()
@@ -329,17 +321,12 @@ class TextPreparation:
 
 
 @dataclass(frozen=True)
-class ImagePreparation:
+class ImagePreparation(Preparation):
     """Resizes images; their values are normalised in each batch."""
 
     processor: ImageProcessor
     labels: tuple[str, ...] | None = None
     config: Any = None
-
-    notes = ()
-    text_tokenizer = None
-    padding_token = None
-    sentence_folder = None
 
     @property
     def batching(self) -> Normalisation:
@@ -359,9 +346,6 @@ class ImagePreparation:
         facts = {"processor": self.processor.fingerprint}
         packer = partial(task.packer, 0)
         return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check=None)
-
-    def masking(self, task: Task, seed: int) -> None:
-        return None
 
     def save(self, folder: Path) -> None:
         self.processor.save(folder)

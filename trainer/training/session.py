@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +67,9 @@ class Results:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+_NO_RESULTS = Results()
+
+
 class Session:
     """The observers of this rank: the recipe's on rank 0; callbacks; `observer`, heartbeat and watchdog on every rank.
 
@@ -102,7 +106,7 @@ class Session:
             shown.insert(0, self._profiler)
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
         seconds = recipe.parallel.stall_timeout.seconds
-        self._watchdog = Watchdog(self._heartbeat, seconds, environment.error_file, self._report_stall)
+        self._watchdog = Watchdog(self._heartbeat, seconds, environment.error_file, partial(self._end, ExitCode.FAILED))
         # The watchdog is closed first: the end of the others is no sign of progress.
         self.observers = Observers([*shown, self._heartbeat, self._watchdog])
 
@@ -149,16 +153,13 @@ class Session:
         try:
             yield
         except TrainerError as error:
-            self._end(error.exit_code, str(error), Results())
+            self._end(error.exit_code, str(error))
             raise
         except BaseException as error:
-            self._end(ExitCode.FAILED, f"{type(error).__name__}: {error}", Results())
+            self._end(ExitCode.FAILED, f"{type(error).__name__}: {error}")
             raise
 
-    def _report_stall(self, reason: str) -> None:
-        self._end(ExitCode.FAILED, reason, Results())
-
-    def _end(self, code: ExitCode, message: str | None, results: Results) -> EndRecord:
+    def _end(self, code: ExitCode, message: str | None, results: Results = _NO_RESULTS) -> EndRecord:
         progress = self._saver.progress if self._saver else Progress()
         if self._profiler is not None:
             self._profiler.finish(progress.step)

@@ -14,7 +14,7 @@ from trainer.base.errors import Problems, RecipeError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
 from trainer.engine.sharded import Sharding, shard
-from trainer.models.configuration import load_config, max_positions, vocabulary_size
+from trainer.models.configuration import load_config, vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.fill import build_model, check_weights
 from trainer.models.image_processor import load_image_processor
@@ -33,7 +33,7 @@ from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
 from trainer.tasks.token_labels import TokenLabels
-from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations
+from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations, require_positions
 
 _SEGMENTS = "token_type_ids"
 
@@ -186,12 +186,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
                 " others (size, channels or normalisation); use a teacher with the same processor"
             )
         return
-    longest = max_positions(config)
-    if longest is not None and recipe.data.max_length > longest:
-        raise UsageError(
-            f"`data.max_length` must be at most the {longest} tokens that `distillation.teacher` has positions for, but"
-            f" is {recipe.data.max_length}; lower it"
-        )
+    require_positions(recipe, config, "`distillation.teacher`")
     require_fitting_rotations(recipe, config, task)
     student, teacher = preparation.text_tokenizer, load_tokenizer(described)
     assert student is not None

@@ -58,12 +58,14 @@ from trainer.training.run_data import PreparedData, prepare_data
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0
 _BY_TEXTS = ("sentence-transformers", "cross-encoder")  # they take texts, and return scores
-_PACKAGES = {
-    "peft": ["peft"],
-    "sentence-transformers": ["sentence-transformers"],
-    "cross-encoder": ["sentence-transformers"],
-    "onnx": ["onnxruntime"],
+_OPENERS = {
+    "transformers": ("transformers", []),
+    "peft": ("PEFT", ["peft"]),
+    "sentence-transformers": ("`SentenceTransformer`", ["sentence-transformers"]),
+    "cross-encoder": ("`CrossEncoder`", ["sentence-transformers"]),
+    "onnx": ("ONNX Runtime", ["onnxruntime"]),
 }
+"""The name of each program that opens a folder, and its packages beside transformers."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,9 @@ def verify(
     """Compare a folder, opened by another process, with the trained model on rows of the validation split.
 
     Args:
-        folder: the exported folder.
-        opened: how to open it.
-        asked: the rows.
         model: the trained model, whole and on the CPU, without an added module.
         added: the tensors of the added module, by their names in the model.
         preparation: the folder with the configuration and the tokenizer or image processor of the training.
-        recipe: the recipe of the training.
 
     Raises:
         NotTheTrainedModelError: outputs or tokens differ.
@@ -139,20 +137,11 @@ def verify(
         difference, largest = compared(found, there, expected.batches)
         require_same(difference, largest, opened.dtype, reply["lost"])
         rows = f"{len(data.evaluated.rows):,} rows of {for_terminal(data.evaluated.where.split(' (')[0])}"
-        by = f"Another process, without `trainer`, with {_OPENERS[opened.kind]} on the CPU in fp32,"
+        by = f"Another process, without `trainer`, with {_OPENERS[opened.kind][0]} on the CPU in fp32,"
         return Certificate(
             by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
             asked.command,
         )  # fmt: skip
-
-
-_OPENERS = {
-    "transformers": "transformers",
-    "peft": "PEFT",
-    "sentence-transformers": "`SentenceTransformer`",
-    "cross-encoder": "`CrossEncoder`",
-    "onnx": "ONNX Runtime",
-}
 
 
 def kind_of(task_type: str) -> str:
@@ -238,7 +227,8 @@ class _Expected:
 
 
 def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expected) -> dict[str, Any]:
-    for package in _PACKAGES.get(opened.kind, []):
+    _, packages = _OPENERS[opened.kind]
+    for package in packages:
         if find_spec(package.replace("-", "_")) is None:
             raise UsageError(
                 f"`--verify` opens the folder with {package}, which is not installed; pip install {package}"
@@ -258,7 +248,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "chats": chats,
         "images": isinstance(data.preparation, ImagePreparation),
         "num_batches": len(expected.batches),
-        "packages": ["torch", "transformers", *_PACKAGES.get(opened.kind, [])],
+        "packages": ["torch", "transformers", *packages],
     }
     if opened.kind == "sentence-transformers":
         assert isinstance(task, EmbeddingTask)
@@ -312,7 +302,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
         done, problem = None, [f"it took more than {_MOST_SECONDS:.0f} s; lower --rows"]
     if done is None or done.returncode:
         raise NotTheTrainedModelError(
-            f"the exported folder must open in another program, but {_OPENERS[request['kind']]} failed:"
+            f"the exported folder must open in another program, but {_OPENERS[request['kind']][0]} failed:"
             f" {for_terminal(problem[0])}; mend the folder's cause, or export without --verify"
         )
     reply: dict[str, Any] = json.loads((place / "reply.json").read_text(encoding="utf-8"))
