@@ -43,8 +43,6 @@ class ImageProcessor(Protocol):
 class ImageEncoder(Encoder, Protocol):
     """The part of `trainer.tasks.task.ImageTask` that this package uses."""
 
-    def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
-
     def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded: ...
 
 

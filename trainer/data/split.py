@@ -40,6 +40,11 @@ class Encoder(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def keeps_rows(self) -> bool: ...
+
+    def check_columns(self, features: Mapping[str, Any], where: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Ragged:

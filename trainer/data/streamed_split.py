@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -47,13 +47,6 @@ _LOCKS = 64
 _WINDOW = re.compile(r"window-(\d+)")
 
 
-class StreamedTask(Encoder, Protocol):
-    """The part of `trainer.tasks.task.Task` that this module uses."""
-
-    @property
-    def keeps_rows(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class WindowEncoder:
     """From rows to a window of encoded rows; processes that prepare batches get a pickled copy.
@@ -67,7 +60,7 @@ class WindowEncoder:
         check: raises an error for a window that does not fit the model; None: all fit.
     """
 
-    task: StreamedTask
+    task: Encoder
     packer: Callable[[], RowPacker | None]
     prepare: Callable[[Dataset, str, int], Encoded]
     facts: Mapping[str, Any]
