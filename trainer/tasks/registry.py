@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import trainer.recipe.registered  # noqa: F401  # checks registered tasks
 from trainer.base.errors import UsageError
@@ -36,58 +36,40 @@ from trainer.tasks.token_classification import TokenClassificationTask
 
 TEXT_TO_TEXT = "text2text-generation"
 
-PIPELINE_TAGS = {
-    "sequence_classification": "text-classification",
-    "sequence_regression": "text-classification",
-    "masked_lm": "fill-mask",
-    "causal_lm": "text-generation",
-    "seq2seq_lm": TEXT_TO_TEXT,
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "multiple_choice": "multiple-choice",
-    "image_classification": "image-classification",
-    "preference": "text-generation",
-    "reward_model": "text-classification",
-    "embedding": "feature-extraction",
-    "reranker": "text-ranking",
-}
-"""The task names of the hub, which transformers also uses for pipelines, except for text to text."""
-
-PEFT_TASK_TYPES = {
-    "sequence_classification": "SEQ_CLS",
-    "sequence_regression": "SEQ_CLS",
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "token_classification": "TOKEN_CLS",
-    "question_answering": "QUESTION_ANS",
-    "embedding": "FEATURE_EXTRACTION",
-    "preference": "CAUSAL_LM",
-    "reward_model": "SEQ_CLS",
-    "reranker": "SEQ_CLS",
-}
-"""The task types of PEFT; it has none for the other tasks."""
-
-LIBRARIES = {"embedding": "sentence-transformers", "reranker": "sentence-transformers"}
-"""The libraries that open an exported folder; transformers opens those of the other tasks."""
-
 WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice", "text-ranking"})
 """Task names for which transformers 5 has no pipeline."""
 
-_TASKS: Mapping[str, Callable[..., TextTask | ImageTask]] = {
-    "sequence_classification": SequenceClassificationTask,
-    "sequence_regression": SequenceRegressionTask,
-    "masked_lm": MaskedLMTask,
-    "causal_lm": CausalLMTask,
-    "seq2seq_lm": Seq2SeqLMTask,
-    "token_classification": TokenClassificationTask,
-    "question_answering": QuestionAnsweringTask,
-    "multiple_choice": MultipleChoiceTask,
-    "image_classification": ImageClassificationTask,
-    "preference": PreferenceTask,
-    "reward_model": RewardModelTask,
-    "embedding": EmbeddingTask,
-    "reranker": RerankerTask,
+
+class _Row(NamedTuple):
+    """A task: its class, its name on the hub, its type in PEFT, and the library that opens an exported folder."""
+
+    build: Callable[..., TextTask | ImageTask]
+    pipeline_tag: str
+    peft_type: str | None = None  # None: PEFT has none
+    library: str = "transformers"
+
+
+_TASKS = {
+    "sequence_classification": _Row(SequenceClassificationTask, "text-classification", "SEQ_CLS"),
+    "sequence_regression": _Row(SequenceRegressionTask, "text-classification", "SEQ_CLS"),
+    "masked_lm": _Row(MaskedLMTask, "fill-mask"),
+    "causal_lm": _Row(CausalLMTask, "text-generation", "CAUSAL_LM"),
+    "seq2seq_lm": _Row(Seq2SeqLMTask, TEXT_TO_TEXT, "SEQ_2_SEQ_LM"),
+    "token_classification": _Row(TokenClassificationTask, "token-classification", "TOKEN_CLS"),
+    "question_answering": _Row(QuestionAnsweringTask, "question-answering", "QUESTION_ANS"),
+    "multiple_choice": _Row(MultipleChoiceTask, "multiple-choice"),
+    "image_classification": _Row(ImageClassificationTask, "image-classification"),
+    "preference": _Row(PreferenceTask, "text-generation", "CAUSAL_LM"),
+    "reward_model": _Row(RewardModelTask, "text-classification", "SEQ_CLS"),
+    "embedding": _Row(EmbeddingTask, "feature-extraction", "FEATURE_EXTRACTION", "sentence-transformers"),
+    "reranker": _Row(RerankerTask, "text-ranking", "SEQ_CLS", "sentence-transformers"),
 }
+PIPELINE_TAGS = {name: row.pipeline_tag for name, row in _TASKS.items()}
+"""The task names of the hub, which transformers also uses for pipelines, except for text to text."""
+PEFT_TASK_TYPES = {name: row.peft_type for name, row in _TASKS.items()}
+LIBRARIES = {name: row.library for name, row in _TASKS.items()}
+"""The libraries that open an exported folder; transformers opens those of registered tasks."""
+
 _KEYS = {
     "metric_names": "metrics", "class_names": "labels", "settings": "generation", "label_column": "label",
     "text_columns": "text", "text_column": "text", "words_column": "words", "image_column": "image",
@@ -120,7 +102,7 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 f" its builder returns a {type(task).__name__}; make it a subclass"
             )
         return task
-    kind = MultiLabelTask if getattr(recipe, "multi_label", False) else _TASKS[recipe.type]
+    kind = MultiLabelTask if getattr(recipe, "multi_label", False) else _TASKS[recipe.type].build
     given, keys = _computed(recipe), type(recipe).model_fields
     for one in fields(cast(Any, kind)):
         key = one.name if one.name in keys else _KEYS.get(one.name)
