@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError
+from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
@@ -94,6 +95,8 @@ def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
     if device_type() == "cuda":
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     set_precision(tf32, device)
     return device
 
