@@ -27,6 +27,13 @@ _HEAD = "| work | devices | rows x tokens | planned | range | figure | planned /
 _LORA = {"type": "lora", "rank": 8, "alpha": 32.0}
 
 
+def _like_mpt(hidden: int, layers: int, heads: int, length: int) -> Mapping[str, Any]:
+    """Return a GPT-2 with the shape, positions and activation of a model of llm-foundry, but with biases."""
+    shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length, "vocab_size": 50368}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return {"model_type": "gpt2", "activation_function": "gelu", **shape, **dropout}
+
+
 @dataclass(frozen=True)
 class Work:
     """A training and its figure.
@@ -87,6 +94,14 @@ _FSDP = {
     "activation_checkpointing": "selective",
     "parallel": {"strategy": "fsdp"},
 }
+
+
+def _whole(micro_batch_size: int) -> Mapping[str, Any]:
+    """Return the keys of FSDP without recomputation."""
+    training = {"micro_batch_size": micro_batch_size}
+    return {"task": _CAUSAL, "training": training, "parallel": {"strategy": "fsdp"}}
+
+
 PUBLISHED: Sequence[Work] = (
     Work("BERT-large, SQuAD, fp16", "1xV100-32", 10, 384, LARGE, 52, {"precision": "fp16", **_TORCH}),
     Work("BERT-large, SQuAD, fp32", "1xV100-32", 4, 384, LARGE, 12, {"precision": "fp32", **_TORCH}),
@@ -98,15 +113,24 @@ PUBLISHED: Sequence[Work] = (
         "Llama 8B, LoRA, bf16", "1xH100", 32, 4096, _LLAMA_8B, 12473 / 4096,
         {"task": _CAUSAL, "training": {"micro_batch_size": 2}, "weights": "bf16_stochastic"}, {"adapter": _LORA},
     ),
+    Work("MPT-like 7B, FSDP, bf16", "8xH100", 48, 2048, _like_mpt(4096, 32, 32, 2048), 85144 / 2048, _whole(6)),
+    Work("MPT-like 1B, FSDP, bf16", "8xH100", 1792, 512, _like_mpt(2048, 24, 16, 512), 418201 / 512, _whole(56)),
+    Work(
+        "mpnet, texts of pairs, fp16", "4xV100-16", 256, 32, {"model_type": "mpnet", "vocab_size": 30527}, 2 * 6980,
+        {
+            "precision": "fp16", "parallel": {"strategy": "ddp"},
+            "training": {**_TORCH["training"], "micro_batch_size": 64},
+        },
+    ),
 )  # fmt: skip
-"""Figures of others, from DeepLearningExamples and NeMo AutoModel of NVIDIA and from torchtitan."""
+"""Figures of NVIDIA's DeepLearningExamples and NeMo AutoModel, torchtitan, llm-foundry and sentence-transformers."""
 
 
 def row(work: Work) -> str:
     """Return a row of the table of `times.md`."""
     found = work.plan()
     likely, least, most = (work.rows / seconds for seconds in (found.likely, found.most, found.least))
-    unit = 1 if work.config is not _LLAMA_8B else work.length
+    unit = work.length if work.keys.get("task") is _CAUSAL else 1
     planned, low, high, real = (f"{unit * rate:,.0f}" for rate in (likely, least, most, work.samples_per_second))
     return (
         f"| {work.name} | {work.devices} | {work.rows} x {work.length:,} | {planned} | {low} to {high} | {real} |"

@@ -39,7 +39,19 @@ from trainer.tools.plan.timing import (
     operation_seconds,
     step_time,
 )
-from trainer.tools.plan.work import ATTENTION, FORWARD, INTEGER, MATMUL, OTHER, REDUCTION, SPECIAL, VIEW, Kind
+from trainer.tools.plan.work import (
+    ATTENTION,
+    FORWARD,
+    INTEGER,
+    MATMUL,
+    NOTHING,
+    OTHER,
+    REDUCTION,
+    SPECIAL,
+    VIEW,
+    Amount,
+    Kind,
+)  # fmt: skip
 from trainer.tools.report.timeline import Action, as_text, order_of, simulate
 
 HARDWARE = Path(hardware.__file__).parent / "hardware"
@@ -54,7 +66,7 @@ SPEED = Speed(
     inside=Cost(1e-5, 1e10),
     between=Cost(1e-4, 1e9),
     host=Cost(0.0),
-    operation=1e-6,
+    operation=Cost(1e-6),
 )
 
 
@@ -156,8 +168,30 @@ def test_measured_operations_and_collectives_replace_the_roofline():
 
 def test_operations_of_about_one_size_have_one_point():
     product, view = Kind("", MATMUL, "mm", torch.bfloat16, 0, 0), Kind("", VIEW, "", None, 0, 0)
-    found = [Operation(product, size, seconds) for size, seconds in ((9, 1.0), (15, 4.0), (16, 8.0))]
-    assert measuring._kernels([*found, Operation(view, 0, 9.0)]) == {"mm bf16": [(12, 2.5), (16, 8.0)]}
+    found = [Operation(product, Amount(1, size, 99), seconds) for size, seconds in ((9, 1.0), (15, 4.0), (16, 8.0))]
+    found += [Operation(view, NOTHING, 9.0), Operation(product._replace(mixed=torch.uint8), Amount(1, 0, 9), 5.0)]
+    assert measuring._kernels(found) == {"mm bf16": [(12, 2.5), (16, 8.0)], "mm bf16 uint8": [(9, 5.0)]}
+
+
+def test_a_product_with_a_mask_is_an_operation_of_its_own():
+    """A CPU converts each element of the mask, so it takes longer than a product of one type."""
+    numbers, mask = torch.ones(4), torch.ones(4, dtype=torch.uint8)
+    with Ledger() as ledger:
+        _ = numbers * mask, numbers * numbers
+    assert {kind.mixed for kind in ledger.totals.work} == {torch.uint8, None}
+
+
+def test_the_host_takes_longer_behind_large_tensors():
+    """Steps of 10 and 40 operations, of which the host takes 5 us for each and 2 us for each MB."""
+    steps = []
+    for number, megabytes in ((10, 1), (10, 8), (40, 1), (40, 8)):
+        one = Operation(Kind("", OTHER, "add", None, 0, 0), Amount(1, 0, megabytes * 10**6), 1e-5)
+        steps.append((number * (1e-5 + 5e-6 + 2e-6 * megabytes), number * [one]))
+    for_each, rate = measuring._host(steps)
+    assert for_each == pytest.approx(5e-6)
+    assert rate == pytest.approx(1e6 / 2e-6)
+    figures = json.loads((HARDWARE / "CPU.json").read_text()) | {"measured": {"1": {"host": [for_each, rate]}}}
+    assert Machine("here", 1, "memory", 1.0, figures).speed(LIKELY).operation.seconds(8e6) == pytest.approx(21e-6)
 
 
 @pytest.mark.slow

@@ -65,7 +65,8 @@ class Speed:
     inside: Cost  # of sending bytes to a device of the same machine
     between: Cost  # of sending bytes to another machine, for a device that has the network to itself
     host: Cost  # of moving bytes between host and device, and of the host's own memory traffic for a device
-    operation: float  # the seconds in which the host issues one operation
+    # of the host for one operation, by its bytes: behind large ones, its caches miss
+    operation: Cost
     # of operations that were measured, by `kernel_name`: by floating-point operations, or by bytes
     kernels: Mapping[str, Cost] = field(default_factory=dict)
     # of sending bytes in collectives that were measured, by torch's names
@@ -180,7 +181,7 @@ class Machine:
             Cost(between, self.network_bytes / share("link")),
             # An assumption: the memory of a host has the speed of its PCIe links, for each of its devices.
             Cost(0.0, 1e9 * links.get("pcie", min(links.values())) / share("link")),
-            measured.get("operation_seconds", 1e-6 * operation[LIKELY]) * operation[level] / operation[LIKELY],
+            Cost(*measured.get("host", (1e-6 * operation[LIKELY],))).scaled(operation[level] / operation[LIKELY]),
             {name: cost(memory, points).scaled(share("memory")) for name, points in kernels.items()},
             collectives,
             {name: seconds * share("link") for name, seconds in measured.get("waiting", {}).items()},

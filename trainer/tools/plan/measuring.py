@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scipy.optimize import nnls
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
@@ -28,10 +29,10 @@ from trainer.base.errors import UsageError
 from trainer.parallel.communication import all_gather_single, reduce_scatter_single
 from trainer.ranks.environment import available_cores
 from trainer.tools.plan import reference
-from trainer.tools.plan.hardware import Machine, kernel_name
+from trainer.tools.plan.hardware import Machine
 from trainer.tools.plan.ledger import Ledger
 from trainer.tools.plan.pipeline_plan import plan_steps
-from trainer.tools.plan.timing import step_time, type_name
+from trainer.tools.plan.timing import kernel_of, step_time
 from trainer.tools.plan.work import VIEW
 
 Points = list[tuple[float, float]]
@@ -66,7 +67,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else psutil.virtual_memory().total
     near = [0.8, 1, 1.1]
     same = {"attention": near, "reduction": near}  # each operation of a CPU is measured
-    operation = [1e6 * ranks["1"]["operation_seconds"] * factor for factor in (0.7, 1.0, 1.5)]
+    operation = [1e6 * ranks["1"]["host"][0] * factor for factor in (0.7, 1.0, 1.5)]
     figures: dict[str, Any] = {
         "memory_gb": memory / 1e9,
         "device": device,
@@ -105,7 +106,7 @@ def _figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for table in ("matmul", "kernels", "collectives")
         },
         **{name: _median([rank[name] for rank in found]) for name in ("memory", "special", "integer")},
-        "operation_seconds": statistics.median(rank["operation_seconds"] for rank in found),
+        "host": [statistics.median(values) for values in zip(*(rank["host"] for rank in found), strict=True)],
         "overlap": statistics.median(rank["overlap"] for rank in found),
     }
 
@@ -153,14 +154,24 @@ def _measure_rank(rank: int, number: int, device: str, folder: str) -> None:
 
 
 def _operations() -> dict[str, Any]:
-    """Return the seconds of operations, and of the host for each, in small trainings on this rank alone."""
-    operations: list[reference.Operation] = []
-    hosts = []
-    for training in reference.of_operations():
-        seconds, found = reference.operations_of(training)
-        hosts.append((seconds - sum(one.seconds for one in found if one.kind.operation != VIEW)) / len(found))
-        operations += found
-    return {"kernels": _kernels(operations), "operation_seconds": max(1e-7, statistics.median(hosts))}
+    """Return the seconds of operations, and of the host for them, in small trainings on this rank alone."""
+    steps = [reference.operations_of(training) for training in reference.of_operations()]
+    return {"kernels": _kernels(one for _, found in steps for one in found), "host": _host(steps)}
+
+
+def _host(steps: Iterable[tuple[float, Sequence[reference.Operation]]]) -> tuple[float, float]:
+    """Return the seconds of the host for an operation, and the rate of those that grow with its bytes.
+
+    Behind large tensors, the host's caches miss. The sums are as near to the rests of the steps beside their operations
+    as they can be, in shares of the steps, and not negative.
+    """
+    work, rests = [], []
+    for seconds, found in steps:
+        moved = sum(one.amount.num_bytes for one in found) / _BYTES[-1]
+        work.append((len(found) / seconds, moved / seconds))
+        rests.append(1 - sum(one.seconds for one in found if one.kind.operation != VIEW) / seconds)
+    (for_each, for_bytes), _ = nnls(work, rests)
+    return max(1e-7, for_each), _BYTES[-1] / max(1e-12, for_bytes)
 
 
 def _kernels(operations: Iterable[reference.Operation]) -> dict[str, Points]:
@@ -168,7 +179,7 @@ def _kernels(operations: Iterable[reference.Operation]) -> dict[str, Points]:
     groups: dict[str, dict[int, list[reference.Operation]]] = defaultdict(lambda: defaultdict(list))
     for one in operations:
         if one.kind.operation != VIEW and one.size > 0:
-            groups[kernel_name(one.kind.name, type_name(one.kind.dtype))][one.size.bit_length()].append(one)
+            groups[kernel_of(one.kind)][one.size.bit_length()].append(one)
     return {
         name: [
             (statistics.mean(one.size for one in same), statistics.mean(one.seconds for one in same))
@@ -200,7 +211,7 @@ class _Measurement:
             "collectives": self._collectives() if self._number > 1 else {},
             "kernels": {},
             "steps": [],
-            "operation_seconds": self._operation() if self._device == "cuda" else 0.0,
+            "host": [self._operation()] if self._device == "cuda" else [],
             "overlap": self._overlap(),
         }
 

@@ -83,6 +83,12 @@ def type_name(dtype: torch.dtype | None) -> str:
     return _TYPES.get(dtype or torch.float32, "fp32")
 
 
+def kernel_of(kind: Kind) -> str:
+    """Return the name of an operation in hardware files, with the types of its operands."""
+    name = kernel_name(kind.name, type_name(kind.dtype))
+    return name if kind.mixed is None else f"{name} {str(kind.mixed).removeprefix('torch.')}"
+
+
 def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) -> float:
     """Return the seconds of one operation.
 
@@ -95,7 +101,7 @@ def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) 
     }  # fmt: skip
     memory = tables.get(kind.operation, speed.memory)
     product = speed.matmul.get(dtype, speed.matmul["fp32"])
-    kernel = speed.kernels.get(kernel_name(kind.name, dtype))
+    kernel = speed.kernels.get(kernel_of(kind))
     if kernel is None:
         moved = memory.seconds(num_bytes)
         return max(moved, product.seconds(flops)) if flops else moved
@@ -202,9 +208,9 @@ class _Estimate:
         for kind, amount in step.totals.work.items():
             if not amount.number:
                 continue
-            issued[kind.phase] += amount.number * self._speed.operation
+            flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
+            issued[kind.phase] += amount.number * self._speed.operation.seconds(moved)
             if kind.operation != VIEW:
-                flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
                 each = operation_seconds(kind, flops, moved, self._speed)
                 device[kind.phase] += amount.number * each
         if self._machine.is_cpu:

@@ -94,6 +94,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype | None  # the type of the operands
     flops_size: int  # the bits of the floating-point operations of one operation
     bytes_size: int  # the bits of the bytes that one operation reads and writes
+    mixed: torch.dtype | None = None  # the type of other operands, which a kernel must convert; None: all have one type
 
 
 class Amount(NamedTuple):
@@ -156,4 +157,5 @@ def work_of(
     else:
         operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
     size = 0 if several else moved.bit_length()
-    return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size), Amount(1, flops, moved)
+    mixed = next((tensor.dtype for tensor in inputs if tensor.dtype != dtype), None)
+    return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size, mixed), Amount(1, flops, moved)
