@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.memory import needs_peak, peak_growth
 from tests.helpers.ranks import RankPools
@@ -19,14 +20,14 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint import disk
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.format import WrittenFile, share_name, write_share
+from trainer.checkpoint.format import WrittenFile, share_name, snapshot, write_share
 from trainer.checkpoint.identity import identity
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import EngineState, StateSource
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.shards.boxes import whole_part
+from trainer.parallel.shards.boxes import Box, TensorPart, whole_part
 from trainer.recipe.schema import Recipe
 
 
@@ -434,3 +435,31 @@ def test_each_rank_writes_and_reads_its_share(ranks: RankPools, tmp_path, parall
     assert max(saving) < 0.5 * STATE_BYTES
     # With ddp, each rank needs all moments (two thirds of the state), and reads them one file at a time.
     assert max(resuming) < (2 / 3 + 0.28 if parallel["strategy"] == "ddp" else 0.5) * STATE_BYTES
+
+
+def test_a_snapshot_copies_one_box_after_the_other():
+    """A device needs no memory beside a box that is not contiguous, and the host holds one copy of each."""
+    weight = torch.arange(24.0).view(4, 6)
+    views = {"rows": weight[1:3], "columns": weight[:, 2:4], "step": torch.tensor(3.0)}
+    parts = [TensorPart(name, tuple(view.shape), (Box((0,) * view.dim(), view),)) for name, view in views.items()]
+    with _Copies() as copies:
+        saved = snapshot(parts)
+    assert copies.shapes == [view.shape for view in views.values()]
+    expected = {name: view.clone() for name, view in views.items()}
+    weight.zero_()  # the next step
+    assert [tensor.is_contiguous() for tensor in saved.values()] == [True] * 3
+    assert all(torch.equal(copy, view) for copy, view in zip(saved.values(), expected.values(), strict=True))
+
+
+class _Copies(TorchDispatchMode):
+    """The shapes of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.shapes.append(made.shape)
+        return made

@@ -311,3 +311,13 @@ except RankError as error:
     output = on_terminal(code)
     assert "was killed by SIGKILL" in output
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(("gpus", "method"), [(0, "fork"), (1, "spawn"), (8, "spawn")])
+def test_ranks_with_gpus_are_no_forks(monkeypatch, gpus, method):
+    """CUDA that is in use does not survive a fork."""
+    from trainer.launch import local
+
+    monkeypatch.setattr(local.sys, "platform", "linux")
+    monkeypatch.setattr(local, "_num_gpus", lambda: gpus)
+    assert local._start_method() == method

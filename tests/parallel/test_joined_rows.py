@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trainer.parallel import joined_rows
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
 from trainer.parallel.joined_rows import PackedTokens
 
@@ -54,3 +55,24 @@ def test_masks_are_those_of_the_padded_rows(cut: dict[str, int]):
     with site.keys.use(MicrobatchKey(4, key, packed)):
         joined = replace(site, packed=True).drop(packed.pack(x), 0.5)
     assert torch.equal(joined, packed.pack(padded))
+
+
+def test_joined_rows_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch):
+    """All layers read the same copies, whose number does not grow with the rows."""
+    copied: list[torch.Size] = []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(joined_rows, "to_device", to_device)
+    packed = PackedTokens.of([5] * 7 + [4] * 9, 8, CPU)
+    x = torch.randn(16, 8, 3)
+    for _ in range(3):  # layers
+        joined = packed.pack(x)
+        packed.unpack(joined)
+        assert len(packed.starts) == 17
+        (group,) = packed.groups
+        group.join(group.pad(joined))
+    # Rows, positions, places and order; starts; places and mask of the group.
+    assert len(copied) == 4 + 1 + 2

@@ -73,3 +73,22 @@ class TestDevices:
         process_group._check_gpus(_Meeting([("bb", "rank 1 on b")]), environment, device, 1.0)
         with pytest.raises(LaunchError, match=r"GPU aa is that of rank 0 on .*, rank 1 on b; start one rank"):
             process_group._check_gpus(_Meeting([("aa", "rank 1 on b")]), environment, device, 1.0)
+
+
+@pytest.mark.parametrize("stall", ["5 seconds", "10 minutes", "3 hours"])
+def test_the_watchdog_reports_before_a_collective_fails(stall: str, monkeypatch):
+    """The report of the watchdog names the step of each rank; NCCL's own watchdog only aborts."""
+    plan = plan_run(tiny_recipe(parallel={"strategy": "fsdp", "stall_timeout": stall}), 1)
+    timeouts: list[Any] = []
+
+    def init(*arguments: Any) -> None:
+        timeouts.append(arguments[-1].total_seconds())
+        raise ArithmeticError
+
+    monkeypatch.setattr(process_group, "init_process_group", init)
+    with (
+        pytest.raises(ArithmeticError),
+        process_group.process_group(plan, LaunchEnvironment("none"), torch.device("cpu"), None),
+    ):
+        pytest.fail("no group was made")
+    assert timeouts[0] >= plan.recipe.parallel.stall_timeout.seconds + 60
