@@ -395,7 +395,7 @@ def _gpu_table(result: Mapping[str, Any]) -> str:
     return _table(head, rows)
 
 
-_USUAL = ", bf16, ddp, keyed dropout"
+_USUAL = re.compile(r", (bf16|ddp|keyed dropout)(?=,|$)")  # keys of a training that its name need not have
 
 
 def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
@@ -405,7 +405,7 @@ def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tu
     same_batches = name.replace(", CUDA graphs", "")
     peers = [result.get(peer, {}).get(same_batches, {}).get("rows_per_second") for peer in ("plain", "transformers")]
     return (
-        name.replace(_USUAL, ""),
+        _USUAL.sub("", name),
         f"{row['rows_per_second']:,.0f}",
         "-" if mfu is None else f"{mfu:.1%}",
         f"{1000 * row['step_seconds']:.1f}",
