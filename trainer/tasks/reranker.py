@@ -205,7 +205,7 @@ class RerankerTask(ScoredTexts):
         """
         present, targets = labels >= 0, labels.to(logits.dtype)
         if self.loss == "binary_cross_entropy":
-            weight = logits.new_tensor(self.positive_weight)
+            weight = logits.new_full((), self.positive_weight)  # on the device; a copy from the host would wait
             losses = F.binary_cross_entropy_with_logits(
                 logits, targets.clamp(min=0), pos_weight=weight, reduction="none"
             )

@@ -121,7 +121,8 @@ def gpu_found() -> Iterator[None]:
             get_device_properties=lambda *_: SimpleNamespace(total_memory=2**36, multi_processor_count=132, major=9),
         ),
         replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
-        sdpa_kernel(SDPBackend.MATH),  # others ask the GPU
+        sdpa_kernel(SDPBackend.MATH),  # others ask the GPU, and so do convolutions of cuDNN in bf16
+        torch.backends.cudnn.flags(enabled=False),
         replaced(Tensor, pin_memory=lambda tensor, *_: tensor),  # fake tensors have no such operation
         replaced(distributed, _verify_param_shape_across_processes=lambda *_: None),  # reads values
         mock.patch.object(kernel_support, "capability", return_value=(9, 0)),
@@ -219,9 +220,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp, tensor": (4, {"strategy": "fsdp", "tensor": 2}),
 }
 NOT_PLANNED = ("weighted_classification", "embedding_duplicates")
-"""Tasks with keys that a blank batch does not have: names of classes, and identities of texts."""
+"""Tasks with keys that a blank batch does not have: other names of classes than `WEIGHTED`, and identities of texts."""
 LLAMA = {"config": TINY_DECODERS["llama"], "tokenizer": "none"}
+WEIGHTED = {**TINY_TASKS["weighted_classification"].keys, "class_weights": {"0": 0.5, "1": 2.0}}
 RECIPES: dict[str, dict[str, Any]] = {
+    "class weights": {"task": WEIGHTED},
     "recomputed": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "joined rows": {"data": {"packing": True}},
