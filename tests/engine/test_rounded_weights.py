@@ -1,10 +1,11 @@
-"""Weights of matrix products that are rounded once in a step, beside those that autocast rounds in each pass."""
+"""Weights and inputs of matrix products that are rounded once, beside those that autocast rounds for each product."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe
+from trainer.engine import forward
 from trainer.engine.rounded_weights import RoundedWeights
 
 SEVERAL = {"micro_batch_size": 5}
@@ -21,8 +23,15 @@ LLAMA = {"config": {**TINY_DECODERS["llama"], "tie_word_embeddings": True}, "tok
 LORA = {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}
 
 
+def built(by_autocast: bool, **sections: Any) -> Any:
+    """Build a training; by autocast, products do not share inputs."""
+    share = list if by_autocast else forward.share_rounded_inputs
+    with mock.patch.object(forward, "share_rounded_inputs", share):
+        return build_tiny(tiny_recipe(**sections))
+
+
 def trained(by_autocast: bool, **sections: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    training = build_tiny(tiny_recipe(**sections))
+    training = built(by_autocast, **sections)
     assert training.engine._forward._rounded is not None
     if by_autocast:
         training.engine._forward._rounded = None
@@ -81,7 +90,7 @@ def test_an_error_in_a_pass_leaves_the_weights():
 
 
 class _Casts(TorchDispatchMode):
-    """Counts the operations that read or write weights in another type, by name."""
+    """Counts the operations that write tensors of some shapes in another type, by name."""
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()
@@ -104,3 +113,19 @@ def test_a_step_casts_weights_once(size):
         training.engine.train_step(batch)
     groups = 4  # two layers, the pooler and the classifier
     assert casts.found == {"aten::_foreach_copy_": 1 + groups * len(batch.microbatches)}
+
+
+def test_products_share_a_rounded_input():
+    """Each layer has four products of two inputs, and each product a gradient, which autocast returns to fp32."""
+    found = []
+    for by_autocast in (False, True):
+        training = built(by_autocast, precision="bf16", training={"micro_batch_size": 12})
+        batches = iter(training.loader)
+        training.engine.train_step(next(batches))  # learns the number of products
+        batch = next(batches)
+        (microbatch,) = batch.microbatches
+        shape = torch.Size((*microbatch.inputs["input_ids"].shape, training.model.config.hidden_size))
+        with _Casts({shape}) as casts:
+            training.engine.train_step(batch)
+        found.append(casts.found["aten::_to_copy"])
+    assert found[1] - found[0] == 2 * (2 + 4)

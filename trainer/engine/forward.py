@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.engine.joint import JointLosses, joint_losses
-from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16
+from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import PACKED, padding_known
@@ -32,6 +32,7 @@ from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
 from trainer.parallel.random import seed_generator, stream_key
+from trainer.parallel.rounded_inputs import share_rounded_inputs
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -62,6 +63,9 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
     # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
     if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:
         store_frozen(built, plan.recipe.precision)
+    # A compiler fuses the rounding, and a recomputation would keep the copies.
+    if plan.recipe.precision != "fp32" and how == "none" and not plan.recipe.compile:
+        share_rounded_inputs(plain_products(built.model))
     cast_forward(built.model, plan.recipe.precision, mesh.device)
     return built
 

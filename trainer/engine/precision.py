@@ -81,6 +81,13 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
 
 
+def plain_products(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that use their input in one matrix product only: those of one process without adapters."""
+    for _, module in products(model):
+        if type(module) in (nn.Linear, Conv1D) and not any(module.children()):
+            yield module
+
+
 def store_in_bf16(built: PlacedModel) -> None:
     """Round the trained weights of matrix products to bf16, in place; their gradients are fp32.
 

@@ -34,6 +34,7 @@ from trainer.parallel.random import (
     stream_keys,
     token_keys,
 )
+from trainer.parallel.rounded_inputs import after_products
 from trainer.parallel.sharded_sequence import SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
@@ -364,6 +365,8 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return `x` with dropped elements, and the sum with a residual of its shape."""
+        if residual is not None:
+            residual = after_products(residual)
         if not self.training or self.p == 0.0:
             return x if residual is None else x + residual
         return self.drop(x, residual)
