@@ -400,8 +400,8 @@ _PARALLEL = [
         "dropout_keyed_by_place",
         "Dropout is keyed by the place in the microbatch instead of by the row.",
         "parallel/dropout.py",
-        "torch.cat([key.rows, key.rows.new_zeros(1)])",
-        "torch.cat([torch.arange(len(key.rows)), key.rows.new_zeros(1)])",
+        "torch.cat([rows, rows.new_zeros(1)])",
+        "torch.cat([torch.arange(len(rows)), rows.new_zeros(1)])",
         ("parallel/test_dropout.py",),
     ),
     Defect(

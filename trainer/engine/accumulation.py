@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
 from trainer.parallel.gradients import OverlappedSums
@@ -62,12 +61,13 @@ class AccumulationSchedule(Schedule):
         self._no_sync = no_sync
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
-        total = torch.zeros((), device=denominator.device)
+        total: Tensor | None = None
         self._sums.begin(len(microbatches))
         for index, microbatch in enumerate(microbatches):
             with nullcontext() if index == len(microbatches) - 1 else self._no_sync():
                 loss = self._loss_sum(microbatch) / denominator
                 (loss if scale is None else loss * scale).backward()  # type: ignore[no-untyped-call]
-            total = total + loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
         self._sums.finish()  # before anything else changes a gradient
+        assert total is not None, "a step has a microbatch, perhaps a filler"
         return total

@@ -103,7 +103,7 @@ def denominator_of(task: Task, batch: RankBatch, device: torch.device, sum_: Cal
     # Unlike `torch.tensor`, `torch.full` does not let the host wait for a GPU.
     total = sum_(torch.full((), sum(map(float, counts)), dtype=torch.float64, device=device)).float()
     # A batch with ignored labels only has a loss of 0, not 0 / 0.
-    return torch.where(total > 0, total, torch.ones_like(total))
+    return total.masked_fill_(total <= 0, 1.0)
 
 
 class ModelForward:

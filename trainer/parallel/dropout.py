@@ -67,11 +67,10 @@ class _Draws:
     def __init__(self, keys: DropoutKeys, key: MicrobatchKey) -> None:
         self.key = key
         self._keys = keys
-        self._rows = torch.cat([key.rows, key.rows.new_zeros(1)])  # the last is that of a mask that all rows share
         self.made: list[_Call] = []  # outside of compiled layers, in order
         self.calls_of_layers: Counter[int] = Counter()  # of compiled ones
         calls, of_calls = keys.known(key.step, key.rows.device)
-        self.table = row_keys(of_calls, self._rows)  # int64 [calls, batch + 1]
+        self.table = self._row_keys_of(of_calls) if calls else of_calls.new_empty(0, len(key.rows) + 1)
         self._row_keys = dict(zip(calls, self.table.unbind(), strict=True))
 
     def row_keys(self, call: _Call) -> Tensor:
@@ -79,8 +78,17 @@ class _Draws:
         self.made.append(call)
         found = self._row_keys.get(call)
         if found is None:
-            found = self._row_keys[call] = row_keys(self._keys.learn(call, self.key.step), self._rows)
+            keys = torch.full((1, 1), self._keys.learn(call, self.key.step), device=self.key.rows.device)
+            found = self._row_keys[call] = self._row_keys_of(keys)[0]
         return found
+
+    def _row_keys_of(self, keys: Tensor) -> Tensor:
+        """Return the keys of rows for calls with `keys` [calls, 1], int64 `[calls, batch + 1]`."""
+        rows = self.key.rows
+        if kernel_support.obstacle(rows.device) is None:
+            table: Tensor = fused_dropout.row_keys(keys, rows)
+            return table
+        return row_keys(keys, torch.cat([rows, rows.new_zeros(1)]))
 
 
 class _LayerDraws:

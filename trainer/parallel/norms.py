@@ -29,12 +29,14 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
         gradients = by_axes[placement.split_axes]  # also without a gradient here: all ranks must join the sums below
         if parameter.grad is not None:
             gradients.append(local_part(parameter.grad))
-    total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+    total: Tensor | None = None
     for axes, gradients in sorted(by_axes.items()):
         square = _sum_of_squares(gradients, mesh.device)
         for axis in axes:
             mesh.sum_(square, axis)
-        total = total + square
+        total = square if total is None else total + square
+    if total is None:
+        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
     if mesh.size(PIPELINE_AXIS) > 1:
         total = mesh.sum_(total, PIPELINE_AXIS)
     return total.sqrt()

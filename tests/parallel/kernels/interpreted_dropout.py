@@ -20,7 +20,8 @@ from triton.runtime import interpreter
 
 from tests.gpu.test_dropout_gpu import CASES, DTYPES, as_eager, drop, eager, fused, not_finite, random, speeds
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel.kernels import fused_dropout, kernel_support
+from trainer.parallel.random import row_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow
 
@@ -83,6 +84,14 @@ def test_with_a_residual(dtype: torch.dtype, of_residual: torch.dtype):
 
 def test_a_residual_that_is_not_contiguous():
     as_eager(random((2, 3, 20), CPU), 0.3, random((3, 2, 20), CPU).transpose(0, 1))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 32])
+def test_the_keys_of_rows(num_rows: int):
+    whole = torch.randint(-(2**63), 2**63 - 1, (26, 1), generator=torch.Generator().manual_seed(0))
+    rows = torch.arange(num_rows) * 2**33 + 5
+    expected = row_keys(whole, torch.cat([rows, torch.zeros(1, dtype=torch.int64)]))
+    assert torch.equal(fused_dropout.row_keys(whole, rows), expected)
 
 
 def test_it_draws_for_each_call_step_and_row_anew():

@@ -1,6 +1,6 @@
-"""Triton kernel of dropout with layout-invariant masks.
+"""Triton kernels of dropout with layout-invariant masks, and of their keys.
 
-`fused_dropout.py` launches it, and describes the arguments. Every operation rounds as IEEE 754 and none is fused with
+`fused_dropout.py` launches them, and describes the arguments. Every operation rounds as IEEE 754 and none is fused with
 another, so the results are those of torch's operations in `trainer.parallel.dropout`.
 """
 
@@ -52,3 +52,14 @@ def dropout_kernel(
     if residual is not None:
         result = result.to(tl.float32) + tl.load(residual + start + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(output + start + column, result.to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_calls", "num_columns"])
+def row_keys_kernel(keys, rows, output, num_calls, num_columns, SIZE: tl.constexpr):
+    """Store the keys of rows for each call; a program has `SIZE` of them."""
+    element = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    exists = element < num_calls * num_columns
+    key = tl.load(keys + element // num_columns, mask=exists, other=0).to(tl.uint64)
+    column = element % num_columns
+    row = tl.load(rows + column, mask=exists & (column < num_columns - 1), other=0).to(tl.uint64)
+    tl.store(output + element, mix(row * GAMMA + key).to(tl.int64), mask=exists)

@@ -85,6 +85,33 @@ def _empty_result(
     return x.new_empty(x.shape, dtype=dtype if residual is None else torch.promote_types(dtype, residual.dtype))
 
 
+@operation("trainer::row_keys")
+def row_keys(keys: Tensor, rows: Tensor) -> Tensor:
+    """Return `trainer.parallel.random.row_keys` for the rows of a microbatch and for the row 0, which all share.
+
+    Args:
+        keys: the keys of calls, int64 `[calls, 1]`.
+        rows: the index of each row in its global batch, int64 `[batch]`.
+
+    Returns:
+        The keys, int64 `[calls, batch + 1]`.
+    """
+    output: Tensor = _empty_row_keys(keys, rows)
+
+    def plan() -> list[Launch]:
+        grid = (-(-output.numel() // _MOST_WORDS),)
+        return [Launch(_kernels().row_keys_kernel, grid, output.shape, {"SIZE": _MOST_WORDS, **_options(_MOST_WORDS)})]
+
+    rows = rows.contiguous()
+    launch(("row keys", rows.device, *facts_of(keys, rows)), [(keys, rows, output)], plan)
+    return output
+
+
+@torch.library.register_fake("trainer::row_keys")  # type: ignore[untyped-decorator]
+def _empty_row_keys(keys: Tensor, rows: Tensor) -> Tensor:
+    return keys.new_empty((len(keys), len(rows) + 1))
+
+
 class KeyedDropout(torch.autograd.Function):
     """The operation with its gradient, which is the operation on the gradient; only keys are saved."""
 
