@@ -4,7 +4,8 @@ A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python 
 schema, the command line, the strategies, the schedules, the checks or the shipped recipes. A test fails if a block is
 out of date. The measured figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes, from
 `docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, from `docs/operations.json` of
-`python -m tests.benchmarks.operations --store`, and from the results of `make gpu` in `docs/gpu/DEVICE.json`.
+`python -m tests.benchmarks.operations --store`, from `docs/compiled_kernels.json` of
+`python -m tests.benchmarks.compiled_kernels --store`, and from the results of `make gpu` in `docs/gpu/DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"
 OPERATIONS = ROOT / "docs" / "operations.json"
+COMPILED_KERNELS = ROOT / "docs" / "compiled_kernels.json"
 THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
 FAULTS = ROOT / "docs" / "faults.json"
@@ -359,6 +361,25 @@ def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
     return _table(("", "operations", "plain loop", "ratio", "GB", "plain loop", "ratio"), rows)
 
 
+def compiled_kernels(most: Mapping[str, tuple[int, int]]) -> str:
+    """Return a table of the most memory that the kernels of a group use on each GPU, and of the compiled cases."""
+    found: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for name, usage in most.items():
+        capability, kind, *rest = name.split(", ")
+        group = ", ".join([kind, *rest[:2]]) if kind == "attention" else kind
+        found.setdefault(group, {}).setdefault(capability, []).append(usage)
+    capabilities = sorted({one for cells in found.values() for one in cells}, key=float)
+
+    def cell(cases: Sequence[tuple[int, int]]) -> str:
+        stack, shared = (max(numbers) for numbers in zip(*cases, strict=True))
+        return f"{len(cases)}: {stack}, {shared / 1024:.0f}"
+
+    rows = [
+        (group, *(cell(cells[one]) if one in cells else "-" for one in capabilities)) for group, cells in found.items()
+    ]
+    return _table(("", *capabilities), rows)
+
+
 def _median(quartiles: Sequence[float]) -> str:
     return f"{quartiles[1]:.3f}"
 
@@ -556,6 +577,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),
     "command_line": _command_line,
     "exclusions": _exclusions,
+    "compiled_kernels": lambda: compiled_kernels(_read(COMPILED_KERNELS)["most"]),
     "families": _families,
     "faults": _faults,
     "floors": _floors,

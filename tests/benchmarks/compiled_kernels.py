@@ -1,0 +1,212 @@
+"""The memory that each Triton kernel needs on each GPU, from compilations for GPUs that are not there.
+
+A case takes seconds of a CPU, and all of them hours. The most used ones come first, a stored case is not compiled
+again until a kernel changes, and an interrupted run continues. From the root of the repository:
+
+    python -m tests.benchmarks.compiled_kernels --minutes 60 --store
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from tests.helpers.kernel_compiling import Usage, compiled_for
+from trainer.engine.optimizers import eight_bit_kernels, fused_eight_bits  # noqa: F401  # registers its operations
+from trainer.engine.optimizers.dynamic_map import MAPS
+from trainer.parallel.kernels import (
+    attention_blocks,
+    attention_kernels,
+    dropout_kernels,
+    fused_attention,
+    fused_dropout,
+    random_kernels,
+)
+from trainer.parallel.shards.scale_blocks import BLOCK
+
+STORED = Path(__file__).parents[2] / "docs" / "compiled_kernels.json"
+SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+"""The most shared memory of a block, by capability: table "Technical Specifications" of NVIDIA's CUDA guide."""
+ROWS, HEADS, LENGTH = 2, 4, 512
+
+
+class Case(NamedTuple):
+    """A call that launches kernels, and the bytes a thread that each may spill."""
+
+    launch: Callable[[], object]
+    stack_bytes: int = 0
+
+    def usage(self, capability: tuple[int, int]) -> list[Usage]:
+        """Compile the kernels for a GPU, and return what they use."""
+        with compiled_for(capability) as found:
+            self.launch()
+        return found
+
+
+class Flags(NamedTuple):
+    """The arguments of attention that make another kernel."""
+
+    mask: torch.dtype | None = None
+    has_bias: bool = False
+    causal: bool = False
+    dropout: float = 0.1
+    joined: bool = False
+
+
+FLAGS = {
+    "padding": Flags(torch.bool),
+    "causal": Flags(causal=True),
+    "causal, no dropout": Flags(causal=True, dropout=0.0),
+    "joined rows": Flags(joined=True),
+    "additive mask": Flags(torch.float32),
+    "bias": Flags(torch.bool, has_bias=True),
+    "causal bias": Flags(has_bias=True, causal=True),
+}
+DIMS = (64, 128, 32, 80, 96, 256)
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+
+
+def attend(kind: str, dim: int, flags: Flags, rows: int = ROWS, length: int = LENGTH, call: int = 0) -> None:
+    """Compute attention and its gradients, those of tensors without values."""
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    dtype, joined = TYPES[kind], flags.joined
+    shape = (1, rows * length, HEADS, dim) if joined else (rows, length, HEADS, dim)
+    query, key, value = (torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(3))
+    mask = bias = None
+    if flags.mask is not None:
+        mask = torch.empty((rows, 1, length, length), dtype=flags.mask)
+    if flags.has_bias:
+        bias = torch.empty((1, HEADS, length, length))
+    tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+    row_keys = torch.zeros((call + 1, rows), dtype=torch.int64)[call]
+    arguments = (
+        query, key, value, row_keys, mask, bias, *tiles, 0.125, flags.dropout, flags.causal, [0, 0, 0],
+    )  # fmt: skip
+    of_rows = (torch.zeros(rows + 1, dtype=torch.int32), [length] * rows, 64) if joined else ()
+    output, sums = fused_attention.fused_attention(*arguments, *of_rows)
+    fused_attention.backward_of(output, output, sums, *arguments, flags.has_bias, *of_rows)
+
+
+def update_in_eight_bits(width: int, dtype: torch.dtype) -> None:
+    """Update a large parameter that is whole, or a part of one."""
+    weight = torch.empty(4096)
+    first, second = (torch.empty(4096, dtype=codes.dtype) for codes in MAPS.values())
+    scales, blocks = torch.empty(2, 16), torch.empty(4096 // width, dtype=torch.int32)
+    values, codes = [torch.empty(256)] * 2, [torch.empty(1 << 18, dtype=codes.dtype) for codes in MAPS.values()]
+    gradient, betas, corrections = weight.to(dtype), [0.9, 0.999], torch.empty(2)
+    maxima = torch.empty(2, 16)
+    torch.ops.trainer.raise_maxima_8bit(maxima, gradient, first, second, scales, values, blocks, width, betas)
+    for place, largest in ((blocks, maxima), (None, None)):
+        torch.ops.trainer.adamw_8bit(
+            weight, gradient, first, second, scales, values, place, width, betas, codes, largest, corrections,
+            torch.empty(()), 1e-8, 0.99,
+        )  # fmt: skip
+
+
+def drop(
+    dtype: torch.dtype, joined: bool, has_residual: bool, first: int, rows: int = ROWS, length: int = LENGTH
+) -> None:
+    """Drop activations, padded or joined; `first` is the first feature of a tensor rank."""
+    tokens = torch.zeros(rows * length, dtype=torch.int64)
+    x = torch.empty(1 if joined else rows, rows * length if joined else length, 1024, dtype=dtype)
+    places = (tokens, tokens) if joined else (None, None)
+    torch.ops.trainer.keyed_dropout(x, tokens[:rows], *places, [0, 0, first], 0.1, dtype, x if has_residual else None)
+
+
+def find_keys() -> None:
+    """Compute the keys of the rows of a microbatch."""
+    keys = torch.zeros((26, 1), dtype=torch.int64)
+    fused_dropout.row_keys(keys, keys.view(-1))
+
+
+def _grid() -> Iterator[tuple[str, Case]]:
+    yield "keys of rows", Case(find_keys)
+    for name, flags in (
+        ("a residual", (False, True, 0)),
+        ("joined rows", (True, True, 0)),
+        ("a part", (False, False, 6)),
+    ):
+        for kind in ("bf16", "fp16", "fp32"):
+            yield f"dropout, {kind}, {name}", Case(partial(drop, TYPES[kind], *flags))
+    for width, kind in product((BLOCK, 64), ("fp32", "bf16")):
+        # 8 bytes by an update of whole rows of 64 on 10.0
+        yield f"8-bit AdamW, {kind}, rows of {width}", Case(partial(update_in_eight_bits, width, TYPES[kind]), 8)
+    for dim, kind, name in product(DIMS, TYPES, FLAGS):
+        stack_bytes = attention_blocks.STACK_BYTES[torch.finfo(TYPES[kind]).bits]
+        yield f"attention, {kind}, heads of {dim}, {name}", Case(partial(attend, kind, dim, FLAGS[name]), stack_bytes)
+
+
+GRID = dict(_grid())
+"""A case for each call that makes another kernel; those of most trainings come first."""
+
+
+def problems(name: str, capability: tuple[int, int]) -> Iterator[str]:
+    """Yield a message for each kernel of a case that needs more memory than it may."""
+    case, found = GRID[name], GRID[name].usage(capability)
+    assert found, f"{name} launches no kernel"
+    for usage in found:
+        if usage.stack_bytes > case.stack_bytes:
+            yield f"{name}: {usage} spills more than {case.stack_bytes} bytes"
+        if usage.shared_bytes > SHARED_KIB[capability] * 1024:
+            yield f"{name}: {usage} needs more shared memory than {SHARED_KIB[capability]} KiB"
+
+
+def _compile(name: str, capability: tuple[int, int]) -> tuple[str, list[int]]:
+    found = GRID[name].usage(capability)
+    most = [max(usage.stack_bytes for usage in found), max(usage.shared_bytes for usage in found)]
+    return f"{'.'.join(map(str, capability))}, {name}", most
+
+
+def _version() -> str:
+    """Return a digest of all that changes the code of kernels."""
+    digest = hashlib.sha256(triton.__version__.encode())
+    for module in (attention_blocks, attention_kernels, dropout_kernels, random_kernels, eight_bit_kernels):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after so many minutes")
+    parser.add_argument("--workers", type=int, default=2, help="compile so many cases at a time")
+    parser.add_argument("--names", default="", help="only cases with this text in their names")
+    parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
+    options = parser.parse_args(arguments)
+    end, found = time.monotonic() + options.minutes * 60, {"version": _version(), "most": {}}
+    if STORED.exists() and (stored := json.loads(STORED.read_text(encoding="utf-8")))["version"] == found["version"]:
+        found = stored
+    left = [
+        (name, capability)
+        for name, capability in product(GRID, SHARED_KIB)
+        if options.names in name and f"{'.'.join(map(str, capability))}, {name}" not in found["most"]
+    ]
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        running = {pool.submit(_compile, *one) for one in left[: options.workers]}
+        left = left[options.workers :]
+        while running:
+            future = next(as_completed(running))
+            running.remove(future)
+            name, most = future.result()
+            found["most"][name] = most
+            print(f"{name}: spills {most[0]} bytes a thread, {most[1]:,} bytes of shared memory", flush=True)
+            if options.store:
+                STORED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            if left and time.monotonic() < end:
+                running.add(pool.submit(_compile, *left.pop(0)))
+    print(f"{len(found['most'])} of {len(GRID) * len(SHARED_KIB)} cases are compiled")
+
+
+if __name__ == "__main__":
+    main()
