@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -16,6 +17,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe
 from trainer.engine import forward
 from trainer.engine.rounded_weights import RoundedWeights
+from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
 
 SEVERAL = {"micro_batch_size": 5}
 ALBERT = {"config": {"model_type": "albert", **CONFIGS["albert"]}, "tokenizer": "none"}
@@ -129,3 +131,16 @@ def test_products_share_a_rounded_input():
             training.engine.train_step(batch)
         found.append(casts.found["aten::_to_copy"])
     assert found[1] - found[0] == 2 * (2 + 4)
+
+
+def test_an_input_is_freed_after_its_products():
+    layer, after = nn.Linear(4, 4), nn.Linear(4, 4)
+    share_rounded_inputs([after])
+    x = layer(torch.ones(2, 4))
+    freed = weakref.ref(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = after(x).sum() + after_products(x).sum()
+    del x
+    loss.backward()
+    del loss
+    assert freed() is None

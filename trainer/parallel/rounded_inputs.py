@@ -51,7 +51,8 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor, number: int) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return x.view_as(x), *(rounded.detach() for _ in range(number))
+        # `x` holds its copy, and a view would hold `x`: the collector cannot free such a circle.
+        return x.detach(), *(rounded.detach() for _ in range(number))
 
     @staticmethod
     def backward(ctx: Any, exact: Tensor | None, *rounded: Tensor | None) -> tuple[Tensor | None, None, None]:
