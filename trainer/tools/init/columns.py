@@ -53,16 +53,15 @@ class Column:
 
 def columns_of(rows: Any, most: int) -> list[Column]:
     """Return the columns of the first rows of a `datasets.Dataset`."""
+    images = [name for name, feature in rows.features.items() if type(feature).__name__ == "Image"]
+    read = rows.remove_columns(images)[:most]  # all columns at once, because each selection copies all features
     found = []
     for name, feature in rows.features.items():
         declared = tuple(getattr(feature, "names", None) or ())
-        if type(feature).__name__ == "Image":
-            found.append(Column(name, "image", ()))
-            continue
-        values = [value for value in rows.select_columns([name])[:most][name] if value is not None]
+        values = [value for value in read.get(name, ()) if value is not None]
         if values and len(values) < most and all(isinstance(value, float) and value.is_integer() for value in values):
             values = list(map(int, values))  # integers beside empty cells
-        found.append(Column(name, _kind(values), values, declared))
+        found.append(Column(name, _kind(values) if name in read else "image", values, declared))
     return found
 
 
