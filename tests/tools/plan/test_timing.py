@@ -389,13 +389,17 @@ def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_measured_speeds_are_those_of_as_many_ranks(tmp_path: Path, ranks: int):
     file = tmp_path / "here.json"
-    points = {str(number): {"matmul": {"fp32": [[1e6, number]]}, "overlap": 0.0} for number in (1, 2)}
+    points = {str(number): {"matmul": {"fp32": [[1e6, number]]}, "host": [1e-5], "overlap": 0.0} for number in (1, 2)}
     figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": points}
     file.write_text(json.dumps(figures))
     machine = parse_devices(f"{ranks}x{file}").machine
     assert machine
     share = figures["shares"]["matmul"][1]
     assert machine.speed(LIKELY).matmul["fp32"].seconds(2e6) == pytest.approx(2 * ranks / share)
+    del points["2"]["host"]
+    file.write_text(json.dumps(figures))
+    with pytest.raises(UsageError, match="which an earlier version measured; measure again"):
+        parse_devices(f"{ranks}x{file}")
 
 
 @pytest.mark.parametrize(

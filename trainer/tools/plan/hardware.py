@@ -315,7 +315,7 @@ def _figures(file: Path) -> dict[str, Any]:
                 f"`--gpus` names the file {file}, in which `{key}` is {found!r}; write it as the files of known devices"
                 " do, or measure with `trainer plan --measure FILE.json`"
             )
-    if any("link" in found for found in figures.get("measured", {}).values()):
+    if any("host" not in found for found in figures.get("measured", {}).values()):
         raise UsageError(f"`--gpus` names the file {file}, which an earlier version measured; measure again")
     return dict(figures)
 
