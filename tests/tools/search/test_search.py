@@ -51,7 +51,7 @@ class TestSpace:
         ("words", "message"),
         [
             ([], "needs a key with several values"),
-            ([f"{RATE}=1e-3..1e-5"], "must be a range low..high, but is 1e-3..1e-5; swap its ends"),
+            ([f"{RATE}=1e-3..1e-5"], "must be a range low..high, but is 1e-3..1e-5; raise its end"),
             ([f"{RATE}=0..1,log"], "above 0"),
             ([f"{RATE}=1e-3,0.001"], "equal values"),
             (["parallel.strategy=ddp,fsdp"], "trainer plan --search"),

@@ -78,7 +78,7 @@ def read_space(recipe: str, words: Sequence[str]) -> tuple[list[str], list[Axis]
 def _check(recipe: str, common: Sequence[str], axes: Sequence[Axis], axis: Axis) -> None:
     """Require an axis of several values, all of them right, that change what is learned."""
     if axis.ends and not float(axis.ends[0]) < float(axis.ends[1]):
-        raise UsageError(f"`{axis.key}` must be a range low..high, but is {'..'.join(axis.ends)}; swap its ends")
+        raise UsageError(f"`{axis.key}` must be a range low..high, but is {'..'.join(axis.ends)}; raise its end")
     if axis.is_log and float(axis.ends[0]) <= 0:
         raise UsageError(f"`{axis.key}` begins at {axis.ends[0]}, but a logarithm needs numbers above 0; raise it")
     others = [f"{one.key}={one.texts[0]}" for one in axes if one is not axis]
