@@ -33,5 +33,4 @@ def test_a_step_on_a_cpu_faults_no_pages_in_again():
         command = [sys.executable, "-c", steps, *arguments]
         return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
 
-    assert faults() > 8000
-    assert faults("kept") < 800
+    assert faults("kept") < faults() / 10  # the size of a page depends on the machine

@@ -212,7 +212,6 @@ def test_four_processes_at_once_share_one_tokenisation(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from dataclasses import replace
 from pathlib import Path
 from tests.data.test_tokenised_split import TASK, SequenceClassificationTask, encode_split, split_of
 from transformers import AutoTokenizer
