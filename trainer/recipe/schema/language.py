@@ -37,7 +37,7 @@ class Generation(Section):
     num_beams: int = Field(1, ge=1)
     """Beams of the beam search; 1: the most probable token at each place."""
     length_penalty: float = 1.0
-    """Power of its length that divides a beam's score; larger ones prefer longer texts."""
+    """Exponent of the length in the divisor of a beam's score; larger ones prefer longer texts."""
     early_stopping: bool = False
     """Stop a beam search at `num_beams` complete texts."""
     do_sample: bool = False
