@@ -56,6 +56,7 @@ class _Columns:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.all = columns
+        self.texts = [column for column in columns if column.kind == "text"]
         self._by_name = {column.name.lower(): column for column in columns}
 
     def get(self, kinds: Sequence[Kind], *names: str) -> Column | None:
@@ -231,7 +232,7 @@ def _text(columns: _Columns, label: str) -> str | None:
     named = columns.get(_TEXT, *_SINGLE)
     if named is not None and named.name != label:
         return named.name
-    texts = [column for column in columns.all if column.kind == "text" and column.name != label]
+    texts = [column for column in columns.texts if column.name != label]
     return max(texts, key=lambda column: column.characters).name if texts else None
 
 
