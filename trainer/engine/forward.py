@@ -26,6 +26,7 @@ from trainer.models.families.table import layers_of
 from trainer.models.generation import generate
 from trainer.models.layer_hooks import pack_layers
 from trainer.models.place import PlacedModel
+from trainer.models.rotary import CheapRotation
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.joined_rows import PackedTokens
@@ -146,6 +147,9 @@ class ModelForward:
         self._step = 0
         self._num_rows = 0
         self._joint: JointLosses | None = None  # of the current step
+        # A compiler fuses these operations, and a recomputation must repeat those of the first pass.
+        is_eager = plan.recipe.activation_checkpointing == "none" and not plan.recipe.compile
+        self._rotation = CheapRotation(built.model) if is_eager else nullcontext()
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
@@ -234,7 +238,7 @@ class ModelForward:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
         mask = microbatch.inputs.get("attention_mask")
         key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed, mask)
-        with self._watch, self._keys.use(key) if self._keys else nullcontext():
+        with self._watch, self._rotation, self._keys.use(key) if self._keys else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
         self._end_first_pass()
         return scores

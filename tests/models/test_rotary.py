@@ -1,0 +1,62 @@
+"""Rotary position embeddings with fewer operations backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CohereConfig, CohereModel, LlamaConfig, LlamaModel
+from transformers.models.cohere import modeling_cohere
+from transformers.models.llama import modeling_llama
+
+from trainer.models.rotary import CheapRotation
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+
+
+class _Fills(TorchDispatchMode):
+    """The number of slices that are filled up backward."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten.slice_backward.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [6, 5])
+def test_numbers_are_those_of_transformers(size):
+    original = modeling_llama.rotate_half
+    x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.arange(1.0, size + 1)
+    expected = original(x)
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), x)
+    with CheapRotation(LlamaModel(LlamaConfig(**SIZES))):
+        assert modeling_llama.rotate_half is not original
+        found = modeling_llama.rotate_half(x)
+    assert modeling_llama.rotate_half is original
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad((found * weights).sum(), x)[0], gradient)
+
+
+def test_a_model_fills_no_slices():
+    model = LlamaModel(LlamaConfig(**SIZES))
+    gradients, fills = [], []
+    for context in (nullcontext(), CheapRotation(model)):
+        model.zero_grad()
+        with _Fills() as counted:
+            with context:
+                output = model(torch.arange(11)[None])
+            output.last_hidden_state.pow(2).sum().backward()
+        fills.append(counted.number)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert fills[1] == 0 < fills[0]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_another_rotation_stays():
+    original = modeling_cohere.rotate_half
+    with CheapRotation(CohereModel(CohereConfig(**SIZES, num_key_value_heads=2))):
+        assert modeling_cohere.rotate_half is original
