@@ -355,12 +355,16 @@ class TestAnIndexThatNamesAnotherFile:
 
 
 def train_under_zero3(whole: bool) -> Curve:
-    error = CannotLoadPartsError("the test asks for it")
-    with patch.object(fill, "_fill_parts", side_effect=error) if whole else nullcontext():
+    error, moved = CannotLoadPartsError("the test asks for it"), AssertionError("the device holds the whole model")
+    with (
+        patch.object(fill, "_fill_parts", side_effect=error) if whole else nullcontext(),
+        patch.object(transformers.PreTrainedModel, "to", side_effect=moved),
+    ):
         return train_tiny(tiny_recipe(training={"max_steps": 2}, parallel={"strategy": "zero3"}))
 
 
 def test_zero3_partitions_a_model_that_was_built_whole(ranks: RankPools):
+    """One parameter after the other, so that no device holds the whole model."""
     in_parts, whole = (ranks(2).run(train_under_zero3, kind) for kind in (False, True))
     for curve, expected in zip(whole, in_parts, strict=True):
         assert (curve.losses, curve.digests) == (expected.losses, expected.digests)

@@ -49,20 +49,26 @@ _GATHERED_IN = "comm_dtype"
 
 
 def _partition(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
-    """Replace the parameters on `meta` by DeepSpeed's partitions, made of this rank's rows, one at a time."""
-    assert built.shards is not None
+    """Partition the parameters, one at a time. DeepSpeed's own way moves the whole model to the device first.
+
+    The parameters are whole, or on `meta` with this rank's rows in `built.shards`.
+    """
     choice = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=True)
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(backend(mesh.device), verbose=False, dist_init_required=False)
         zero = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(plan))
-        for empty, names in aliases(built.model).items():
-            rows = built.shards[names[0]]
-            whole = torch.empty(empty.shape)  # pages that are not written take no memory
-            (whole[slice(*choice.bounds(empty.shape))] if empty.dim() else whole).copy_(rows)
-            parameter: Any = nn.Parameter(whole.to(zero.local_device), requires_grad=empty.requires_grad)
-            for name in names:
-                replace_in(built.model, name, parameter)
-                del built.shards[name]
+        for own, names in aliases(built.model).items():
+            parameter: Any = own
+            if built.shards is None:
+                parameter.data = own.data.to(zero.local_device)
+            else:
+                rows = built.shards[names[0]]
+                whole = torch.empty(own.shape)  # pages that are not written take no memory
+                (whole[slice(*choice.bounds(own.shape))] if own.dim() else whole).copy_(rows)
+                parameter = nn.Parameter(whole.to(zero.local_device), requires_grad=own.requires_grad)
+                for name in names:
+                    replace_in(built.model, name, parameter)
+                    del built.shards[name]
             zero._convert_to_deepspeed_param(parameter)
             parameter.partition()
 
@@ -388,7 +394,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
     """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = ready_deepspeed(mesh.device.index)  # not always that of the rank: each may see one GPU only
     model = built.model
-    if built.shards is not None:
+    if plan.strategy.cuts_parameters and mesh.size(TENSOR_AXIS) == 1:
         _partition(built, mesh, plan, deepspeed)
     move_buffers(model, mesh.device)  # DeepSpeed moves no model that is partitioned
     placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
