@@ -144,3 +144,13 @@ def test_an_input_is_freed_after_its_products():
     loss.backward()
     del loss
     assert freed() is None
+
+
+def test_a_product_without_gradients_takes_none_from_other_users():
+    layer, after = nn.Linear(4, 4), nn.Linear(4, 4)
+    share_rounded_inputs([after])
+    x = layer(torch.ones(2, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        after(x)
+    after_products(x).sum().backward()
+    assert layer.weight.grad is not None

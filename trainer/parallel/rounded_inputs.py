@@ -75,7 +75,9 @@ def _round_input(users: _Users, _: nn.Module, arguments: tuple[Any, ...]) -> tup
     x: Tensor = arguments[0]
     kind = x.device.type
     # Without a gradient, or for a leaf, which may live longer than a pass, autocast rounds.
-    if x.dtype != torch.float32 or x.grad_fn is None or not torch.is_autocast_enabled(kind):
+    if not torch.is_grad_enabled() or x.grad_fn is None:
+        return None
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
         return None
     copy = _current(x)
     if copy is None:
