@@ -238,9 +238,9 @@ class CausalLMTask(TokenLabels):
         """
         examples, columns = self.examples, {}
         for column in self.columns:
-            if column != examples.tools:
-                filled(rows, column, where, first_row, "fill it, or leave the row out")
-            columns[column] = given(rows[column], [rows.features[column]])
+            fix = "fill it, or leave the row out"
+            values = rows[column] if column == examples.tools else filled(rows, column, where, first_row, fix)
+            columns[column] = given(values, [rows.features[column]])
         if self.continues:
             return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
         if isinstance(examples, TextColumn):
