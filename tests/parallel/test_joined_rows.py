@@ -58,7 +58,7 @@ def test_masks_are_those_of_the_padded_rows(cut: dict[str, int]):
 
 
 def test_joined_rows_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch):
-    """All layers read the same copies, whose number does not grow with the rows."""
+    """All layers read the same copies; more rows need no more copies."""
     copied: list[torch.Size] = []
 
     def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

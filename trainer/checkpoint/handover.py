@@ -76,6 +76,7 @@ def hand_over(
     must call this.
 
     Args:
+        folder: a folder of each host, on a memory file system.
         num_training: the number of ranks that train, the first ones.
 
     Returns:

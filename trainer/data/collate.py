@@ -134,6 +134,7 @@ def collate(
 
     Args:
         row_ids: the indices of the rows, of shape `[batch]`.
+        places: the value of `Microbatch.rows`, of shape `[batch]`.
         masking: makes the labels from the tokens; None: the labels are the column `labels` of the split.
         epoch: the epoch of these rows, from 0, for the masking; None: an evaluation.
         as_wide_as: the rows that decide the length of padded rows, as in `Batching.inputs`.

@@ -144,6 +144,7 @@ class LocalRanks:
         life: function that each rank runs; it returns the exit code.
         argument: first argument of `life`, pickled where the start method is spawn.
         method: fork, or spawn where CUDA is in use.
+        folder: existing folder for the error files of the ranks.
     """
 
     def __init__(self, life: Life, argument: Any, number: int, method: StartMethod, folder: Path) -> None:

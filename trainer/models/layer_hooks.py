@@ -102,6 +102,7 @@ def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 
 
 def check_packing(model: Any) -> None:
+    """Refuse a model with layers that need padding."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
     if family is None or not family.packs:

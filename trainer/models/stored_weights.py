@@ -111,7 +111,7 @@ class StoredWeights:
 
 
 class _ChangedWeights(StoredWeights):
-    """Stored tensors of which some have other shapes than in their files."""
+    """Stored tensors; some have other shapes than in their files."""
 
     def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._stored, self._changed = stored, shapes
