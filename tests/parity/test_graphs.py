@@ -90,8 +90,9 @@ def test_each_task_is_captured_or_refused(task: str):
     expected, *_ = train(recipe, graphed=False, steps=2)
     found, captures, replays = train(recipe, graphed=True, steps=2)
     assert (captures, replays) == (1, 5)
-    assert found.losses == expected.losses
-    assert found.grad_norms == expected.grad_norms
+    # A CPU may add the numbers of a tensor at another place in memory in another order.
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
 def test_a_read_of_the_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
