@@ -28,6 +28,7 @@ DROPPED = {"model": {"dropout": 0.1}, "data": {"pad_to": 8}, "training": {"micro
 REFUSED = {
     "embedding": "each loss of this task depends on all rows",
     "embedding_duplicates": "each loss of this task depends on all rows",
+    "preference_kto": "each loss of this task depends on all rows",
     "causal_lm_packed": "a pass of this model cannot be captured (operation not permitted",
 }
 
