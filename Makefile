@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# One more than two cores: tests wait for processes and timeouts. One file is tested without: `pytest FILE`.
-WORKERS := --numprocesses 3 --dist worksteal
+# Two more than two cores: tests wait for processes and timeouts. One file is tested without: `pytest FILE`.
+WORKERS := --numprocesses 4 --dist worksteal
 # Tests start hundreds of processes; without bytecode each compiles the source again.
 export PYTHONDONTWRITEBYTECODE :=
 
