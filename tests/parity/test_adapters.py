@@ -67,13 +67,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {
             "config": BERT,
             "dropout": 0.1,
-            # The rows of a head with a bias, which are tied to those of the embedding.
-            "adapter": {**LORA, "modules_to_save": ["cls.predictions.transform"], "trainable_tokens": [7, 30, 31]},
+            # The rows of a head with a bias, tied to those of the embedding. Each of two tensor ranks has some of them.
+            "adapter": {**LORA, "modules_to_save": ["cls.predictions.transform"], "trainable_tokens": [7, 30, 190]},
         },
     },
     "tokens": {
         "task": TINY_TASKS["causal_lm"].keys,
-        "model": {"config": LLAMA, "adapter": {**LORA, "trainable_tokens": [5, 7, 8, 30]}},
+        "model": {"config": LLAMA, "adapter": {**LORA, "trainable_tokens": [5, 7, 8, 190]}},
     },
     # Norms of rows that ranks share, and starts from weights of which a rank holds a part.
     "dora": {
