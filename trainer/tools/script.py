@@ -18,9 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from trainer.base.errors import UsageError
+from trainer.base.templates import templates
 from trainer.recipe.elastic import check_nodes
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
@@ -281,13 +280,7 @@ def _fill_first_host(file: _File, job: _Job) -> list[str]:
 def _rendered(file: str, job: _Job, **values: Any) -> str:
     """Return a template of `launchers/` with the values that all of them have, and with those of one."""
     folder = shipped_folder("launchers")
-    engine = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder / "templates"),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    engine = templates(folder / "templates", keep_trailing_newline=True)
     ranks = (folder / "ranks.sh").read_text(encoding="utf-8").strip()
     numbers = {"nodes": job.nodes, "gpus": job.gpus, "cpus": job.cpus, "memory": _MEMORY_PER_GPU_GIB * job.gpus}
     ranks = ranks[ranks.index("set -u") :]  # without its own usage

@@ -113,14 +113,9 @@ def _card(
 
 
 def _template() -> Any:
-    import jinja2  # here: a run needs it at its end only
+    from trainer.base.templates import templates  # here: a run needs it at its end only
 
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trainer.training", ""),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    environment = templates(Path(__file__).parent)
     environment.filters |= {"plain": _plain, "number": "{:,}".format}
     return environment.get_template("model_card.md.jinja")
 

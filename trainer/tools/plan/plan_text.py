@@ -12,6 +12,7 @@ import jinja2
 
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
+from trainer.base.templates import templates
 from trainer.base.text import listed, size
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.configuration import load_config
@@ -69,12 +70,7 @@ def text_of(template: str, **values: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trainer.tools.plan", "texts"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    environment = templates(Path(__file__).parent / "texts")
     environment.filters |= {
         "as": format, "size": size, "duration": duration, "listed": listed, "with_sizes": _with_sizes
     }  # fmt: skip

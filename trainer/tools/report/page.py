@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import plotly.graph_objects as go
 from plotly.io.json import to_json_plotly
+
+from trainer.base.templates import templates
 
 MISSING = "-"
 """The cell of a value that a run has not."""
@@ -113,14 +116,7 @@ def _library() -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trainer.tools.report", ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("page.html.jinja")
+    return templates(Path(__file__).parent, autoescape=True).get_template("page.html.jinja")
 
 
 def _kind(block: Any) -> str:
