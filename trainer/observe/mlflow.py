@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from trainer.base.batches import batches
 from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves, without_secrets
 from trainer.observe.observer import packages_of
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _DEFAULT_EXPERIMENT = "Default"  # MLflow's own default
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}  # SCHEDULED: the run continues later
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # maximum numbers of one request
-
-Item = TypeVar("Item")
 
 
 class MLflowService:
@@ -66,7 +64,7 @@ class MLflowService:
                 )
                 for key, value in dotted_leaves(tracked_config(run)).items()
             ]
-            for some in _batches(parameters, _MOST_PARAMETERS):
+            for some in batches(parameters, lambda _: 1, _MOST_PARAMETERS):
                 client.log_batch(self._run_id, params=some)
         else:
             self._run_id = run_id
@@ -107,7 +105,7 @@ class MLflowService:
             for name, value in point.values.items()
             if point.step > self._held.get(name, -1)
         ]
-        for some in _batches(metrics, _MOST_METRICS):
+        for some in batches(metrics, lambda _: 1, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=some)
             self._held.update((metric.key, metric.step) for metric in some)  # not sent again if a later batch fails
 
@@ -118,9 +116,3 @@ class MLflowService:
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
-
-
-def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
-        yield batch

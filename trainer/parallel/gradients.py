@@ -6,18 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.base.batches import batches
 from trainer.parallel.communication import Group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
-
-_Item = TypeVar("_Item")
 
 _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
@@ -99,25 +97,6 @@ def _buckets(parameters: Iterable[nn.Parameter], sent_in: torch.dtype | None) ->
 
     for kind, alike in groupby(parameters, dtype):
         yield from batches(alike, torch.Tensor.numel, _BUCKET_BYTES // kind.itemsize)
-
-
-def batches(items: Iterable[_Item], num_elements: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """Yield consecutive items with at most `most` elements in all; a larger item is alone.
-
-    Args:
-        num_elements: a function that returns the elements of one.
-    """
-    batch: list[_Item] = []
-    total = 0
-    for item in items:
-        number = num_elements(item)
-        if batch and total + number > most:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += number
-    if batch:
-        yield batch
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_v
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.training import tiny_recipe
+from trainer.base.batches import batches
 from trainer.engine.optimizers.muon import orthogonalised
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.optimizers.whole_access import WholeAccess
-from trainer.parallel import gradients
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Adafactor, AdamW, Muon, OptimizerSection
@@ -30,8 +30,8 @@ RECIPES: dict[str, OptimizerSection] = {
 
 
 def test_a_batch_has_consecutive_items_up_to_a_limit_and_a_larger_item_is_alone():
-    assert list(gradients.batches([3, 4, 2, 9, 1, 7, 7], int, most=8)) == [[3, 4], [2], [9], [1, 7], [7]]
-    assert list(gradients.batches([], int, most=8)) == []
+    assert list(batches([3, 4, 2, 9, 1, 7, 7], int, most=8)) == [[3, 4], [2], [9], [1, 7], [7]]
+    assert list(batches([], int, most=8)) == []
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 16), (3, 16, 40), (3, 40, 16)])
