@@ -35,6 +35,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, ha
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.parallel.rounded_inputs import share_rounded_inputs
 from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 
 ModelCall = Callable[..., Any]
@@ -64,11 +65,16 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
     # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
     if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:
         store_frozen(built, plan.recipe.precision)
-    # A compiler fuses the rounding, and a recomputation would keep the copies.
-    if plan.recipe.precision != "fp32" and how == "none" and not plan.recipe.compile:
+    # A recomputation would keep the copies.
+    if plan.recipe.precision != "fp32" and _runs_once(plan.recipe):
         share_rounded_inputs(plain_products(built.model))
     cast_forward(built.model, plan.recipe.precision, mesh.device)
     return built
+
+
+def _runs_once(recipe: Recipe) -> bool:
+    """Return whether layers run as they are, once a pass; a compiler fuses operations itself."""
+    return recipe.activation_checkpointing == "none" and not recipe.compile
 
 
 def origin_changed(problem: str) -> UsageError:
@@ -147,9 +153,8 @@ class ModelForward:
         self._step = 0
         self._num_rows = 0
         self._joint: JointLosses | None = None  # of the current step
-        # A compiler fuses these operations, and a recomputation must repeat those of the first pass.
-        is_eager = plan.recipe.activation_checkpointing == "none" and not plan.recipe.compile
-        self._rotation = CheapRotation(built.model) if is_eager else nullcontext()
+        # A recomputation must repeat the operations of the first pass.
+        self._rotation = CheapRotation(built.model) if _runs_once(plan.recipe) else nullcontext()
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
