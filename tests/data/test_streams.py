@@ -413,6 +413,24 @@ def test_an_s3_server_that_is_killed_and_comes_back(folder, monkeypatch, capfd):
     assert "`s3://bucket/rows/part-" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_server_of_google_storage(folder, monkeypatch):
+    fsspec, server = pytest.importorskip("fsspec"), pytest.importorskip("gcp_storage_emulator.server")
+    pytest.importorskip("gcsfs")
+    running = server.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
+    running.start()
+    try:
+        port = running._api._httpd.server_address[1]
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        files = fsspec.filesystem("gs", skip_instance_cache=True)
+        for number in range(len(SIZES)):
+            files.put(str(folder / f"part-{number}.parquet"), f"bucket/rows/part-{number}.parquet")
+        found = steps_of(recipe_of(folder, train="gs://bucket/rows/part-*.parquet"))
+    finally:
+        running.stop()
+    assert found == steps_of(recipe_of(folder, train="part-*.parquet"))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
