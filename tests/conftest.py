@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ os.environ["PATH"] = os.pathsep.join(
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers import forking, turns
+from tests.helpers import forking, turns, warm
 from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
@@ -46,6 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork the workers too: they share the imports of torch, transformers and DeepSpeed."""
+    opened = ExitStack()
+    config.add_cleanup(opened.close)
+    python = opened.enter_context(warm.door())["python"]
+    for spec in specs:
+        spec.python = python
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["fork_server"] = forking.address()
 
@@ -53,7 +65,10 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Any:
     with importing():
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            gc.freeze()  # modules and items stay, also in a fork that had imported transformers before
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,7 @@ def _become(streams: Sequence[Connection], environment: dict[str, str], folder: 
 def door(node: Node | None = None) -> Iterator[dict[str, str]]:
     """Let a shell start warm processes, on a node if one is given. Yield the command to put before the arguments.
 
-    The programs are `trainer`, and `python` with `-`, `-c` or `-m trainer`.
+    The programs are `trainer`, and `python` with `-`, `-c`, `-m trainer`, or `-u -c` for a worker of pytest-xdist.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(folder) / "door")  # a short path: Linux limits that of a socket to 107 bytes
@@ -216,6 +216,10 @@ def _run_asked(asked: dict[str, object], streams: list[Connection], node: Node |
         node.enter()
     _become(streams, asked["environment"], asked["folder"])
     sys.argv = [program, *arguments]
+    if program == "python" and arguments[:2] == ["-u", "-c"]:  # the program reads its standard input itself
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+        exec(arguments[2], {"__name__": "__main__"})
+        return
     if program == "python" and arguments[:2] != ["-m", "trainer"]:
         with open(0, encoding="utf-8") as script:
             source = script.read() if arguments == ["-"] else arguments[1]
