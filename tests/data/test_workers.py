@@ -1,27 +1,24 @@
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.forking import forked_children
 from trainer.base.errors import DataError
 from trainer.data.workers import ordered_results
 
-KILLED = """
-import os, signal
-from multiprocessing import active_children
-from trainer.data.workers import ordered_results
 
-results = ordered_results(lambda item: bytes(1 << 20), range(100), 3, "key")
-next(results)
-print(*(child.pid for child in active_children()), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def begin_and_die(_: list[str]) -> None:
+    results = ordered_results(lambda item: bytes(1 << 20), range(100), 3, "key")
+    next(results)
+    print(*(child.pid for child in active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_results_come_in_order_and_an_error_in_its_place():
@@ -47,9 +44,10 @@ def test_a_bug_keeps_its_trace():
 
 
 def test_processes_end_with_their_killed_parent():
-    killed = subprocess.run([sys.executable, "-c", KILLED], timeout=60, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    workers = [int(pid) for pid in killed.stdout.split()]
+    killed = warm.start([], program=f"{__name__}:begin_and_die")
+    stdout, stderr = killed.communicate(60)
+    assert killed.returncode == -signal.SIGKILL, stderr
+    workers = [int(pid) for pid in stdout.split()]
     assert len(workers) == 3
     deadline = time.monotonic() + 30
     while alive := [pid for pid in workers if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:

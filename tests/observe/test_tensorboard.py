@@ -9,6 +9,7 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.observe.samples import end_record, run_info, step_record
+from trainer.base.errors import UsageError
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.tensorboard import TensorBoard
 
@@ -60,27 +61,19 @@ def test_a_start_from_the_first_step_hides_the_run_before(tmp_path):
     assert points(tmp_path, "train/loss") == [(1, 0.25), (2, 0.25)]
 
 
-def child(code: str) -> str:
-    """What a Python child prints."""
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, timeout=120, capture_output=True, text=True, check=True).stdout
-
-
-def test_without_the_package_the_error_says_what_to_install():
-    code = (
-        "import sys; sys.modules['tensorboard'] = None\n"
-        "from trainer.base.errors import UsageError\n"
-        "from trainer.observe.tensorboard import TensorBoard\n"
-        "try: TensorBoard()\n"
-        "except UsageError as error: print(error)"
-    )
-    output = child(code)
-    assert 'pip install "recipe-trainer[tensorboard]"' in output
-    assert "`logging.to`" in output
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[tensorboard\]"') as error:
+        TensorBoard()
+    assert "`logging.to`" in str(error.value)
 
 
 def test_the_package_is_loaded_only_when_it_is_asked_for():
     packages = {"torch", "tensorboard", "rich", "wandb", "mlflow"}
     code = f"import sys, trainer.observe.builders; print(sorted({packages} & set(sys.modules)))"
-    assert child(code) == "[]\n"
+    command = [sys.executable, "-c", code]
+    root = Path(__file__).parents[2]
+    shown = subprocess.run(command, cwd=root, timeout=120, capture_output=True, text=True, check=True).stdout
+    assert shown == "[]\n"
