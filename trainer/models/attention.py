@@ -464,7 +464,9 @@ def _block_mask(
     """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
 
-    def blocks(attention_mask: Tensor | None, options: Mapping[str, Any]) -> BlockMask | None:
+    def blocks(
+        attention_mask: Tensor | None, options: Mapping[str, Any], of_tokens: BlockMask | None = None
+    ) -> BlockMask | None:
         if attention_mask is None and local_size is None and skips:
             return None
 
@@ -477,12 +479,10 @@ def _block_mask(
             return mask
 
         # Without padding, a mask depends on positions only.
-        return BlockMask(compute, partial(compute, device="cpu") if attention_mask is None else None)
+        return BlockMask(compute, partial(compute, device="cpu") if attention_mask is None else None, of_tokens)
 
-    mask = blocks(None if _IS_PADDED.get() is False else attention_mask, options)
-    if mask is not None:
-        mask.of_tokens = blocks(None, {**options, "batch_size": 1})
-    return mask
+    of_tokens = blocks(None, {**options, "batch_size": 1})
+    return blocks(None if _IS_PADDED.get() is False else attention_mask, options, of_tokens)
 
 
 def share_heads(module: nn.Module, cut: ContextCut) -> None:

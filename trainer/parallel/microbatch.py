@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -110,39 +110,33 @@ class CopyAhead:
     Args:
         microbatch: the microbatch in pinned memory.
         stream: the stream for copies, on the GPU.
-
-    Attributes:
-        following: the copy that begins when this one is taken, so that the GPU holds at most two.
+        waiting: the copies that are not begun, in the order of their use. The first one begins when this one is taken,
+            so that the GPU holds at most two.
     """
 
-    def __init__(self, microbatch: Microbatch, stream: torch.cuda.Stream) -> None:
-        self._source: Microbatch | None = microbatch
-        self._stream = stream
+    def __init__(self, microbatch: Microbatch, stream: torch.cuda.Stream, waiting: deque[CopyAhead]) -> None:
+        self._source, self._stream, self._waiting = microbatch, stream, waiting
         self._copied: tuple[Microbatch, torch.cuda.Event] | None = None
-        self.following: CopyAhead | None = None
 
     def begin(self) -> None:
-        """Begin to copy, if it was not begun before."""
-        source, self._source = self._source, None
-        if source is not None:
-            with torch.cuda.stream(self._stream):
-                self._copied = source.to(self._stream.device), self._stream.record_event()
+        with torch.cuda.stream(self._stream):
+            self._copied = self._source.to(self._stream.device), self._stream.record_event()
 
     def take(self) -> Microbatch | None:
         """Return the copy for use on the current stream, which waits for it; None if it was taken before.
 
-        The host does not wait. The memory may be used for a later copy only when the current stream has passed the
-        work that is queued when the copy is freed.
+        The host does not wait.
         """
         copied, self._copied = self._copied, None
-        if self.following is not None:
-            self.following.begin()
         if copied is None:
             return None
+        if self._waiting:
+            self._waiting.popleft().begin()
         copy, done = copied
         current = torch.cuda.current_stream(copy.rows.device)
         current.wait_event(done)
         for tensor in copy.tensors:
+            # The memory belongs to the stream for copies, which could reuse it while this stream still reads it.
             tensor.record_stream(current)
         return copy
 
@@ -153,19 +147,16 @@ def copied_ahead(batches: Iterable[RankBatch], device: torch.device) -> Iterator
     A copy then runs beside the passes of the microbatch before it, also of that at the end of the step before, and also
     if the host waits for each step.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    waiting: deque[CopyAhead] = deque()
     before: RankBatch | None = None
-    last: CopyAhead | None = None
     for batch in batches:
-        copies = [CopyAhead(microbatch, stream) for microbatch in batch.microbatches]
-        for one, following in pairwise(copies):
-            one.following = following
-        if last is None:
-            copies[0].begin()
+        # Added before the batch before is used: its last copy, once taken, begins the first one of these.
+        copies = [CopyAhead(microbatch, stream, waiting) for microbatch in batch.microbatches]
+        waiting.extend(copies)
+        if before is None:
+            waiting.popleft().begin()
         else:
-            last.following = copies[0]
-        last = copies[-1]
-        if before is not None:
             yield before
         ahead = zip(batch.microbatches, copies, strict=True)
         before = replace(batch, microbatches=[replace(one, ahead=copy) for one, copy in ahead])

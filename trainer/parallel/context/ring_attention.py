@@ -47,17 +47,18 @@ class BlockMask:
             scores. It is broadcastable to `[batch, heads, queries, keys]`.
         on_host: returns the same mask in the memory of the host, so that a look at it waits for no device; None: only
             the device has it.
-
-    Attributes:
         of_tokens: the mask of each row without its padding, for joined rows; None: its queries see all its keys.
     """
 
     def __init__(
-        self, compute: Callable[[range, range], Tensor], on_host: Callable[[range, range], Tensor] | None = None
+        self,
+        compute: Callable[[range, range], Tensor],
+        on_host: Callable[[range, range], Tensor] | None = None,
+        of_tokens: BlockMask | None = None,
     ) -> None:
         self.compute = compute
+        self.of_tokens = of_tokens
         self._on_host = on_host or compute
-        self.of_tokens: BlockMask | None = None
         self._seen: dict[tuple[range, range], int] = {}
 
     @classmethod
