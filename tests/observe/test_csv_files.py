@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import run_info, step_record
-from trainer.base.errors import TrainerError, UsageError
-from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
+from trainer.base.errors import TrainerError
+from trainer.observe.csv_files import EVALUATION_FILE_NAME, LOGGED_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.observer import Observers
-from trainer.observe.records import EvaluationRecord
+from trainer.observe.records import EvaluationRecord, LoggedRecord
 
 
 def write(folder: Path, steps: range, resumed_from: int | None = None, **metrics: float) -> None:
@@ -40,7 +40,7 @@ def test_the_rows_hold_what_metrics_jsonl_holds(tmp_path):
 
 
 def test_what_is_not_known_is_empty_and_what_is_not_finite_reads_back(tmp_path):
-    files = CsvFiles()
+    files = Observers([MetricsFile(), CsvFiles()])
     files.start(run_info(tmp_path))
     files.step(step_record(1, tokens=None, loss=math.inf, grad_norm=math.nan))
     files.close()
@@ -75,45 +75,50 @@ def test_a_metric_that_a_resumed_run_adds_is_a_column_at_the_end(tmp_path):
     assert [(row["step"], row["f1"]) for row in rows] == [("5", ""), ("10", ""), ("15", "0.5")]
 
 
-def test_a_last_row_that_a_kill_cut_is_dropped(tmp_path):
+@pytest.mark.parametrize("text", ["step,loss\none,2\n1,2,", f"step\n{'1,' * 1_000_000}", None])
+def test_a_resumed_run_writes_all_rows_again(tmp_path: Path, text: str | None):
     write(tmp_path, range(1, 8))
     path = tmp_path / TRAINING_FILE_NAME
-    path.write_bytes(path.read_bytes()[:-5])
+    path.unlink() if text is None else path.write_text(text)
     write(tmp_path, range(8, 9), resumed_from=7)
-    assert [row["step"] for row in read(tmp_path, TRAINING_FILE_NAME)] == ["1", "2", "3", "4", "5", "6", "8"]
+    assert [int(row["step"]) for row in read(tmp_path, TRAINING_FILE_NAME)] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "step,loss\none,2\n", "step,loss\n1,2,3\n"])
-def test_a_file_of_another_kind_is_refused_before_it_is_touched(tmp_path, text):
-    path = tmp_path / TRAINING_FILE_NAME
-    path.write_text(text)
-    with pytest.raises(UsageError, match=r"line 2 of .*; move the file elsewhere"):
-        CsvFiles().start(run_info(tmp_path, resumed_from=1))
-    assert path.read_text() == text
+def test_lines_that_someone_has_edited_have_empty_cells(tmp_path: Path):
+    write(tmp_path, range(1, 6))
+    path = tmp_path / METRICS_FILE_NAME
+    lines = ['{"step": 2, "eval": 3}', '{"step": 3, "eval": {"\\ud800": [1]}}', '{"step": 4, "loss": {"a": 1}}']
+    path.write_text(path.read_text() + "\n".join(lines) + "\n")
+    write(tmp_path, range(6, 7), resumed_from=5)
+    assert read(tmp_path, EVALUATION_FILE_NAME)[-1] == {"step": "3", "accuracy": "", "?": "[1]"}
+    assert [row["step"] for row in read(tmp_path, TRAINING_FILE_NAME)] == ["1", "2", "3", "4", "5", "4", "6"]
 
 
-@pytest.mark.parametrize("line", [f"{'1,' * 2_000_000}\n", '1,"' + "x" * 200_000 + "\n"])
-def test_an_endless_line_is_refused(tmp_path: Path, line: str):
-    path = tmp_path / TRAINING_FILE_NAME
-    path.write_text(f"step,loss\n{line}")
-    with pytest.raises(UsageError, match="move the file elsewhere"):
-        CsvFiles().start(run_info(tmp_path, resumed_from=1))
+def test_a_start_leaves_no_numbers_of_callbacks_of_an_earlier_run(tmp_path: Path):
+    files = Observers([MetricsFile(), CsvFiles()])
+    files.start(run_info(tmp_path))
+    files.logged(LoggedRecord(1, {"a": 1.0}))
+    files.logged(LoggedRecord(1, {"b": math.inf}))
+    files.close()
+    assert (tmp_path / LOGGED_FILE_NAME).read_text() == "step,a,b\n1,1.0,\n1,,Infinity\n"
+    write(tmp_path, range(1, 2))
+    assert not (tmp_path / LOGGED_FILE_NAME).exists()
 
 
 def test_a_long_file_is_not_held_in_memory(tmp_path: Path):
-    path = tmp_path / TRAINING_FILE_NAME
-    path.write_text("step,loss\n" + "".join(f"{step},0.5\n" for step in range(50_000)))
+    path = tmp_path / METRICS_FILE_NAME
+    path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(50_000)))
     tracemalloc.start()
     try:
-        CsvFiles().start(run_info(tmp_path, resumed_from=49_000))
+        CsvFiles().start(run_info(tmp_path, resumed_from=50_000))
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()
-    assert sum(1 for _ in path.open()) == 49_002
+    assert sum(1 for _ in (tmp_path / TRAINING_FILE_NAME).open()) == 50_001
 
 
 def test_a_file_that_is_gone_ends_the_run(tmp_path):
-    files = CsvFiles()
+    files = Observers([MetricsFile(), CsvFiles()])
     files.start(run_info(tmp_path))
     (tmp_path / TRAINING_FILE_NAME).unlink()
     with pytest.raises(TrainerError, match=r"metrics_training\.csv can no longer be written"):

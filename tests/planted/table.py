@@ -1278,11 +1278,11 @@ _OBSERVE = [
         ("observe/test_metrics_file.py",),
     ),
     Defect(
-        "repeated_rows_stay",
-        "Steps after the checkpoint stay in the CSV files.",
+        "earlier_rows_lost",
+        "The CSV files of a resumed run lack the rows of earlier starts.",
         "observe/csv_files.py",
-        "if int(row[0]) <= self._last_step:",
-        "if True:",
+        "if file == name:",
+        "if not name:",
         ("observe/test_csv_files.py",),
     ),
     Defect(

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from trainer.base.disk import open_plain
-from trainer.base.errors import UsageError
-from trainer.observe.metrics_file import GrowingFile, encode_numbers, step_line
+from trainer.base.disk import remove
+from trainer.observe.metrics_file import METRICS_FILE_NAME, GrowingFile, encode_numbers, parsed_lines, step_line
 from trainer.observe.observer import Observer
 from trainer.observe.records import EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
@@ -27,123 +23,91 @@ TRAINING_FILE_NAME = "metrics_training.csv"
 EVALUATION_FILE_NAME = "metrics_evaluation.csv"
 LOGGED_FILE_NAME = "metrics_logged.csv"
 
-_TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in ("mfu", "rank_memory_bytes"))
-
-_LONGEST_LINE = 1 << 20  # bytes; a longer one is no line of these files
-_STEP = re.compile(r"[0-9]{1,15}")
+_LEFT_OUT = ("mfu", "rank_memory_bytes", "seconds", "sample")
+_TRAINING_COLUMNS = tuple(field.name for field in fields(StepRecord) if field.name not in _LEFT_OUT)
 Row = Mapping[str, object]
 
 
 def _line(cells: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
-    return text.getvalue()
+    return text.getvalue().encode(errors="replace").decode()  # anyone may have edited `metrics.jsonl`
 
 
-def _whole_lines(file: BinaryIO) -> Iterator[str]:
-    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
-        if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-            return
-        yield line.decode(errors="replace")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
-    """Open a file, which may be larger than memory: its columns, and its rows without an incomplete last line.
-
-    Both are empty if the file is missing.
-    """
-    if not os.path.lexists(path):
-        yield [], iter(())
-        return
-    with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        reader = csv.reader(_whole_lines(file))
-        try:
-            columns = next(reader, [])
-            yield columns, _checked(path, columns, reader)
-        except csv.Error as error:
-            raise UsageError(f"`{path}` must be a table, but is none ({error}); move the file elsewhere") from error
-
-
-def _checked(path: Path, columns: Sequence[str], rows: Iterable[list[str]]) -> Iterator[list[str]]:
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(columns) or columns[0] != "step" or not _STEP.fullmatch(row[0]):
-            raise UsageError(
-                f"line {number} of `{path}` must be a row of the columns {', '.join(columns)}, with its step, but is"
-                f" not; move the file elsewhere"
-            )
-        yield row
-
-
-class _Table:
-    """One CSV file, which keeps rows up to step `resumed_from`; None: no rows. A row may add a new column."""
-
-    def __init__(self, path: Path, columns: Sequence[str], resumed_from: int | None) -> None:
-        self._path = path
-        self._columns = list(columns)
-        self._last_step = -1 if resumed_from is None else resumed_from
-        self._file = GrowingFile(path, self._kept)
-
-    def add(self, row: Row) -> None:
-        if not row.keys() <= set(self._columns):
-            self._file.close()
-            self._columns += [name for name in row if name not in self._columns]
-            self._file = GrowingFile(self._path, self._kept)
-        self._last_step = int(str(row["step"]))
-        self._file.add(_line(row.get(name, "") for name in self._columns))
-
-    def _kept(self) -> Iterator[str]:
-        if self._last_step < 0:
-            yield _line(self._columns)
-            return
-        with _opened(self._path) as (columns, rows):
-            new = [name for name in self._columns if name not in columns]
-            self._columns = [*columns, *new]
-            yield _line(self._columns)
-            for row in rows:
-                if int(row[0]) <= self._last_step:
-                    yield _line([*row, *[""] * len(new)])
-
-    def close(self) -> None:
-        self._file.close()
+def _row_of(line: Mapping[str, Any]) -> tuple[str, Row]:
+    """Return the file and the row of a line of `metrics.jsonl`; the name is empty if the line has no row."""
+    for key, name in (("eval", EVALUATION_FILE_NAME), ("logged", LOGGED_FILE_NAME)):
+        if isinstance(line.get(key), dict):
+            return name, {"step": line["step"], **line[key]}
+    return TRAINING_FILE_NAME if "loss" in line else "", {name: line[name] for name in _TRAINING_COLUMNS if name in line}
 
 
 class CsvFiles(Observer):
-    """Observer that appends to the files in the run's folder; resumed runs continue them, like `metrics.jsonl`.
+    """Observer that appends to the files in the run's folder, after `MetricsFile` has written the same numbers.
+
+    A start, and a row with a new column, write a file again from `metrics.jsonl`.
 
     Every write raises `TrainerError` if the disk is full or the folder was deleted.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[str, _Table] = {}
-        self._run: RunInfo
+        self._files: dict[str, GrowingFile] = {}
+        self._columns: dict[str, dict[str, None]] = {}
+        self._folder: Path
 
     def start(self, run: RunInfo) -> None:
         """Open the files.
 
         Raises:
-            UsageError: the folder cannot be written, or a file to resume is not one that this class writes.
+            UsageError: the folder or a file in it cannot be written.
         """
-        self._run = run
-        self._open(TRAINING_FILE_NAME, _TRAINING_COLUMNS)
-        self._open(EVALUATION_FILE_NAME)
-        if os.path.lexists(run.folder / LOGGED_FILE_NAME):  # most runs have none
-            self._open(LOGGED_FILE_NAME)
+        self._folder = run.folder
+        self._columns = {TRAINING_FILE_NAME: dict.fromkeys(_TRAINING_COLUMNS), EVALUATION_FILE_NAME: {"step": None}}
+        for name, row in self._rows():
+            self._columns.setdefault(name, {}).update(dict.fromkeys(row))
+        for name in self._columns:
+            self._write(name)
+        if LOGGED_FILE_NAME not in self._files:  # most runs have none
+            with suppress(OSError):
+                remove(run.folder / LOGGED_FILE_NAME)
 
-    def _open(self, name: str, columns: Sequence[str] = ("step",)) -> None:
-        self._tables[name] = _Table(self._run.folder / name, columns, self._run.resumed_from)
+    def _rows(self) -> Iterator[tuple[str, Row]]:
+        for _, line in parsed_lines(self._folder / METRICS_FILE_NAME):
+            name, row = _row_of(line)
+            if name:
+                yield name, row
+
+    def _write(self, name: str) -> None:
+        """Begin a file, with all rows of `metrics.jsonl`, which may be larger than memory."""
+        columns = self._columns[name]
+
+        def lines() -> Iterator[str]:
+            yield _line(columns)
+            for file, row in self._rows():
+                if file == name:
+                    yield _line(row.get(column, "") for column in columns)
+
+        self._files[name] = GrowingFile(self._folder / name, lines)
+
+    def _add(self, name: str, row: Row) -> None:
+        columns = self._columns.setdefault(name, {})
+        if row.keys() <= columns.keys():
+            self._files[name].add(_line(row.get(column, "") for column in columns))
+            return
+        columns.update(dict.fromkeys(row))
+        if name in self._files:
+            self._files[name].close()
+        self._write(name)  # with this row, which `metrics.jsonl` has
 
     def step(self, record: StepRecord) -> None:
-        self._tables[TRAINING_FILE_NAME].add(step_line(record))
+        self._add(TRAINING_FILE_NAME, step_line(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._tables[EVALUATION_FILE_NAME].add({"step": record.step, **encode_numbers(record.metrics)})
+        self._add(EVALUATION_FILE_NAME, {"step": record.step, **encode_numbers(record.metrics)})
 
     def logged(self, record: LoggedRecord) -> None:
-        if LOGGED_FILE_NAME not in self._tables:
-            self._open(LOGGED_FILE_NAME)
-        self._tables[LOGGED_FILE_NAME].add({"step": record.step, **encode_numbers(record.numbers)})
+        self._add(LOGGED_FILE_NAME, {"step": record.step, **encode_numbers(record.numbers)})
 
     def close(self) -> None:
-        for table in self._tables.values():
-            table.close()
+        for file in self._files.values():
+            file.close()

@@ -125,7 +125,7 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
     return encode_numbers({name: value for name, value in values.items() if value is not None})
 
 
-def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line as text and as object, without an incomplete last line; a file may be larger than memory."""
     cut: UsageError | None = None  # the error of a line that is no JSON, unless it is the last one
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
@@ -187,7 +187,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
         OSError: the file does not exist.
     """
     metrics, number, last, before = Metrics(), 0, None, 0.0
-    for line, parsed in _parsed_lines(path):
+    for line, parsed in parsed_lines(path):
         try:
             record = _record(parsed)
         except (TypeError, KeyError, AttributeError, ValueError):  # pydantic's errors are `ValueError`s
@@ -387,7 +387,7 @@ def _kept_lines(path: Path, resumed_from: int | None, lost: Counter[str]) -> Ite
     Add the seconds of the others to `lost`.
     """
     if resumed_from is not None and os.path.lexists(path):
-        for line, parsed in _parsed_lines(path):
+        for line, parsed in parsed_lines(path):
             if "run" in parsed or parsed["step"] <= resumed_from:
                 yield line
             else:
