@@ -28,7 +28,7 @@ def outcome(keys: dict[str, Any], folder: Path, stored: bool) -> tuple[Any, ...]
     with patch, tiny_training(tiny_recipe(**keys)) as training:
         engine = training.engine
         numbers = [(result.loss, result.grad_norm) for result in training.steps(3)]
-        digest = own_digest(engine.state().frozen)
+        digest = own_digest(engine.state().frozen())
         training.parts.engine.export(folder / str(stored))
         frozen = {p.dtype for p in engine.parameters.values() if not p.requires_grad}
         trained = {name: local_part(p.detach()).clone() for name, p in engine.parameters.items() if p.requires_grad}

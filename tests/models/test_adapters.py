@@ -90,7 +90,7 @@ def test_a_loop_with_peft_has_the_same_losses(name: str, tmp_path: Path):
     config, keys, arguments = KINDS[name]
     with tiny_training(recipe_of(config, keys)) as training:
         state = training.engine.state()
-        start = {p.name.removeprefix(MODEL_PREFIX): p.boxes[0].view.clone() for p in (*state.parts, *state.frozen)}
+        start = {p.name.removeprefix(MODEL_PREFIX): p.boxes[0].view.clone() for p in (*state.parts, *state.frozen())}
         results, batches = [], []
         for batch in training.loader:
             batches.append(batch)

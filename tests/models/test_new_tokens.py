@@ -74,7 +74,9 @@ def recipe_of(base: Path, adapter: Any, **sections: Any) -> Recipe:
 
 def start_of(training: TinyTraining) -> dict[str, torch.Tensor]:
     state = training.engine.state()
-    return {part.name.removeprefix(MODEL_PREFIX): part.boxes[0].view.clone() for part in (*state.parts, *state.frozen)}
+    return {
+        part.name.removeprefix(MODEL_PREFIX): part.boxes[0].view.clone() for part in (*state.parts, *state.frozen())
+    }
 
 
 def enlarged(base: Path) -> Any:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.observe.meter import Meter, ModelSize, TimeLeft, flops_per_token, peak_flops, peak_memory_bytes
+from trainer.observe.meter import Meter, ModelSize, TimeLeft, peak_flops, peak_memory_bytes
 
 
 class Clock:
@@ -66,17 +66,17 @@ def test_a_clock_too_coarse_for_the_step_does_not_divide_by_zero(clock):
 
 def test_flops_of_bert_base():
     # 12 layers of 12 * 768^2 weights in their matrices; 512 tokens. Per layer and token: 6 * 12 h^2 + 12 h s.
-    flops = flops_per_token(12 * 12 * 768**2, 12, 768, 512)
+    flops = ModelSize(12 * 12 * 768**2, 12, 768).flops_per_token(512)
     assert flops == 12 * (72 * 768**2 + 12 * 768 * 512)
 
 
 def test_a_frozen_weight_has_no_gradient_of_its_own():
-    assert flops_per_token(100, 1, 1, 1, num_frozen=90) == 6 * 10 + 4 * 90 + 12
+    assert ModelSize(100, 1, 1, num_frozen=90).flops_per_token(1) == 6 * 10 + 4 * 90 + 12
 
 
 def test_mfu_is_one_where_the_model_uses_the_whole_peak(clock):
     model = ModelSize(num_parameters=1000, num_layers=2, hidden_size=10)
-    peak = 1024 * flops_per_token(1000, 2, 10, 128)  # 8 rows of 128 tokens in a second
+    peak = 1024 * model.flops_per_token(128)  # 8 rows of 128 tokens in a second
     meter = Meter(model, peak, clock)
     clock.now += 2
     meter.add(samples=8, tokens=1024)

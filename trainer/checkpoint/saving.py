@@ -196,7 +196,7 @@ class Saver:
         if not is_partly_frozen(own):
             return own
         if self._frozen is None:
-            self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen)))
+            self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
         return {**own, "model": {**own["model"], FROZEN_WEIGHTS: self._frozen}}
 
     def _refuse_another_training(self, state: SavedBoxes) -> None:

@@ -20,7 +20,7 @@ from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.precision import is_stored_rounded, written_dtype
 from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
-from trainer.engine.state import EngineState, LazyParts, StateSource, buffer_parts, whole_tensors
+from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
 from trainer.models.compiled import compile_cache
 from trainer.models.save import save_model
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -126,7 +126,7 @@ class Engine(ABC):
         return EngineState(
             (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
             self._scalars(),
-            LazyParts(partial(self._parts_of, own, saved=False)),
+            partial(self._parts_of, own, saved=False),
         )
 
     def _scalars(self) -> dict[str, float]:

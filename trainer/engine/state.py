@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,27 +21,17 @@ MODEL_PREFIX, OPTIMIZER_PREFIX, BUFFER_PREFIX = "model.", "optimizer.", "buffer.
 
 
 @dataclass(frozen=True)
-class LazyParts:
-    """Parts that are made when they are iterated over."""
-
-    make: Callable[[], Iterator[TensorPart]]
-
-    def __iter__(self) -> Iterator[TensorPart]:
-        return self.make()
-
-
-@dataclass(frozen=True)
 class EngineState:
     """This rank's part of the training state, without copies, by the names of the unsharded model.
 
     Names are `model.NAME` for weights, `optimizer.NAME.KEY` for tensors of the optimizer, and `buffer.NAME` for
-    saved buffers. `scalars` are equal on all ranks. `frozen` are weights that a checkpoint leaves out, because the
+    saved buffers. `scalars` are equal on all ranks. `frozen` yields weights that a checkpoint leaves out, because the
     model below an adapter is loaded again.
     """
 
     parts: tuple[TensorPart, ...]
     scalars: Mapping[str, float]
-    frozen: Iterable[TensorPart] = ()
+    frozen: Callable[[], Iterable[TensorPart]] = tuple
 
 
 class StateSource(Protocol):

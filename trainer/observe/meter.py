@@ -22,26 +22,28 @@ _PAUSES = (EVALUATION, CHECKPOINT, SAMPLING)  # parts of the wall time that the 
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
-def flops_per_token(
-    num_parameters: int, num_layers: int, hidden_size: int, sequence_length: float, num_frozen: int = 0
-) -> float:
-    """Return the floating-point operations of the model for one token, forward and backward.
+@dataclass(frozen=True)
+class ModelSize:
+    """The numbers of a model that decide its floating-point operations."""
 
-    Each parameter counts 6: a multiplication and an addition in the forward pass, and twice that in the backward pass.
-    A frozen parameter counts 4, because it has no gradient of its own; the gradient still passes through it.
-    The attention scores and their weighted sum count `12 * layers * hidden * sequence`. Recomputation of activations
-    does not count.
+    num_parameters: int  # without embedding tables, which are looked up and not multiplied
+    num_layers: int
+    hidden_size: int  # the number of heads times the size of a head
+    num_frozen: int = 0  # of these parameters
 
-    Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
-    appendix B.
+    def flops_per_token(self, sequence_length: float) -> float:
+        """Return the floating-point operations for one token, forward and backward.
 
-    Args:
-        num_parameters: the number of parameters without embedding tables, which are looked up and not multiplied.
-        hidden_size: the number of heads times the size of a head.
-        sequence_length: the number of tokens that attend to each other.
-        num_frozen: the number of these parameters that are frozen.
-    """
-    return 6 * num_parameters - 2 * num_frozen + 12 * num_layers * hidden_size * sequence_length
+        Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1; Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+        appendix B.
+
+        Args:
+            sequence_length: the number of tokens that attend to each other.
+        """
+        # A multiplication and an addition forward, and twice that backward. A frozen parameter has no gradient of its
+        # own, but the gradient passes through it. A recomputation of activations does not count.
+        of_parameters = 6 * self.num_parameters - 2 * self.num_frozen
+        return of_parameters + 12 * self.num_layers * self.hidden_size * sequence_length
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
             flops: float | None = getattr(peak, precision)
             return flops
     return None
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The arguments of `flops_per_token`."""
-
-    num_parameters: int
-    num_layers: int
-    hidden_size: int
-    num_frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,9 +190,7 @@ class Meter:
     def _mfu(self, seconds: float) -> float | None:
         if self._model is None or self._peak_flops is None or not self._tokens:
             return None
-        model, length = self._model, self._tokens / self._samples
-        per_token = flops_per_token(model.num_parameters, model.num_layers, model.hidden_size, length, model.num_frozen)
-        flops = self._tokens * per_token
+        flops = self._tokens * self._model.flops_per_token(self._tokens / self._samples)
         return flops / seconds / self._peak_flops
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from trainer.base.errors import NonFiniteError, TrainerError
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
+from trainer.data.loader import TrainLoader
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.models.compiled import compilations
 from trainer.observe.meter import Meter, Rates, peak_memory_bytes
-from trainer.observe.observer import Observer, Request
+from trainer.observe.observer import Observer, Request, joined
 from trainer.observe.records import (
     CHECKPOINT,
     DEVICE,
@@ -37,7 +38,6 @@ from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.training.bad_steps import describe, examine, remedy
-from trainer.training.requests import Requests
 from trainer.training.validation import Validation
 
 _MOST_SHOWN = 64  # ranks with their memory in a record; a line of more would be long
@@ -55,22 +55,6 @@ Ending = Literal[
 ]
 
 
-class Batches(Protocol):
-    """The batches that are still to be trained on."""
-
-    def __len__(self) -> int:
-        """Return the number of optimizer steps that are left."""
-        ...
-
-    def __iter__(self) -> Iterator[RankBatch]:
-        """Iterate over this rank's part of each global batch."""
-        ...
-
-    def row_ids(self, step: int) -> Sequence[int]:
-        """Return the indices in the training split of the rows of the global batch of `step` (from 0)."""
-        ...
-
-
 @dataclass(frozen=True)
 class _BegunStep:
     number: int  # from 1
@@ -84,7 +68,7 @@ class Loop:
 
     recipe: Recipe
     engine: Engine
-    loader: Batches  # The batches that are left; they begin at `saver.progress`
+    loader: TrainLoader  # The batches that are left; they begin at `saver.progress`
     validation: Validation
     mesh: ParallelMesh
     observers: Observer
@@ -105,7 +89,7 @@ class Loop:
         self.progress = self.saver.progress
         self._first = self.progress.step
         self.total_steps = self.progress.step + len(self.loader)
-        self.requests = Requests(self.mesh, self.has_callbacks)
+        self._answers: list[Request] = []  # of callbacks to events since the ranks last agreed
         self._reported = self.saver.last  # the step of the checkpoint that observers know
 
     def notes(self) -> list[str]:
@@ -155,10 +139,10 @@ class Loop:
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
                 self._log()
-            wanted = self.requests.agreed()
+            wanted = self._agreed()
             is_due = self.validation.evaluator is not None and self._due(self.recipe.evaluation.every)
             out_of_patience = (is_due or wanted.evaluate) and self._evaluate()
-            after = self.requests.agreed()  # of the evaluation
+            after = self._agreed()  # of the evaluation
             request = asked()
             if request == _FAILING:
                 self.mesh.on_every_rank(self._flush)
@@ -228,7 +212,16 @@ class Loop:
                 self.observers.logged(LoggedRecord(self.progress.step, answer.log))
         except TrainerError as error:
             self._failure = self._failure or error
-        self.requests.add(answer)
+        # Also without an answer, or this rank would not join the others when they agree.
+        self._answers.append(replace(answer, log={}) if answer else Request())
+
+    def _agreed(self) -> Request:
+        """Return the requests of all ranks since the last call, without numbers. All ranks must call it."""
+        answers, self._answers = self._answers, []
+        if not (answers and self.has_callbacks):  # the same on all ranks, because they report the same events
+            return Request()
+        own = joined(answers) or Request()
+        return Request(*self.mesh.agree_any(own.evaluate, own.save, own.stop))
 
     def _report_checkpoint(self) -> None:
         """Report the newest checkpoint if it has become complete since the last call."""

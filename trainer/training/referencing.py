@@ -47,7 +47,7 @@ def with_reference(
     if not data.task.has_reference or REFERENCE in data.train.arrays:
         return data
     state = engine.state()
-    parts = (part for part in chain(state.parts, state.frozen) if not part.name.startswith(OPTIMIZER_PREFIX))
+    parts = (part for part in chain(state.parts, state.frozen()) if not part.name.startswith(OPTIMIZER_PREFIX))
     weights = joined(mesh.all_gather(own_digest(parts)))
     facts = {
         "weights": weights,
