@@ -354,7 +354,7 @@ class Mirror(Tier):
         """Return the answer of the place; after a failure, over a new connection."""
         if self._is_lost:
             self._connect()
-        self._is_lost = True
+        self._is_lost = True  # unless the place answers: a question that timed out may still be on its way
         try:
             answer = _answer(question, num_bytes, self._is_stopped)
         except FileNotFoundError:

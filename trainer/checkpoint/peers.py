@@ -48,7 +48,7 @@ class Peers:
         thread = threading.Thread(target=self._serve, args=(open_local,), name="shares", daemon=True)
         thread.start()
         yield
-        mesh.barrier()
+        mesh.barrier()  # no rank has a question left
         self._send(b"", (mesh.rank + 1) % mesh.world_size, _QUESTION)  # ends the thread there
         thread.join()
 

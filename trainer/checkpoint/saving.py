@@ -40,7 +40,7 @@ class Saver:
     """The saver of the engine's state and the run's progress, which also restores them.
 
     Args:
-        tiers: the places of checkpoints, the fastest first; a slower one is opened before a faster one.
+        tiers: the places of checkpoints, the fastest first.
         progress: the counters of the run; `resume` sets them.
     """
 
@@ -75,6 +75,7 @@ class Saver:
             UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
                 a place cannot be used.
         """
+        # The slowest first: the mirror fills an empty folder on the disk, and memory reads its key from that folder.
         notes = [note for tier in reversed(self.tiers) for note in tier.open(mode == "auto")]
         candidates = [(tier, found) for tier in self.tiers for found in tier.found()]
         candidates.sort(key=lambda one: one[1].step, reverse=True)  # of equal steps, the faster tier stays first

@@ -30,8 +30,9 @@ from trainer.tasks.task import Task
 
 
 def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over the ranks, as DDP's hook: each rank's loss is already its share of the global mean."""
+    """Sum a bucket over the ranks, as a hook of DDP."""
     buffer: Tensor = bucket.buffer()
+    # Not averaged, as by default: each rank's loss is already its share of the global mean.
     sent = buffer.to(sent_in or buffer.dtype)
     work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None

@@ -151,7 +151,7 @@ class Engine(ABC):
         self._fill(source)
         if self._scaler:
             self._scaler.load_state(source.scalars)
-        self.optimizer.load(source.scalars)
+        self.optimizer.load(source.scalars)  # after the tensors: the saved weights are the shown ones
         self._use_changed_weights()
         self._step = step
 

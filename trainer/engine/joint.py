@@ -36,6 +36,7 @@ class JointLosses:
             rows: the index of each row in the global batch.
             scores: the scores of these rows `[batch, ...]`, with a graph.
         """
+        # Their difference is 0, but its gradient with respect to the scores is the cached one.
         product = (scores * self.gradient[rows]).sum()
         return self.losses[rows].sum() + (product - product.detach())
 

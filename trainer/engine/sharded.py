@@ -59,8 +59,6 @@ def shard(
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 
-    Gradients are summed, never averaged: each rank's loss is already its share of the global mean.
-
     Args:
         model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
         shards: this rank's rows of each parameter, by name, which are removed; None: those of the model's parameters.
@@ -80,6 +78,7 @@ def shard(
     # Also the gradients of weights that are gathered in 16 bits.
     exact = torch.float32 if how.precision != "fp32" else None
     types = MixedPrecisionPolicy(reduce_dtype=how.sent_in or exact)
+    # The layers first: the call for the model groups the parameters that no inner call has taken.
     for part in (*layers_of(model).values(), model):
         fully_shard(
             part,
@@ -92,6 +91,7 @@ def shard(
         register_fsdp_forward_method(model, "generate")
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # FSDP averages by default, but each rank's loss is already its share of the global mean.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"

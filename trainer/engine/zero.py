@@ -1,8 +1,7 @@
 """ZeRO-1, 2 and 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's engine.
 
-DeepSpeed averages gradients over the N data ranks, so each rank's loss is multiplied by N first. Autocast, loss scaling
-and the accumulation boundary are the trainer's own. Partitioning, communication, clipping and the optimizer step are
-DeepSpeed's.
+Autocast, loss scaling and the accumulation boundary are the trainer's own. Partitioning, communication, clipping and
+the optimizer step are DeepSpeed's.
 
 In bf16 and fp16, the weights of matrix products are gathered in 16 bits: in stage 3 before each use, in stages 1 and 2
 after the optimizer step. Autocast rounds them anyway, so this changes no result. Biases are gathered with the norms.
@@ -195,8 +194,8 @@ class ZeroEngine(Engine):
         self._hide()
         scale = self._scaler.scale.item() if self._scaler else None
         if scale is not None:
-            # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N. With scale * N instead, many ranks
-            # would overflow fp16. DeepSpeed's average divides by N again.
+            # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N; then DeepSpeed's average divides by N.
+            # With scale * N instead, many ranks would overflow fp16.
             self._engine.optimizer.override_loss_scale(scale / self._mesh.size("dp"))
         with self._forward.step(self._step, batch):
             loss = self._accumulate(batch)
@@ -314,7 +313,7 @@ class ZeroEngine(Engine):
                 safe_set_local_optimizer_state(parameter, own, key)
             else:
                 if parameter.requires_grad:
-                    safe_set_local_fp32_param(parameter, own)
+                    safe_set_local_fp32_param(parameter, own)  # the master weights only
                 parameter.ds_tensor.copy_(own)
 
     def _accumulate(self, batch: RankBatch) -> Tensor:
@@ -328,6 +327,7 @@ class ZeroEngine(Engine):
             total = total + loss.detach()
             # DeepSpeed checks only the gradient, which may be finite while the loss is not.
             taint = torch.where(torch.isfinite(total), 1.0, torch.nan) if is_last else 1.0
+            # DeepSpeed averages over the data ranks, and the loss is already this rank's share of the global mean.
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
 

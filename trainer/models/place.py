@@ -197,6 +197,7 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
         loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
     """
     pipeline, keys, zero = plan.pipeline, plan.recipe.parallel.pipeline, plan.strategy.zero_stage
+    # With tensor ranks, DeepSpeed partitions the parts itself, and needs them whole.
     is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
     shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
     cut = replace(tensor_cut(plan, mesh), shard=shard)

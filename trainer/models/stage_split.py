@@ -319,6 +319,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
         model, [split.layers[start] for start in later], list(map(staged.crossing, later)), staged.plan.changes_shape
     )
     origins, holders = _shared_parameters(staged)
+    # Before the stand-ins take the place of the first layer, which has the module.
     _copy_first_layer(staged, stage)
     _stand_in(staged, stage, traffic)
     if stage < split.num_stages - 1:  # like a head, such a buffer belongs to the last stage

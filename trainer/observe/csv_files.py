@@ -39,9 +39,9 @@ def _row_of(line: Mapping[str, Any]) -> tuple[str, Row]:
     for key, name in (("eval", EVALUATION_FILE_NAME), ("logged", LOGGED_FILE_NAME)):
         if isinstance(line.get(key), dict):
             return name, {"step": line["step"], **line[key]}
-    return TRAINING_FILE_NAME if "loss" in line else "", {
-        name: line[name] for name in _TRAINING_COLUMNS if name in line
-    }
+    if "loss" not in line:
+        return "", {}
+    return TRAINING_FILE_NAME, {name: line[name] for name in _TRAINING_COLUMNS if name in line}
 
 
 class CsvFiles(Observer):

@@ -130,10 +130,7 @@ class DropoutKeys:
         return DropoutKeys, (self.seed,)
 
     def known(self, step: int, device: torch.device) -> tuple[list[_Call], Tensor]:
-        """Return all known calls, and their keys in a step, int64 `[calls, 1]`, on `device`.
-
-        The tensor stays the same until another call is known, because CUDA graphs read its memory.
-        """
+        """Return all known calls, and their keys in a step, int64 `[calls, 1]`, on `device`."""
         found = self._of_step.get(device)
         if found is None or found[0] != step or len(found[1]) != len(self._calls):
             calls = list(self._calls)
@@ -141,7 +138,7 @@ class DropoutKeys:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 keys = keys.pin_memory()  # the host need not wait for the copy
             if found is not None and len(found[1]) == len(calls):
-                of_calls = found[2].copy_(keys, non_blocking=True)
+                of_calls = found[2].copy_(keys, non_blocking=True)  # CUDA graphs read this memory
             else:
                 of_calls = keys.to(device, non_blocking=True)
             found = self._of_step[device] = (step, calls, of_calls)

@@ -91,7 +91,7 @@ class ParallelMesh:
         mine = None
         for line in lines.tolist():
             ranks = [line[index] for index in indices]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks)  # all ranks must create each group, also those that they are not in
             if self.rank in ranks:
                 mine = group
         return mine

@@ -104,7 +104,8 @@ def ranks_of_node(mesh: ParallelMesh) -> Iterator[NodeRanks | None]:
     own: Any = None
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, name in enumerate(nodes) if name == node]
-        group = dist.new_group(ranks, backend="gloo")  # the tensors are on the CPU
+        # All ranks must create each group. Its tensors are on the CPU.
+        group = dist.new_group(ranks, backend="gloo")
         own = group if mesh.rank in ranks else own
     try:
         yield NodeRanks(own)

@@ -60,6 +60,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that brings a gradient of this norm to `max_norm` at most, a scalar on its device."""
+    # 1e-6 is that of `torch.nn.utils.clip_grad_norm_`. The mask keeps the bits of gradients that need no clipping.
     return (max_norm / (norm + 1e-6)).masked_fill_(norm <= max_norm, 1.0)
 
 

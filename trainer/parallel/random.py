@@ -5,8 +5,7 @@ SplitMix64 (Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators
 finalizer applied to `key + counter * GOLDEN_GAMMA`. Any rank can compute any slice of the mask that one process would
 draw. A recomputation draws it again, and no state is saved.
 
-Torch has no logical shift for signed words, and its CPU kernels are slow on unsigned ones. Therefore the words are
-int64 and the shifts are masked. Each word serves four elements of 16 bits.
+The words are int64, because torch's CPU kernels are slow on unsigned ones. Each serves four elements of 16 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _mix_(words: Tensor) -> Tensor:
     """Apply SplitMix64's finalizer to int64 `words` of any shape, in place."""
     shifted = torch.empty_like(words)
     for shift, multiplier in ROUNDS:
-        torch.bitwise_right_shift(words, shift, out=shifted)
+        torch.bitwise_right_shift(words, shift, out=shifted)  # copies the sign bit, which the mask takes away
         words.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))
         if multiplier is not None:
             words.mul_(multiplier)

@@ -95,6 +95,7 @@ class Rendezvous:
             TrainerError: two processes are the same rank, or not all came.
         """
         own = self._environment
+        # The first rank sets the size, and the others read that of the first.
         size = self.store.compare_set("size", "", str(self._size)).decode()
         if size != str(self._size):
             raise LaunchError(
@@ -396,7 +397,7 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
             environment.world_size,
             is_master=hosts_store,
             timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
+            wait_for_workers=False,  # `arrive` waits, and names the ranks that are missing
             master_listen_fd=listener,
         )
     except dist.DistError as error:

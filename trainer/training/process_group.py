@@ -136,7 +136,7 @@ def process_group(
         with linear_restored():
             yield
         gc.collect()  # frees all that holds the process group: with gloo, the interpreter would abort at exit
-        dist.barrier()
+        dist.barrier()  # a rank that leaves early breaks the connections of the others
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # their variables hold model and engine
         gc.collect()

@@ -103,6 +103,7 @@ def _factored_update(
     new = {"step": state["step"] + 1}
     steps = new["step"].double()
     fresh = spread(steps.pow(group["beta2_decay"]))  # the share of the new second moment
+    # alpha = max(eps2, RMS(weight)) * min(lr, 1 / sqrt(t)), the relative step of the paper
     rate = steps.rsqrt().clamp(max=group["lr"]) * (norms(weight) / length).clamp(min=group["eps2"])
     if "variance" in state:
         new["variance"] = state["variance"].lerp(gradient.square(), fresh)

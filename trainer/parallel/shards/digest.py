@@ -29,7 +29,7 @@ def own_digest(parts: Iterable[TensorPart]) -> int:
             start = (box.start[0] + first, *box.start[1:]) if box.shape else ()
             words = derive_keys(stream, positions_of(start, piece.shape, part.shape, piece.device))
             bits = piece.detach().float().contiguous().view(torch.int32).reshape(-1).long()
-            total += int((words * bits).sum())
+            total += int((words * bits).sum())  # int64 wraps modulo 2**64, as the digest does
     return total % _MODULUS
 
 

@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """For each row with logits z and label y, over the other columns v: m = max z_v and s = sum exp(z_v - m).
 
     With d = log s + m - z_y and q = sigmoid(d) = 1 - p_y, the loss is log(1 + exp d). The gradient of z_y is -q, and
-    that of z_v is exp(z_v - m) q / s. Without z_y in the sums, a row with p_y near 1 loses no digits.
+    that of z_v is exp(z_v - m) q / s.
     """
 
     @staticmethod
@@ -110,6 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for block in _blocks(x, layer, labels, cut, num_columns):
                 logits, found = block.logits, block.logits.gather(1, block.target)
                 at_label = torch.where(block.has_label, found.squeeze(1), at_label)
+                # z_y leaves the sums: a row with p_y near 1 would lose its digits in 1 - p_y.
                 logits.scatter_(1, block.target, found.masked_fill(block.has_label.unsqueeze(1), -torch.inf))
                 if finds_best:
                     top, column = logits.max(1)
@@ -117,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     top = logits.amax(1)
                 larger = torch.maximum(maximum, top)
-                shrinks, maximum = (maximum - larger).exp_(), larger
+                shrinks, maximum = (maximum - larger).exp_(), larger  # makes earlier sums relative to the new maximum
                 exponentials = logits.sub_(maximum.unsqueeze(1)).exp_()
                 sums = sums * shrinks + exponentials.sum(1)
                 if slope is not None:
