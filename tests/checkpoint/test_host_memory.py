@@ -222,7 +222,7 @@ class TestOneHost:
         run.close()
         first, last = run.notes
         assert "the checkpoint of step 2 could not be written to the memory" in first
-        assert last == "3 checkpoints in all could not be written to the memory of the hosts"
+        assert last == "3 checkpoints in total could not be written to the memory of the hosts"
 
     def test_a_folder_that_others_may_write_to_is_passed_over(self, tmp_path):
         (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -341,7 +341,7 @@ class TestOneHost:
         save(tmp_path, [2])
         step, _, notes = resume(tmp_path, training={"seed": 1})
         assert step is None
-        assert "it is of another training: `training.seed` was 42 and is 1" in notes[0]
+        assert "it belongs to another training: `training.seed` was 42 and is 1" in notes[0]
 
     def test_a_run_in_a_new_folder_at_the_same_place_finds_nothing(self, tmp_path):
         save(tmp_path, [2])
@@ -505,7 +505,7 @@ class TestSeveralHosts:
         sums.write_text("".join([*lines, f"{file_digest(facts)}  state.json\n"]))
         for step, is_whole, notes in ranks(2).run(resume, tmp_path, 2):
             assert (step, is_whole) == (2, True)
-            assert notes[0] == "skipped the checkpoint of step 4 in memory: its shares are of several trainings"
+            assert notes[0] == "skipped the checkpoint of step 4 in memory: its shares belong to different trainings"
 
     def test_a_share_of_an_incomplete_checkpoint_is_not_used(self, ranks: RankPools, tmp_path):
         ranks(2).run(save, tmp_path, [2, 4], 2)

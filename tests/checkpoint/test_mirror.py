@@ -120,12 +120,12 @@ def test_copies_that_lack_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = shown(capsys)
     if damage == "all":  # a training from the start would replace them
         assert code == ExitCode.FAILED
-        assert "step-00000003: it is damaged: it lacks state.json" in text
+        assert "step-00000003: it is damaged: state.json is missing" in text
         assert "No copy can be used; restore one, remove them all" in text
         assert steps_of(tmp_path / "copies") == ["step-00000002", "step-00000003"]
     else:
         assert code == ExitCode.DONE
-        assert ("it is damaged: it lacks model/config.json" in text) == (damage == "lost")
+        assert ("it is damaged: model/config.json is missing" in text) == (damage == "lost")
         assert "the checkpoint of step 2 was downloaded" in text
 
 
@@ -181,7 +181,7 @@ def test_a_copy_with_a_file_elsewhere_is_refused(tmp_path: Path, name: str):
     place.mkdir(parents=True)
     (place / SUMS).write_text(f"{'0' * 64}  {name}\n")
     (place / "state.json").write_text(json.dumps({"format": 2, "files": {name: 1}}))
-    with pytest.raises(TrainerError, match="it is damaged: SHA256SUMS holds a line that is no sum"):
+    with pytest.raises(TrainerError, match="it is damaged: SHA256SUMS holds a line that is not a checksum"):
         mirror_of(tmp_path, store).fetch()
     assert store.steps() == []
 

@@ -153,7 +153,7 @@ class TestIdentity:
         with pytest.raises(UsageError) as error:
             saver(tmp_path, engine, **recipe).resume("auto")
         assert words in str(error.value)
-        assert "is of another training" in str(error.value)
+        assert "belongs to another training" in str(error.value)
         assert "Name another `checkpoint.folder`, or restore" in str(error.value)
         assert engine.loaded_step is None
 

@@ -194,7 +194,7 @@ class TestVerify:
         with monkeypatch.context() as patch:
             patch.setattr("trainer.checkpoint.format.FORMAT", 99)
             saved(store, 1)
-        assert newest(store) == (None, ["its format is 99, this version reads 2"])
+        assert newest(store) == (None, ["its format is 99, but this version reads 2"])
 
     @pytest.mark.parametrize("file", FILES)
     def test_a_pickle_in_place_of_a_file_is_never_run(self, store, file, tmp_path):
@@ -214,14 +214,14 @@ class TestVerify:
         os.mkfifo(store.path(2) / file)
         state, (problem,) = newest(store)
         assert is_whole(state, 1)
-        assert "is no file" in problem
+        assert "is not a regular file" in problem
 
     @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "model/../../outside", "other.safetensors"])
     def test_a_name_that_leads_elsewhere_is_refused(self, store, name):
         saved(store, 1)
         with (store.path(1) / SUMS).open("a") as sums:
             sums.write(f"{'0' * 64}  {name}\n")
-        assert newest(store) == (None, [f"it is damaged: {SUMS} holds a line that is no sum"])
+        assert newest(store) == (None, [f"it is damaged: {SUMS} holds a line that is not a checksum"])
 
     def test_parts_that_are_not_the_whole_are_refused(self, store):
         saved(store, 1)
@@ -229,7 +229,7 @@ class TestVerify:
         facts["tensors"]["model.weight"] = [4, 4]
         (store.path(1) / FACTS).write_text(json.dumps(facts))
         reseal(store.path(1))
-        assert newest(store) == (None, ["it is damaged: the parts of model.weight are not the whole of it"])
+        assert newest(store) == (None, ["it is damaged: the parts of model.weight do not cover it"])
 
     @pytest.mark.parametrize(
         ("place", "value"),

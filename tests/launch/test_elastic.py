@@ -90,7 +90,7 @@ def test_a_rank_too_many_waits_for_the_others(signal, tmp_path):
     code = ExitCode.STOPPED if signal else ExitCode.DONE
     assert [code for code, _ in ended] == [code] * 3
     assert "rank 2 on" in ended[2][1]
-    assert "waits as a spare: the training fits 2 of the 3 processes" in ended[2][1]
+    assert "waits as a spare: the recipe uses 2 of the 3 processes" in ended[2][1]
     assert layouts(recipe) == ["dp_shard 2"]
     assert list(memory.iterdir()) == []
     if not signal:

@@ -143,7 +143,7 @@ SHORT = "parallel.join_timeout=4 seconds"
 class TestWhatIsWrongIsSaid:
     @pytest.mark.parametrize(
         ("address", "answer"),
-        [("10.77.0.9", ""), ("node7", "the name node7 is not known here")],
+        [("10.77.0.9", ""), ("node7", "the host name node7 cannot be resolved")],
     )
     def test_a_wrong_address(self, nodes, tmp_path, address, answer):
         first, second = two_ranks(nodes, write_tiny_run(tmp_path), SHORT, variables={"MASTER_ADDR": address})

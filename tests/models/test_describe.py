@@ -194,7 +194,7 @@ class TestFromFolder:
 
     def test_notes_say_what_was_drawn_and_what_was_left(self, pretrained, tmp_path):
         assert build({"name_or_path": str(pretrained)}).notes == [
-            "not in the checkpoint, drawn at random: classifier.bias, classifier.weight"
+            "not in the checkpoint, initialised at random: classifier.bias, classifier.weight"
         ]
         BertForMaskedLM(AutoConfig.for_model(**TINY_BERT)).save_pretrained(tmp_path)
         drawn, left = build({"name_or_path": str(tmp_path)}).notes
@@ -255,7 +255,7 @@ class TestFromFolder:
         shutil.copytree(pretrained, tmp_path, dirs_exist_ok=True)
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-        with pytest.raises(UsageError, match=r"6 weights \(bert.* are of another size.*; use a checkpoint"):
+        with pytest.raises(UsageError, match=r"6 weights \(bert.* have another size.*; use a checkpoint"):
             build({"name_or_path": str(tmp_path)})
 
 

@@ -133,7 +133,7 @@ class TestPlansOfTransformers:
                 "query_key_value` with 48 outputs, but the row after it has 16 inputs: it joins several matrices",
             ),
             ("gemma", "forward of GemmaTextScaledWordEmbedding cannot be cut"),
-            ("apertus", "does not say how `model.layers.0.mlp.act_fn` lies"),  # an activation with weights
+            ("apertus", "does not define the layout of `model.layers.0.mlp.act_fn`"),  # an activation with weights
         ],
     )
     def test_what_has_no_block_of_ours_is_refused_but_its_layers_are_known(self, model_type, why):
@@ -146,7 +146,7 @@ class TestPlansOfTransformers:
         """A norm of queries sees a rank's heads only: its gradient would be wrong in silence."""
         model = causal_model_of("olmo")
         model.get_submodule("model.layers.0.self_attn").q_norm = nn.LayerNorm(8)
-        with pytest.raises(UsageError, match=r"does not say how `model\.layers\.0\.self_attn\.q_norm` lies"):
+        with pytest.raises(UsageError, match=r"does not define the layout of `model\.layers\.0\.self_attn\.q_norm`"):
             split_model(model, None)
 
     def test_a_matrix_that_the_plan_forgets_is_refused(self):

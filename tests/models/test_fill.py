@@ -132,12 +132,12 @@ def test_an_adapter_trains_drawn_modules_whole_in_parts_too(ranks: RankPools, tm
     """The base has neither the pooler nor the classifier. A list of modules takes precedence, and a note says so."""
     base = save(tmp_path, build("bert", "AutoModelForMaskedLM", 0.0, DropoutKeys(0)))
     for saved, notes in (
-        (None, ["drawn and trained whole, beside frozen weights: bert.pooler.dense, classifier"]),
+        (None, ["initialised at random and trained whole, beside frozen weights: bert.pooler.dense, classifier"]),
         (
             ["classifier"],
             [
-                "drawn and trained whole, beside frozen weights: classifier",
-                "drawn and never trained, because they are frozen: bert.pooler.dense;"
+                "initialised at random and trained whole, beside frozen weights: classifier",
+                "initialised at random and never trained, because they are frozen: bert.pooler.dense;"
                 " `model.adapter.modules_to_save` names modules to train",
             ],
         ),
@@ -286,7 +286,7 @@ class TestWhatDoesNotFit:
         for words in ranks(2).run(refusal, recipe):
             assert "`model.name_or_path` is " in words
             assert "in which 6 weights (bert." in words
-            assert "are of another size than in this task's model" in words
+            assert "have another size than in this task's model" in words
             assert "bert.encoder.layer.0.intermediate.dense.weight is [64, 32] and not [48, 32]" in words
 
     def test_a_file_that_is_cut_short(self, ranks: RankPools, tmp_path):
@@ -346,7 +346,7 @@ class TestAnIndexThatNamesAnotherFile:
         return Model(name_or_path=str(tmp_path / "model"))
 
     def test_is_refused_where_the_model_is_built_whole(self, recipe, file):
-        with pytest.raises(UsageError, match=r"index.json names the file .*; it may only name safetensors files"):
+        with pytest.raises(UsageError, match=r"index.json names the file .*, but only safetensors files"):
             load_whole(describe(recipe, Training(), ModelUse(CLASSIFICATION, {"num_labels": 2})))
 
     def test_is_refused_where_it_is_built_in_parts(self, recipe, file):

@@ -88,7 +88,7 @@ def test_the_fingerprint_tells_what_changes_the_result():
     ("model", "message"),
     [
         (described(num_channels=4), r"`model.config` must be a model that reads images of 1 or 3 channels.* 4; use"),
-        (Model(config={"model_type": "bert"}), r"configuration of a bert says `num_channels` None"),
+        (Model(config={"model_type": "bert"}), r"configuration of a bert has `num_channels` None"),
     ],
 )
 def test_a_model_of_no_images_is_refused(model, message):

@@ -214,9 +214,9 @@ _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 @pytest.mark.parametrize(
     ("described", "keys", "words"),
     [
-        ({"quant_method": "gptq"}, {}, r"is that of quantised weights \(gptq\), which are not read; name"),
+        ({"quant_method": "gptq"}, {}, r"is that of quantised weights \(gptq\), which cannot be read; name"),
         (_BNB, {}, r"`model.quantization` must be nf4_single.*but is nf4;"),
-        ({**_BNB, "bnb_4bit_quant_type": "fp4"}, {}, r"\(bitsandbytes, fp4\), which are not read"),
+        ({**_BNB, "bnb_4bit_quant_type": "fp4"}, {}, r"\(bitsandbytes, fp4\), which cannot be read"),
         (NF4.to_dict(), {"quantization": "int8"}, r"`model.quantization` must be nf4.*but is int8"),
         (NF4.to_dict(), {"quantization": None}, r"`model.quantization` must be nf4.*but is null"),
         (NF4.to_dict(), {"adapter": STARTED}, r"`model.adapter.start` is \"loftq\".*holds them in nf4"),

@@ -271,7 +271,7 @@ def test_files_of_older_versions(base, tmp_path):
         ({"1_Pooling/config.json": "[]"}, "1_Pooling/config.json that must hold an object"),
         ({"modules.json": [{"type": "sentence_transformers.base.modules.Router"}]}, "with the modules Router, but"),
         ({"1_Pooling/config.json": {"pooling_mode": 3}}, "`pooling_mode` must be a name or a list of names, and is 3"),
-        ({PROMPTS_FILE: {"prompts": ["word1"]}}, r"`prompts` must be texts by name, and are \['word1'\]; mend"),
+        ({PROMPTS_FILE: {"prompts": ["word1"]}}, r"`prompts` must be texts by name, and are \['word1'\]; correct"),
         (
             {PROMPTS_FILE: {"prompts": PROMPTS, "default_prompt_name": "no"}},
             "name` 'no', but its prompts are query, doc",

@@ -173,7 +173,7 @@ class TestOtherProcesses:
         class Inner(Callback):
             pass
 
-        with pytest.raises(UsageError, match=r"`Inner`.*inside of another.*move it to the top"):
+        with pytest.raises(UsageError, match=r"`Inner`.*nested in another one.*move it to the top"):
             described(Inner())
 
     @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ class TestOtherProcesses:
             described(callback)
 
     def test_name_a_class_that_they_cannot_import(self):
-        with pytest.raises(UsageError, match=r"`nowhere:Target` could not be made: ModuleNotFoundError"):
+        with pytest.raises(UsageError, match=r"`nowhere:Target` could not be created: ModuleNotFoundError"):
             made([{"class": "nowhere:Target", "fields": {}}])
 
 

@@ -206,7 +206,7 @@ def test_weights_are_compared_by_their_headers(tmp_path, capsys):
     BertForSequenceClassification(BertConfig(**keys, num_labels=5)).save_pretrained(folder)
     model = {"config": None, "name_or_path": "model"}
     recipe = str(write_tiny_run(tmp_path, model=model))
-    assert any("are of another size than in this task's model" in line for line in errors(capsys, "check", recipe))
+    assert any("have another size than in this task's model" in line for line in errors(capsys, "check", recipe))
     os.remove(folder / "model.safetensors")
     assert any("which has no weights (model.safetensors)" in line for line in errors(capsys, "check", recipe))
 
@@ -280,7 +280,7 @@ def test_configurations_that_cannot_be_built(tmp_path, capsys):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**TINY_BERT, "num_hidden_layers": -1}))
     recipe = str(write_tiny_run(tmp_path, model={"config": None, "name_or_path": "model"}))
-    assert "must be at least 1, but is -1; raise it, or mend its config.json" in errors(capsys, "check", recipe)[0]
+    assert "must be at least 1, but is -1; raise it, or correct its config.json" in errors(capsys, "check", recipe)[0]
     for depth in (100, 100_000):
         nested = '{"a":' * depth + "1" + "}" * depth
         (folder / "config.json").write_text(f'{{"model_type": "bert", "extra": {nested}}}')

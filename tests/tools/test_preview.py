@@ -100,7 +100,7 @@ def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["splits"][0]["cut"] == 40
     assert found["splits"][0]["uncut"][-1] == [7, 40]
     assert found["rows"][0]["texts"][0]["pieces"][-1]["mark"] == "cut"
-    assert any("most training rows lose their end: 40 of 40" in note for note in found["notes"])
+    assert any("most training rows are truncated: 40 of 40" in note for note in found["notes"])
     own, other = (trainer.preview(recipe, processes=2, rank=rank).step for rank in (0, 1))
     assert {row.row for row in own}.isdisjoint(row.row for row in other)
     assert main(["preview", recipe, "--rank", "1"]) == 2
@@ -115,7 +115,7 @@ def test_a_class_without_rows_and_cut_rows_are_noted_by_each_verb(tmp_path: Path
         assert main([verb, str(recipe), "training.max_steps=1", 'logging.to=["console"]']) == 0
         shown = " ".join("".join(capsys.readouterr()).split())
         assert "no training row has the class 'rare'" in shown, verb
-        assert "lose their end: 40 of 40" in shown, verb
+        assert "are truncated: 40 of 40" in shown, verb
 
 
 def test_trained_prompts_are_noted_by_each_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -97,7 +97,7 @@ def test_a_run_with_an_edited_key_takes_a_new_one(tmp_path: Path, outside: Path,
     before = contents(outside)
     capsys.readouterr()
     assert start(tmp_path, *words) == ExitCode.DONE
-    assert "the run takes a new key" in " ".join(capsys.readouterr().out.split())
+    assert "the run creates a new key" in " ".join(capsys.readouterr().out.split())
     assert contents(outside) == before
 
 

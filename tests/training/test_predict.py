@@ -85,7 +85,7 @@ def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Pa
     assert process.wait() == -signal.SIGKILL
     resumed = subprocess.run([*broken, "--processes", "2"], check=False, timeout=480, capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
-    assert "goes on after" in resumed.stderr
+    assert "resumes after" in resumed.stderr
     for row, expected in zip(read(output), read(whole), strict=True):
         assert (row["id"], row["prediction"]) == (expected["id"], expected["prediction"])
         assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=2e-6)
@@ -98,7 +98,7 @@ def test_another_input_starts_anew(trained: Path, tmp_path: Path, capfd: pytest.
     (parts / "part-000000.jsonl").write_text('{"id": "wrong"}\n')
     arguments = ["--input", str(trained / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--keep", "none"]
     assert main(["predict", str(trained / "run"), *arguments]) == 0
-    assert "starts anew" in capfd.readouterr().err
+    assert "starts from the first row" in capfd.readouterr().err
     assert [set(row) for row in read(tmp_path / "out.jsonl")] == [{"prediction", "probabilities"}] * 17
 
 

@@ -139,7 +139,7 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(trained, tmp_path, c
     assert "2 rows are done, and the same command with --skip-bad-rows goes on" in " ".join(message.split())
     assert main([*arguments, "--skip-bad-rows"]) == 0
     notes = capfd.readouterr().err
-    assert "goes on after 2 rows" in notes
+    assert "resumes after 2 rows" in notes
     assert "bad: 3 rows of `" in notes
     assert "skipped: 2 empty lines of `" in notes
     found = [json.loads(line) for line in output.read_text().splitlines()]

@@ -200,7 +200,7 @@ def test_python_does_what_the_command_does(tmp_path, here, trained):
     assert (done.weights, done.step) == (("model.safetensors",), 2)
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"- command: `trainer.export('{trained}', '{tmp_path / 'out'}', verify_rows=4)`" in card
-    with pytest.raises(trainer.TrainerError, match=r"`FOLDER` must be empty or not there yet"):
+    with pytest.raises(trainer.TrainerError, match=r"`FOLDER` must be empty or missing"):
         trainer.export(trained, tmp_path / "out")
 
 

@@ -116,7 +116,7 @@ def load(points: Iterable[EntryPoint] | None = None) -> None:
         except Exception as error:
             raise UsageError(
                 f"the extension `{point.name}` of {package} could not be loaded: {type(error).__name__}: {error};"
-                " mend the package, or uninstall it"
+                " fix the package, or uninstall it"
             ) from error
         finally:
             _loading.pop()

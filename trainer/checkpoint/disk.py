@@ -63,8 +63,8 @@ class Disk(WritingTier[list[WrittenFile]]):
             names = ", ".join(dict.fromkeys(hosts[rank] for rank in others))
             raise UsageError(
                 f"`checkpoint.folder` must be one folder for all ranks, but {self.store.folder} is another one"
-                f" for rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} on {names} than for rank 0: a"
-                " file that rank 0 made there is not seen; use a file system that the nodes share"
+                f" for rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} on {names} than for rank 0:"
+                " they do not see a file that rank 0 created; use a file system that the nodes share"
             )
         return []
 

@@ -158,9 +158,9 @@ def read_sizes(folder: Path) -> dict[str, int]:
     """
     sizes = _read_json(folder).get("files")
     if not isinstance(sizes, dict) or _read_sums(folder).keys() != {*sizes, FACTS}:
-        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name other files")
+        raise ValueError(f"it is damaged: {FACTS} and {SUMS} name different files")
     if not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise ValueError(f"it is damaged: {FACTS} holds a wrong size of a file")
+        raise ValueError(f"it is damaged: {FACTS} holds a wrong file size")
     return sizes
 
 
@@ -185,7 +185,7 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     names = sorted(sizes)
     for name in (FACTS, *names[turn::num_turns]):
         if file_digest(folder / name) != sums[name]:
-            raise ValueError(f"it is damaged: {name} does not match its sum in {SUMS}")
+            raise ValueError(f"it is damaged: {name} does not match its checksum in {SUMS}")
     return names
 
 
@@ -226,7 +226,7 @@ class SavedBox:
         name, _, corner = key.rpartition("@")
         start = tuple(int(number) for number in corner.split(",") if number)
         if len(start) != len(shape) or any(number < 0 for number in start):
-            raise ValueError(f"it is damaged: {key} is no part of a tensor")
+            raise ValueError(f"it is damaged: {key} is not a part of a tensor")
         return cls(file, key, name, start, shape)
 
 
@@ -311,7 +311,7 @@ class SavedBoxes:
                 if len(box.start) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
                     raise ValueError(f"it is damaged: {box.key} lies outside of {name}")
             if sum(prod(box.shape) for box in boxes) != prod(shape):
-                raise ValueError(f"it is damaged: the parts of {name} are not the whole of it")
+                raise ValueError(f"it is damaged: the parts of {name} do not cover it")
 
 
 class SavedState(SavedBoxes):
@@ -414,7 +414,7 @@ def _regular(path: Path) -> os.stat_result:
     """Return the status of a regular file; a pipe or a link in its place is damage, and a read could block."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"it is damaged: {path.name} is no file")
+        raise ValueError(f"it is damaged: {path.name} is not a regular file")
     return status
 
 
@@ -424,13 +424,13 @@ def _read_json(folder: Path) -> dict[str, Any]:
     try:
         described = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is damaged: {FACTS} is no JSON ({error})") from error
+        raise ValueError(f"it is damaged: {FACTS} is not JSON ({error})") from error
     if not is_shallow(described):
         raise ValueError(f"it is damaged: {FACTS} is nested too deeply")
     if not isinstance(described, dict) or "format" not in described:
-        raise ValueError(f"it is damaged: {FACTS} says no format")
+        raise ValueError(f"it is damaged: {FACTS} has no format")
     if described["format"] != FORMAT:
-        raise ValueError(f"its format is {described['format']}, this version reads {FORMAT}")
+        raise ValueError(f"its format is {described['format']}, but this version reads {FORMAT}")
     return described
 
 
@@ -442,7 +442,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
         match = _SUM_LINE.fullmatch(line.removesuffix("\n"))
         name = match[2] if match else ""
         if not match or not line.endswith("\n") or not _is_summed(name) or name in sums:
-            raise ValueError(f"it is damaged: {SUMS} holds a line that is no sum")
+            raise ValueError(f"it is damaged: {SUMS} holds a line that is not a checksum")
         sums[name] = match[1]
     return sums
 

@@ -243,7 +243,7 @@ class HostMemory(WritingTier[None]):
         trainings = [digest_of(facts.identity) for _, facts in shares.values()]
         gathered = self._mesh.all_gather((first, keys))
         if len({one for some in self._mesh.all_gather(trainings) for one in some}) > 1:
-            raise ValueError("its shares are of several trainings")
+            raise ValueError("its shares belong to different trainings")
         facts = replace(Facts.from_json(next(one for one, _ in gathered if one is not None)), shapes=shapes)
         boxes, remote = [], {}
         for part, listed in (one for _, some in gathered for one in some):
@@ -320,7 +320,7 @@ class HostMemory(WritingTier[None]):
             with suppress(OSError):  # another run of this path, in another container, may use it
                 self.folder.rmdir()
         if self._num_failed > 1:
-            self._note(f"{self._num_failed} checkpoints in all could not be written to the memory of the hosts")
+            self._note(f"{self._num_failed} checkpoints in total could not be written to the memory of the hosts")
 
     @property
     def _name(self) -> str:

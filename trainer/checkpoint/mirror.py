@@ -73,7 +73,7 @@ def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Call
     end = time.monotonic() + seconds
     while asked.status == WRITING:
         if is_stopped():
-            raise StoppedError("stopped by a signal while `checkpoint.mirror` was asked; nothing is lost")
+            raise StoppedError("stopped by a signal while waiting for `checkpoint.mirror`; nothing is lost")
         if time.monotonic() > end:
             raise TimeoutError(f"it did not answer within {seconds:g} seconds")
         asked.wait(_LOOK_SECONDS)
@@ -285,7 +285,9 @@ class Mirror(Tier):
             temporary = self._store.begin(step)
             try:
                 self._download(step, temporary)
-                open_verified(temporary, step=step)  # a run would pass over it, and begin anew beside older copies
+                open_verified(
+                    temporary, step=step
+                )  # a run would skip it, and start from the beginning beside older copies
             except (FileNotFoundError, ValueError) as error:
                 self._store.discard(step)
                 notes.append(f"skipped the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")
@@ -335,9 +337,9 @@ class Mirror(Tier):
             with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
                 found = self._info(remote)
             if found is None:
-                raise FileNotFoundError(f"it is damaged: it lacks {name}")
+                raise FileNotFoundError(f"it is damaged: {name} is missing")
             if found.get("type") != "file":
-                raise ValueError(f"it is damaged: {name} is no file")
+                raise ValueError(f"it is damaged: {name} is not a regular file")
             size = found.get("size")  # None: the place does not know it
             if size is not None and (size > LARGEST_FACTS_BYTES if num_bytes is None else size != num_bytes):
                 raise ValueError(f"it is damaged: {name} has {size} bytes and should have {num_bytes or 'fewer'}")

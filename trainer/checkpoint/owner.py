@@ -81,7 +81,7 @@ class FolderOwner:
                 " for its end, or give this run a folder of its own"
             )
         begun = f"`checkpoint.folder` {self._folder} is in use by another run ({owner})"
-        take_over = f"delete {file}, which gives up its lock"
+        take_over = f"delete {file}, which releases its lock"
         if owner.has_ended():
             return f"{begun}; its process has ended, but the file server still holds its lock: {take_over}"
         remedy = f"{begun}; wait for its end, stop it, or give this run a folder of its own"

@@ -188,7 +188,7 @@ class Saver:
             and not tier.is_lasting
             and (others := differences(state.facts.identity, self._identity()))
         ):
-            return None, [f"it is of another training: {others}"]
+            return None, [f"it belongs to another training: {others}"]
         return state, problems
 
     def _identity(self, state: EngineState | None = None) -> Mapping[str, Any]:
@@ -203,7 +203,7 @@ class Saver:
     def _refuse_another_training(self, state: SavedBoxes) -> None:
         was, now = state.facts.identity, self._identity()
         if others := differences(was, now):
-            raise UsageError(f"{state.folder} is of another training: {others}. {remedy(was, now)}")
+            raise UsageError(f"{state.folder} belongs to another training: {others}. {remedy(was, now)}")
 
     def _compare_model(self, state: SavedBoxes) -> list[str]:
         """Refuse another model, by names and shapes: `model.name_or_path` is not part of the identity.

@@ -101,8 +101,8 @@ class CheckpointStore:
         key = secrets.token_hex(_KEY_BYTES)
         replace_text(file, key)
         note = (
-            f"{file} must hold {2 * _KEY_BYTES} hexadecimal digits, but does not; the run takes a new key, and passes"
-            " over its checkpoints in memory"
+            f"{file} must hold {2 * _KEY_BYTES} hexadecimal digits, but does not; the run creates a new key, and skips"
+            " its checkpoints in memory"
         )
         return key, [note] if is_damaged else []
 

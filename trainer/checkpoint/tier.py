@@ -61,7 +61,7 @@ class Tier:
         """Prepare for saving, and return notes for the user.
 
         Args:
-            step: the step from which the run resumes; None: it starts anew.
+            step: the step from which the run resumes; None: it starts from the beginning.
             state: returns the state of the engine; all ranks must call it.
         """
         return []

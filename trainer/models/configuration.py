@@ -200,7 +200,7 @@ def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> A
         before, after = _shapes(config), _shapes(changed)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise UsageError(
-            f"`model.config` does not fit the model {str(recipe.name_or_path)!r}: {one_line(error)}; mend it"
+            f"`model.config` does not fit the model {str(recipe.name_or_path)!r}: {one_line(error)}; correct it"
         ) from error
     if before != after or any(config.attribute_map.get(key, key) in _SAME_SHAPES for key in keys):
         raise UsageError(
@@ -252,7 +252,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     except CANNOT_READ as error:
         if recipe.is_random:
             raise UsageError(
-                f"`model.config` does not describe a model of transformers: {one_line(error)}; mend it"
+                f"`model.config` does not describe a model of transformers: {one_line(error)}; correct it"
             ) from error
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
     _require_plain(recipe, config)
@@ -341,7 +341,7 @@ def _require_sizes(values: Mapping[str, Any], place: str, otherwise: str) -> Non
 def _require_plain(recipe: Model, config: Any) -> None:
     """Refuse a configuration with a size below 1, an unknown activation, or too many levels to be copied."""
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
-    _require_sizes(vars(config), place, "mend its config.json")
+    _require_sizes(vars(config), place, "correct its config.json")
     if quantised := getattr(config, "quantization_config", None):
         _require_format(recipe, place, quantised)
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
@@ -353,9 +353,9 @@ def _require_plain(recipe: Model, config: Any) -> None:
                 f" {near[0]}"
             )
     if not isinstance(config.get_text_config(), PreTrainedConfig):
-        raise UsageError(f"{place} has a model of texts in it that a {config.model_type} has not; mend its config.json")
+        raise UsageError(f"{place} has a text model, which a {config.model_type} cannot have; correct its config.json")
     if not is_shallow(vars(config), _MOST_LEVELS + 1):
-        raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; mend it")
+        raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; flatten it")
 
 
 def _require_format(recipe: Model, place: str, quantised: object) -> None:
@@ -370,8 +370,8 @@ def _require_format(recipe: Model, place: str, quantised: object) -> None:
             form = "nf4" if keys.get("bnb_4bit_use_double_quant") else "nf4_single"
     if form is None:
         raise UsageError(
-            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which are not read; name the model"
-            " that they were made of, and set `model.quantization`"
+            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which cannot be read; name the model"
+            " that they were made from, and set `model.quantization`"
         )
     if recipe.quantization != form:
         raise UsageError(

@@ -218,7 +218,7 @@ def _require_learned(model: nn.Module) -> None:
 def sizes_differ(which: str) -> UsageError:
     """Return the error for a checkpoint of another model or another task."""
     return UsageError(
-        f"`model.name_or_path` is a checkpoint in which {which} are of another size than in this task's model; use a"
+        f"`model.name_or_path` is a checkpoint in which {which} have another size than in this task's model; use a"
         " checkpoint with the task's number of labels, or one without a head"
     )
 
@@ -231,10 +231,12 @@ def _drawn_notes(model: nn.Module, recipe: Model, drawn: Sequence[str]) -> list[
     for name in drawn:
         owners[model.get_parameter(name).requires_grad].append(name.rpartition(".")[0])
     trained, frozen = (", ".join(dict.fromkeys(owners[key])) for key in (True, False))
-    notes = [f"drawn and trained whole, beside frozen weights: {trained}"] if trained else []
+    notes = [f"initialised at random and trained whole, beside frozen weights: {trained}"] if trained else []
     if frozen:
         key = "`model.freeze` leaves out" if recipe.adapter is None else "`model.adapter.modules_to_save` names"
-        notes.append(f"drawn and never trained, because they are frozen: {frozen}; {key} modules to train")
+        notes.append(
+            f"initialised at random and never trained, because they are frozen: {frozen}; {key} modules to train"
+        )
     return notes
 
 

@@ -144,7 +144,7 @@ def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
 
 
 def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[str]:
-    notes = [f"not in the checkpoint, drawn at random: {', '.join(missing)}"] if missing else []
+    notes = [f"not in the checkpoint, initialised at random: {', '.join(missing)}"] if missing else []
     unexpected = sorted(loading["unexpected_keys"])
     return [*notes, f"in the checkpoint, not in this model: {', '.join(unexpected)}"] if unexpected else notes
 

@@ -73,7 +73,7 @@ class ImageProcessor:
         if len(listed) != self._num_channels:
             raise UsageError(
                 f"the image processor of the model normalises {len(listed)} channels (`image_mean`, `image_std`), but"
-                f" the model reads {self._num_channels}; mend its `preprocessor_config.json`"
+                f" the model reads {self._num_channels}; correct its `preprocessor_config.json`"
             )
         return tuple(map(float, listed))
 
@@ -122,7 +122,7 @@ def load_image_processor(recipe: Model) -> ImageProcessor:
         key = "model.config" if recipe.is_random else "model.name_or_path"
         raise UsageError(
             f"`{key}` must be a model that reads images of 1 or 3 channels, but the configuration of a"
-            f" {config.model_type} says `num_channels` {channels}; use a model such as vit"
+            f" {config.model_type} has `num_channels` {channels}; use a model such as vit"
         )
     size = _image_size(config)
     if recipe.is_random:

@@ -109,7 +109,7 @@ def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str, auto_clas
     difference = _difference(row, alone[0])
     if difference <= _TOLERANCE:
         return None
-    return f"the logits of a row change by {difference:.1e} when a longer row stands beside it"
+    return f"the logits of a row change by {difference:.1e} when a longer row is in the batch"
 
 
 @torch.no_grad()

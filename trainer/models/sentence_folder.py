@@ -207,7 +207,8 @@ class _Folder:
         expected |= {"linear.bias": (layer.out_features,)} if layer.bias else {}
         if shapes != expected:
             raise UsageError(
-                f"{self._place}, but {file} holds {shapes} and its config.json describes {expected}; mend one of them"
+                f"{self._place}, but {file} holds {shapes} and its config.json describes {expected}; correct one of"
+                " them"
             )
         return layer
 
@@ -311,7 +312,7 @@ def _prompts_of(config: Mapping[str, Any], place: str) -> tuple[dict[str, str], 
     if not isinstance(prompts, dict) or any(
         text is not None and not isinstance(text, str) for text in prompts.values()
     ):
-        raise UsageError(f"{place}, but `prompts` must be texts by name, and are {prompts!r}; mend them in a copy")
+        raise UsageError(f"{place}, but `prompts` must be texts by name, and are {prompts!r}; correct them in a copy")
     if default is not None and default not in (*prompts, QUERY[0], DOCUMENT[0]):  # these two are empty by default
         names = listed(list(prompts), 10) or "none"
         raise UsageError(
@@ -330,7 +331,7 @@ def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
         unknown = [key for key, value in config.items() if key.startswith(_SWITCH) and value and key not in known]
         return [*found, *(key.removeprefix(_SWITCH) for key in unknown)] or ["mean"]
     if not isinstance(modes, str | list) or not modes:
-        raise UsageError(f"{place}, but `pooling_mode` must be a name or a list of names, and is {modes!r}; mend it")
+        raise UsageError(f"{place}, but `pooling_mode` must be a name or a list of names, and is {modes!r}; correct it")
     return [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
 
 
@@ -346,6 +347,6 @@ def _read(model: Model, name: str, kind: type) -> Any:
     if not isinstance(found, kind):
         what = "a list" if kind is list else "an object"
         raise UsageError(
-            f"`model.name_or_path` has a {name} that must hold {what} in JSON, but {file} holds none; mend it"
+            f"`model.name_or_path` has a {name} that must hold {what} in JSON, but {file} holds none; correct it"
         )
     return found

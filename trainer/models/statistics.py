@@ -58,7 +58,7 @@ def fix_statistics(model: nn.Module) -> list[str]:
     if not count:
         return []
     return [
-        f"the running statistics of {count} batch normalisations stay as the model came with them: those of a"
+        f"the running statistics of {count} batch normalisations stay those of the loaded model: those of a"
         " microbatch would depend on the layout"
     ]
 

@@ -346,8 +346,8 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
     ):  # fmt: skip
         if not any(matches(pattern, place.relative) for place in places):
             raise UsageError(
-                f"the family {model_type} cuts `{pattern}`, but nothing in this {type(model).__name__} is called so;"
-                " mend `trainer/models/families/`, or use `parallel.tensor` 1"
+                f"the family {model_type} cuts `{pattern}`, but this {type(model).__name__} has no module of that"
+                " name; correct `trainer/models/families/`, or use `parallel.tensor` 1"
             )
     known = (
         *plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads, *plan.whole,

@@ -41,7 +41,7 @@ def load_tokenizer(recipe: Model) -> Any:
     if not isinstance(tokenizer.model_max_length, int | float):
         raise UsageError(
             f"`{key}` is {name!r}, where `model_max_length` must be a number, but is"
-            f" {tokenizer.model_max_length!r:.40}; mend its tokenizer_config.json"
+            f" {tokenizer.model_max_length!r:.40}; correct its tokenizer_config.json"
         )
     if tokenizer.is_fast:
         _require_small_texts(key, name, tokenizer)
@@ -64,8 +64,8 @@ def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
     growth = prod(max(1, len(str(rule["content"]))) for rule in _rules(normalizer) if rule.get("type") == "Replace")
     if growth > _MOST_GROWTH:
         raise UsageError(
-            f"`{key}` is {name!r}, with a normaliser that makes up to {growth:,} characters of one, but may make"
-            f" {_MOST_GROWTH}; copy the model's own tokenizer.json"
+            f"`{key}` is {name!r}, with a normaliser that replaces one character by up to {growth:,}, but at most"
+            f" {_MOST_GROWTH:,} are allowed; copy the model's own tokenizer.json"
         )
 
 

@@ -107,7 +107,7 @@ class CallbackObserver(Observer):
             place = f" ({own[0].filename}, line {own[0].lineno})" if own else ""
             reason = traceback.format_exception_only(error)[-1].strip()  # also of an error without a text
             raise TrainerError(
-                f"{self._name} failed in `{moment}`: {reason}{place}; mend it, then start the run again"
+                f"{self._name} failed in `{moment}`: {reason}{place}; correct it, then start the run again"
             ) from error
 
     def _checked(self, request: Any) -> Request | None:
@@ -123,7 +123,9 @@ class CallbackObserver(Observer):
 
 def _nothing(value: Any) -> None:
     if value is not None:
-        raise TypeError(f"it must return None, but returns {value!r}; `step`, `evaluation` and `checkpoint` may ask")
+        raise TypeError(
+            f"it must return None, but returns {value!r}; `step`, `evaluation` and `checkpoint` may return a Request"
+        )
 
 
 def _name(name: Any) -> str:
@@ -169,7 +171,7 @@ def described(callback: Callback) -> dict[str, Any]:
         UsageError: another process cannot make this callback.
     """
     kind = type(callback)
-    rule = f"the callback `{kind.__name__}` must be made anew in the processes of the ranks, but"
+    rule = f"the callback `{kind.__name__}` must be created again in the processes of the ranks, but"
     if kind.__module__ == "__main__":
         raise UsageError(
             f"{rule} its class is in this script or notebook, which they cannot import; move it into a module and"
@@ -177,7 +179,7 @@ def described(callback: Callback) -> dict[str, Any]:
         )
     if "." in kind.__qualname__:
         raise UsageError(
-            f"{rule} its class is inside of another ({kind.__qualname__}); move it to the top of its module"
+            f"{rule} its class is nested in another one ({kind.__qualname__}); move it to the top of its module"
         )
     names: list[str] = [one.name for one in fields(callback) if one.init] if is_dataclass(callback) else []
     if not is_dataclass(callback) and vars(callback):
@@ -211,7 +213,7 @@ def made(rows: Sequence[Mapping[str, Any]]) -> list[Callback]:
             callbacks.append(resolved(row["class"])(**row["fields"]))
         except Exception as error:
             raise UsageError(
-                f"the callback `{row['class']}` could not be made: {type(error).__name__}: {error}; its module must be"
-                " importable in every process"
+                f"the callback `{row['class']}` could not be created: {type(error).__name__}: {error}; its module must"
+                " be importable in every process"
             ) from error
     return callbacks

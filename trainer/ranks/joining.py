@@ -255,7 +255,7 @@ class Rendezvous:
             raise LaunchError(
                 f"the ranks of a machine must follow each other, but rank {rank} is number {mine.local_rank} on"
                 f" {mine.host} and {was};"
-                " give ranks out in blocks (`srun --distribution=block`)"
+                " assign ranks in blocks (`srun --distribution=block`)"
             )
 
     def _reach_next(self, mine: _Peer) -> None:
@@ -376,7 +376,7 @@ def _connection_problem(host: str, port: int, timeout_seconds: float) -> tuple[s
         with socket.create_connection((host, port), timeout_seconds) as connection:
             return str(connection.getsockname()[0]), ""
     except socket.gaierror:
-        return None, f"the name {host} is not known here"
+        return None, f"the host name {host} cannot be resolved"
     except TimeoutError:
         return None, "no answer: a firewall drops the packets, or the host is down"
     except ConnectionRefusedError:

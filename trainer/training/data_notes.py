@@ -42,7 +42,7 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
     for name, split in splits.items():
         rows = f"of {len(split):,} {name} {unit}"
         if split.num_cut:
-            cut.append(f"cut to `data.max_length` ({max_length} tokens): {split.num_cut:,} {rows}")
+            cut.append(f"truncated to `data.max_length` ({max_length} tokens): {split.num_cut:,} {rows}")
         if split.num_cut_targets:
             targets.append(f"{cut_targets}: {split.num_cut_targets:,} {rows}")
         if split.num_blank:
@@ -62,7 +62,7 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
     """
     notes = []
     if 2 * split.num_cut > len(split):
-        notes.append(f"most training rows lose their end: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
+        notes.append(f"most training rows are truncated: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
     if (
         not isinstance(task, TextTask)
         or not task.labels_are_tokens

@@ -97,7 +97,7 @@ def wait_as_spare(recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment,
         LostPeerError: the training has failed.
     """
     sys.stderr.write(
-        f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the training fits"
+        f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the recipe uses"
         f" {plan.layout.world_size} of the {environment.world_size} processes\n"
     )
     code: int = ExitCode.FAILED

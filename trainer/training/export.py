@@ -335,7 +335,7 @@ def _free_place(folder: Path) -> Path:
         return place
     if place.exists():
         what = "holds files" if place.is_dir() else "is a file"
-        raise UsageError(f"`FOLDER` must be empty or not there yet, but {place} {what}; name another, or remove it")
+        raise UsageError(f"`FOLDER` must be empty or missing, but {place} {what}; name another, or remove it")
     return place
 
 

@@ -99,14 +99,14 @@ class Request:
 
 @contextmanager
 def naming_resumption(request: Request, num_done: int) -> Iterator[None]:
-    """Add to the error of a row how to go on after the rows that are written."""
+    """Add to the error of a row how to resume after the rows that are written."""
     try:
         yield
     except DataError as error:
         if not num_done or request.output == STANDARD:
             raise
         raise DataError(
-            f"{error}; {num_done:,} rows are done, and the same command with --skip-bad-rows goes on after them"
+            f"{error}; {num_done:,} rows are done, and the same command with --skip-bad-rows resumes after them"
         ) from error
 
 
@@ -278,7 +278,7 @@ class Output:
         if before != facts:
             if before is not None:
                 changed = ", ".join(name for name in facts if before.get(name) != facts[name])
-                print_note(f"starts anew: {self._folder} is of a prediction with another {changed}")
+                print_note(f"starts from the first row: {self._folder} belongs to a prediction with another {changed}")
             for path in self._folder.iterdir():
                 if path.name != _LOCK:
                     path.unlink()
@@ -286,7 +286,7 @@ class Output:
         while self._part(self._num_parts).exists():
             self._num_parts += 1
         if self._num_parts:
-            print_note(f"goes on after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
+            print_note(f"resumes after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
 
     def _facts(self) -> dict[str, Any]:
         recipe = self._recipe.model_dump(mode="json")

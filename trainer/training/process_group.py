@@ -223,4 +223,4 @@ def _lost_peer(run_folder: Path) -> str:
     if killed:
         were = "were" if len(killed) > 1 else "was"
         return f"{' and '.join(killed)} {were} killed or crashed; the system kills processes when memory runs out"
-    return "another rank failed or was killed, so this one cannot go on; the error of that rank names the cause"
+    return "another rank failed or was killed, so this one cannot continue; the error of that rank names the cause"

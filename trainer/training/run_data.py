@@ -241,9 +241,7 @@ def require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
     drops_rows = stream.row_map is not None and stream.row_map.conditions
     if task.keeps_rows and task.packer(recipe.data.max_length) is None and not drops_rows:
         return
-    why = (
-        "because rows of this task are known only after they are read, so that an epoch of a stream has no known steps"
-    )
+    why = "because task or map change the number of rows, so the number of steps of an epoch of a stream is unknown"
     if recipe.training.max_steps is None:
         raise UsageError(f"`training.max_steps` must be set with `data.streaming`, {why}")
     for key, every in (

@@ -110,8 +110,8 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
             )
         if style is None and any(True for _ in module.parameters(recurse=False)):
             raise UsageError(
-                f"transformers' plan for {model_type} does not say how `{name}` lies, which stands beside matrices that"
-                f" it cuts; {_REMEDY}"
+                f"transformers' plan for {model_type} does not define the layout of `{name}`, which is beside matrices"
+                f" that it cuts; {_REMEDY}"
             )
         if style in (_COLUMN, _ROW):
             if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
