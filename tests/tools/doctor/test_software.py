@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
-from tests.tools.doctor.machines import answers, machine
+from tests.tools.doctor.machines import answers, machine, without_torch
 from trainer import __version__
 from trainer.base import distribution
 from trainer.tools.doctor import software
+from trainer.tools.doctor.facts import DeepSpeedFacts
+from trainer.tools.doctor.machine import Machine
+from trainer.tools.doctor.probe import ProbeError
 
 REQUIRES = [
     "torch>=2.10",
@@ -105,3 +109,31 @@ def test_without_metadata_no_ranges_are_known(installed):
     del installed["recipe-trainer"]
     assert answers(software.dependencies, machine())[0] == "ok"
     assert answers(software.extras, machine()) == ("ok", "none")
+
+
+class TestDeepSpeed:
+    @pytest.fixture(autouse=True)
+    def package(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+        """Whether the package is installed; a test may change it."""
+        package = {"is installed": True}
+        monkeypatch.setattr(software, "installed", lambda name: "0.19.8" if package["is installed"] else None)
+        return package
+
+    def with_zero(self, *facts: object) -> Machine:
+        return machine(Path("/nowhere"), *facts, recipe="bert_sample", overrides=("parallel.strategy=zero2",))
+
+    def test_an_import_that_works(self):
+        assert answers(software.deepspeed, machine()) == ("ok", "0.19.8")
+
+    def test_without_the_package_only_a_recipe_that_needs_it_has_a_problem(self, package):
+        package["is installed"] = False
+        assert answers(software.deepspeed, machine())[0] == "ok"
+        assert answers(software.deepspeed, self.with_zero())[0] == "problem"
+
+    def test_an_import_that_fails(self):
+        broken = ProbeError("ImportError: no CUDA_HOME", DeepSpeedFacts)
+        value = "cannot be imported: ImportError: no CUDA_HOME"
+        assert answers(software.deepspeed, machine(Path(), broken)) == ("warning", value)
+        assert answers(software.deepspeed, self.with_zero(broken)) == ("problem", value)
+        with pytest.raises(ProbeError, match="no torch"):  # which is the business of another line
+            software.deepspeed(without_torch())
