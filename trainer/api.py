@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainer.models.families.family import ModelFamily
     from trainer.observe.callbacks import Callback
-    from trainer.observe.preview import Preview
+    from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
     from trainer.recipe.schema import ImageKeys, TextKeys
     from trainer.tasks.task import ImageTask, TextTask

@@ -35,7 +35,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
 from trainer.tasks.metrics.table import METRICS
-from trainer.training.evaluation import Evaluated
+from trainer.training.evaluator import Evaluated
 from trainer.training.loop import Loop
 from trainer.training.validation import Validation
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.observe.preview import Preview
+from trainer.observe.preview_records import Preview
 from trainer.parallel.state_bytes import StateBytes
 
 Kind = Literal["split", "replicated", "frozen", "tied"]

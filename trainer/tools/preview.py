@@ -16,7 +16,7 @@ from rich.text import Text
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.text import aligned
-from trainer.observe.preview import Preview, ShownRow
+from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table

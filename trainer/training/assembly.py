@@ -54,7 +54,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.certificate import NotTheTrainedModelError
-from trainer.training.evaluation import Evaluator
+from trainer.training.evaluator import Evaluator
 from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.preview import step_of_run

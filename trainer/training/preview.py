@@ -20,7 +20,7 @@ from trainer.data.split import EncodedSplit
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.describe import ModelDescription
 from trainer.models.quantizing import weights_of_parts
-from trainer.observe.preview import Mark, Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
+from trainer.observe.preview_records import Mark, Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.embedding import EmbeddingTask

@@ -10,7 +10,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.observe.records import BestMetric, EvaluationRecord
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import merit
-from trainer.training.evaluation import Evaluator
+from trainer.training.evaluator import Evaluator
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from trainer.training.certificate import (
     texts_of,
 )
 from trainer.training.evaluate import with_class_names
-from trainer.training.evaluation import RowTensors, in_row_order
+from trainer.training.evaluator import RowTensors, in_row_order
 from trainer.training.plain_reader import EMBEDDINGS
 from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
 from trainer.training.run_data import PreparedData, prepare_data

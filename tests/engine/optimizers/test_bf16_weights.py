@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import MemorySource, build_tiny, tiny_recipe, train_tiny, whole_state
 from tests.parity.cases import model_config
-from trainer.engine.optimizers import adamw, batches
+from trainer.engine.optimizers import adamw, tensor_batches
 from trainer.engine.optimizers.adamw import COMPENSATION
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import TrainedParameters
@@ -114,7 +114,7 @@ class TestUpdates:
     @pytest.mark.parametrize("weights", METHODS)
     def test_pieces_change_no_bit(self, mesh: ParallelMesh, weights: str, monkeypatch: pytest.MonkeyPatch):
         whole, _ = updated(weights, mesh, steps=3)
-        monkeypatch.setattr(batches, "MOST_ON_CPU", 7)
+        monkeypatch.setattr(tensor_batches, "MOST_ON_CPU", 7)
         assert torch.equal(updated(weights, mesh, steps=3)[0], whole)
 
     @pytest.mark.parametrize("weights", METHODS)

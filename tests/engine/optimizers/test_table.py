@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.helpers.training import TINY_BERT
-from trainer.engine.optimizers import batches
+from trainer.engine.optimizers import tensor_batches
 from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import OPTIMIZERS, build_optimizer
 from trainer.recipe.schema import SGD, Adafactor, AdamW, Muon, OptimizerSection
@@ -141,12 +141,12 @@ class TestWholeMatrices:
                 optimizer.step()
         return dict(bert.named_parameters())
 
-    @pytest.mark.parametrize(("most", "difference"), [(1, 1e-7), (batches.MOST_ON_CPU, 2e-4)])
+    @pytest.mark.parametrize(("most", "difference"), [(1, 1e-7), (tensor_batches.MOST_ON_CPU, 2e-4)])
     def test_muon_updates_matrices_and_adamw_the_rest(
         self, most: int, difference: float, monkeypatch: pytest.MonkeyPatch
     ):
         """Batches of one matrix have torch's own iterations."""
-        monkeypatch.setattr(batches, "MOST_ON_CPU", most)
+        monkeypatch.setattr(tensor_batches, "MOST_ON_CPU", most)
 
         def ours(bert):
             recipe = Muon(name="muon", learning_rate=0.01, weight_decay=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.training import TINY_TASKS
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, recipe_of
-from trainer.engine.optimizers import batches
+from trainer.engine.optimizers import tensor_batches
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan import shortening
 from trainer.tools.plan.ledger import Place
@@ -87,7 +87,7 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
     ids=str,
 )
 def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
+    monkeypatch.setattr(tensor_batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
     optimizer = {"name": name, "learning_rate": 0.1}
     keys = {"optimizer": optimizer, "schedule": {"name": "constant"}}
     plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys}), world_size)

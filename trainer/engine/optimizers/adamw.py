@@ -19,8 +19,8 @@ from torch.optim.adamw import adamw
 
 from trainer.base.batches import batches
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import most_elements, stepped
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
+from trainer.engine.optimizers.tensor_batches import most_elements, stepped
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.stochastic_rounding import KeyedRounding, Piece
 from trainer.recipe import schema

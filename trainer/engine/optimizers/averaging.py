@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import stepped
+from trainer.engine.optimizers.tensor_batches import stepped
 from trainer.parallel.shards.gathering import local_part
 
 _OTHER = "other_weights"

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from trainer.engine.optimizers import fused_eight_bits
 from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
-from trainer.engine.optimizers.batches import stepped
 from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
 from trainer.engine.optimizers.skipping import unchanged_if
+from trainer.engine.optimizers.tensor_batches import stepped
 from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
 
 from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
-from trainer.engine.optimizers.batches import stack_of
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters
 from trainer.engine.optimizers.skipping import write_unless
+from trainer.engine.optimizers.tensor_batches import stack_of
 from trainer.engine.optimizers.whole_access import WholeAccess, gradients_of
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema

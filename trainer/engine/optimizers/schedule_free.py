@@ -16,9 +16,9 @@ from trainer.base.batches import batches
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import most_elements, stepped, takes_lists
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters
 from trainer.engine.optimizers.skipping import unchanged_if
+from trainer.engine.optimizers.tensor_batches import most_elements, stepped, takes_lists
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
 

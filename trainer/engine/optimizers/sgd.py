@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.optimizers.batches import stepped
 from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.engine.optimizers.tensor_batches import stepped
 from trainer.parallel.shards.gathering import local_part
 from trainer.recipe import schema
 

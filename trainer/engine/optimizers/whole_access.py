@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor, nn
 
 from trainer.base.batches import batches
-from trainer.engine.optimizers.batches import alike, most_elements, stack_of, stepped
+from trainer.engine.optimizers.tensor_batches import alike, most_elements, stack_of, stepped
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import gather_on_all, is_whole, local_part, part_like

@@ -10,7 +10,7 @@ from trainer.tools.report.page import Marked, Table
 
 
 def preview_blocks(preview: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the blocks of a `trainer.observe.preview.Preview`, given as JSON values."""
+    """Yield the blocks of a `trainer.observe.preview_records.Preview`, given as JSON values."""
     yield from preview["notes"]
     for title, rows in (("step 1, first microbatch of a rank: row", preview["step"]), ("row", preview["rows"])):
         for row in rows:
