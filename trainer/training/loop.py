@@ -221,7 +221,8 @@ class Loop:
         if not (answers and self.has_callbacks):  # the same on all ranks, because they report the same events
             return Request()
         own = joined(answers) or Request()
-        return Request(*self.mesh.agree_any(own.evaluate, own.save, own.stop))
+        evaluate, save, stop = self.mesh.agree_any(own.evaluate, own.save, own.stop)
+        return Request(evaluate, save, stop)
 
     def _report_checkpoint(self) -> None:
         """Report the newest checkpoint if it has become complete since the last call."""
