@@ -295,7 +295,7 @@ class TestOneHost:
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (4, True)
         assert "skipped the checkpoint of step 6 in memory: the share of rank 0 on" in notes[0]
-        assert "does not match its sum" in notes[0]
+        assert "does not match its checksum" in notes[0]
         damage(share_of(tmp_path, 0, 0, 1, 4))
         step, is_whole, notes = resume(tmp_path)
         assert (step, is_whole) == (2, True)

@@ -151,7 +151,7 @@ class TestVerify:
         (store.path(3) / SHARE).write_bytes((store.path(2) / SHARE).read_bytes())
         state, (problem,) = newest(store)
         assert is_whole(state, 2)
-        assert f"{SHARE} does not match its sum" in problem
+        assert f"{SHARE} does not match its checksum" in problem
 
     def test_random_damage_is_found(self, store):
         """Damage files 240 times: flipped bits, truncations, insertions, and swapped, empty or missing files."""

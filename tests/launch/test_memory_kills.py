@@ -138,7 +138,7 @@ def test_damaged_memory_falls_back_to_the_disk(tmp_path):
     assert again.returncode == ExitCode.DONE
     (found,) = RESUMED.findall(output)
     assert found[1:] == ("on the disk", f"that of step {found[0]}")
-    assert "does not match its sum" in output
+    assert "does not match its checksum" in output
     assert weights(recipe) == undisturbed(tmp_path / "whole")
 
 
