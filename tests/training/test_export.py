@@ -162,7 +162,7 @@ class TestWhich:
         done = export(tmp_path / "run", tmp_path / "out")
         assert done.step == 12
         assert [note.count("skipped") for note in done.notes] == [1, 1]
-        assert "step-00000030 is not: it is damaged: model/config.json does not match its sum" in done.notes[0]
+        assert "step-00000030 is not: it is damaged: model/config.json does not match its checksum" in done.notes[0]
         assert "step-00000020 is not: it is damaged: state-00001-of-00002" in done.notes[1]
 
     def test_a_damaged_one_that_was_asked_for_is_refused(self, tmp_path, checkpoint):
