@@ -19,7 +19,7 @@ from trainer.base.errors import (
 from trainer.checkpoint.owner import FolderOwner
 from trainer.data import cache
 from trainer.data.readers import refuse_datasets_cache
-from trainer.models.origins import not_found
+from trainer.models.hub_files import not_found
 
 
 @pytest.mark.parametrize(

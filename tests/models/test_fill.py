@@ -30,9 +30,9 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import Curve, tiny_recipe, train_tiny
 from trainer.base.errors import UsageError
 from trainer.models import fill
-from trainer.models.describe import CannotLoadPartsError, ModelUse, describe
+from trainer.models.describe import ModelUse, describe
 from trainer.models.fill import _place_whole, build_model, load_whole
-from trainer.models.hub_files import pretrained_files
+from trainer.models.hub_files import CannotLoadPartsError, pretrained_files
 from trainer.models.place import ModelCut, PlacedModel, ShardChoice
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.shards.slices import part_of

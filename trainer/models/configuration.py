@@ -22,7 +22,7 @@ from trainer.base.errors import UsageError
 from trainer.base.text import is_shallow
 from trainer.models.dropout import set_probabilities
 from trainer.models.families.table import FAMILIES
-from trainer.models.origins import CANNOT_READ, not_found, one_line, require_small_files
+from trainer.models.hub_files import CANNOT_READ, not_found, one_line, require_small_files
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.schema import Model

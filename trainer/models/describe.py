@@ -22,8 +22,8 @@ from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
+from trainer.models.hub_files import not_found, one_line
 from trainer.models.invariance import check_invariance, sample_of
-from trainer.models.origins import not_found, one_line
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, Training
@@ -32,10 +32,6 @@ _CANNOT_BUILD = (
     OSError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, AssertionError, SafetensorError
 )  # fmt: skip
 """Errors of transformers for models that it cannot build; `RecursionError` is a `RuntimeError`."""
-
-
-class CannotLoadPartsError(Exception):
-    """Error for a model that must be built whole before it is cut; the message completes "because ..."."""
 
 
 @dataclass(frozen=True)

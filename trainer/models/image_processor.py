@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
 from trainer.models.configuration import load_config
-from trainer.models.origins import not_found
+from trainer.models.hub_files import not_found
 from trainer.recipe.schema import Model
 
 if TYPE_CHECKING:

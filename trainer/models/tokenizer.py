@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trainer.base.errors import UsageError
-from trainer.models.origins import CANNOT_READ, not_found, require_small_files
+from trainer.models.hub_files import CANNOT_READ, not_found, require_small_files
 from trainer.recipe.schema import Model
 
 _MOST_GROWTH = 1000  # times the characters of a text; usual rules replace one by one
