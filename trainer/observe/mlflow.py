@@ -36,21 +36,20 @@ class MLflowService:
 
     def __init__(self, experiment: str | None) -> None:
         forbid_telemetry()
-        self._settings = mlflow_settings()
+        self._uri, experiment_name = mlflow_settings()
         with packages_of(self.word):
             import mlflow.tracking
             import sqlalchemy  # noqa: F401  the local store needs it, and mlflow-skinny does not install it
         for logger in ("mlflow", "alembic"):
             logging.getLogger(logger).setLevel(logging.WARNING)  # otherwise a new store logs a line for each table
         self._mlflow = mlflow
-        self._experiment = experiment or self._settings.experiment or _DEFAULT_EXPERIMENT
+        self._experiment = experiment or experiment_name or _DEFAULT_EXPERIMENT
         self._client: MlflowClient  # from `open` on
-        self._uri = ""
         self._run_id = ""
         self._held: dict[str, int] = {}
 
     def open(self, run: RunInfo, run_id: str | None) -> str:
-        self._uri = self._settings.tracking_uri or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        self._uri = self._uri or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
         # Only the client is used: MLflow's global run would record git, user, host and script.
         self._client = client = self._mlflow.tracking.MlflowClient(self._uri, registry_uri=self._uri)
         if run_id is None:

@@ -98,7 +98,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
 
 
 @contextmanager
-def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def problems_name_the_machine() -> Iterator[None]:
     """Name this rank in recipe errors if there are several machines, because a single one may lack a file.
 
     Raises:
@@ -107,7 +107,7 @@ def problems_name_the_machine(environ: Mapping[str, str] = os.environ) -> Iterat
     try:
         yield
     except RecipeError as error:
-        environment = detect(environ)
+        environment = detect()
         if environment.num_nodes == 1:
             raise
         place = f"rank {environment.rank} on {socket.gethostname()}"
@@ -149,9 +149,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def gloo_interface(environ: Mapping[str, str] = os.environ) -> str | None:
+def gloo_interface() -> str | None:
     """Return the interface for gloo that is set; None: gloo uses that of the host's name."""
-    return environ.get(GLOO_INTERFACE) or None
+    return os.environ.get(GLOO_INTERFACE) or None
 
 
 def use_gloo_interface(name: str) -> None:
@@ -159,12 +159,12 @@ def use_gloo_interface(name: str) -> None:
     os.environ[GLOO_INTERFACE] = name
 
 
-def set_rank(environment: LaunchEnvironment, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_rank(environment: LaunchEnvironment) -> None:
     """Set torchrun's variables for a rank that `trainer run` has started, because libraries read them."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     numbers = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
-    environ.update(zip(names, map(str, numbers), strict=True))
-    environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
+    os.environ.update(zip(names, map(str, numbers), strict=True))
+    os.environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
 
 
 def set_local_rank(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -176,27 +176,27 @@ def set_local_rank(number: int | None, environ: MutableMapping[str, str] = os.en
 
 
 @contextmanager
-def variables_restored(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def variables_restored() -> Iterator[None]:
     """Give back all variables after the block."""
-    before = dict(environ)
+    before = dict(os.environ)
     try:
         yield
     finally:
-        environ.clear()
-        environ.update(before)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
-def variables_set(values: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def variables_set(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of libraries for the block."""
-    before = {name: environ[name] for name in values if name in environ}
-    environ.update(values)
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
     try:
         yield
     finally:
         for name in values.keys() - before.keys():
-            environ.pop(name, None)
-        environ.update(before)
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -234,19 +234,11 @@ def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.update(NO_TELEMETRY)
 
 
-@dataclass(frozen=True)
-class MLflowSettings:
-    """MLflow's own variables for the place of a run; None: not set."""
-
-    tracking_uri: str | None
-    experiment: str | None
-
-
-def mlflow_settings(environ: MutableMapping[str, str] = os.environ) -> MLflowSettings:
-    """Read the variables, and shorten MLflow's time limits, which are minutes for a server that is away."""
-    environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
-    return MLflowSettings(environ.get("MLFLOW_TRACKING_URI") or None, environ.get("MLFLOW_EXPERIMENT_NAME") or None)
+def mlflow_settings() -> tuple[str, str]:
+    """Return MLflow's variables with the place and the experiment of a run; empty: not set. Shorten its time limits."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # else minutes for a server that is away
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
+    return os.environ.get("MLFLOW_TRACKING_URI", ""), os.environ.get("MLFLOW_EXPERIMENT_NAME", "")
 
 
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
