@@ -67,8 +67,20 @@ class Peers:
             self._send(encode(answer), sender, _ANSWER)
 
     def begin_send_share(self, folder: Path, name: str, rank: int) -> list[dist.Work]:
-        """Begin to send a share to a rank, which calls `take_share`; return the sends."""
-        return self._begin_send([folder / file for file in (FACTS, SUMS, name)], rank)
+        """Begin to send a share to a rank, which calls `take_share`; return the sends.
+
+        If files are missing, the sizes tell it: the rank waits for this one.
+        """
+        files = [folder / file for file in (FACTS, SUMS, name)]
+        parts: list[Tensor] = []
+        try:
+            sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
+            for file, size in zip(files, sizes, strict=True):
+                if size > 0:
+                    parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
+        except (OSError, RuntimeError):  # they cannot be read
+            sizes, parts = [_ABSENT] * len(files), []
+        return [self._group.send([part], rank, _FILES) for part in (torch.tensor(sizes), *parts)]
 
     def take_share(self, begin: Callable[[], object], place: CheckpointStore, step: int, name: str, rank: int) -> None:
         """Take a share that a rank sends into its place.
@@ -93,18 +105,6 @@ class Peers:
         except (OSError, ValueError, RuntimeError):
             place.discard(step)
             raise
-
-    def _begin_send(self, files: Sequence[Path], rank: int) -> list[dist.Work]:
-        """Begin to send files, also if some are missing: the receiver waits for all and reports those."""
-        parts: list[Tensor] = []
-        try:
-            sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
-            for file, size in zip(files, sizes, strict=True):
-                if size > 0:
-                    parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
-        except (OSError, RuntimeError):  # they cannot be read; the other rank still waits for this one
-            sizes, parts = [_ABSENT] * len(files), []
-        return [self._group.send([part], rank, _FILES) for part in (torch.tensor(sizes), *parts)]
 
     def _take(self, files: Sequence[Path], rank: int, refusal: OSError | None) -> None:
         """Write the files that a rank sends. All of them are received, also after an error, such as `refusal`."""

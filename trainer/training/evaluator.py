@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,48 +36,39 @@ class Evaluated(NamedTuple):
     picture: dict[str, Any] | None
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates the engine's model on one split."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        loader: EvalLoader,
-        num_rows: int,
-        task: Task,
-        mesh: ParallelMesh,
-        observers: Observer,
-        split: EvaluatedSplit | None = None,
-    ) -> None:
-        self._engine = engine
-        self._loader = loader
-        self._num_rows = num_rows
-        self._task = task
-        self._mesh = mesh
-        self._observers = observers
-        self._split = split
+    engine: Engine
+    loader: EvalLoader
+    num_rows: int
+    task: Task
+    mesh: ParallelMesh
+    observers: Observer
+    split: EvaluatedSplit | None = None
 
     def evaluate(self) -> Evaluated:
         """Evaluate the split. All ranks must call it."""
         loss_sum, num_valid = 0.0, 0
         here = RowTensors()
-        for done, (rows, result) in enumerate(_results(self._loader, self._engine.begin_eval), start=1):
+        for done, (rows, result) in enumerate(_results(self.loader, self.engine.begin_eval), start=1):
             loss_sum += result.loss_sum
             num_valid += result.num_valid
             here.add(rows, result.predictions)
-            self._observers.evaluation_progress(done, len(self._loader))
+            self.observers.evaluation_progress(done, len(self.loader))
         # Ranks that share a model replica have the same rows, so one of them counts.
-        own = (loss_sum, num_valid, here.joined()) if self._mesh.index("tp") == 0 else (0.0, 0, {})
-        gathered = self._mesh.gather(own)
+        own = (loss_sum, num_valid, here.joined()) if self.mesh.index("tp") == 0 else (0.0, 0, {})
+        gathered = self.mesh.gather(own)
         combined = self._combine(gathered) if gathered else None
-        metrics: dict[str, float] = self._mesh.share(combined and combined.metrics)
+        metrics: dict[str, float] = self.mesh.share(combined and combined.metrics)
         return Evaluated(metrics, combined and combined.picture)
 
     def _combine(self, gathered: list[tuple[float, int, Mapping[str, Tensor]]]) -> Evaluated:
-        whole = in_row_order([predictions for _, _, predictions in gathered], self._num_rows)
+        whole = in_row_order([predictions for _, _, predictions in gathered], self.num_rows)
         loss_sum, num_valid = sum(part[0] for part in gathered), sum(part[1] for part in gathered)
-        metrics = self._task.metrics(whole) if self._split is None else self._task.split_metrics(whole, self._split)
-        return Evaluated({"loss": loss_sum / max(1, num_valid), **metrics}, self._task.picture(whole, self._split))
+        metrics = self.task.metrics(whole) if self.split is None else self.task.split_metrics(whole, self.split)
+        return Evaluated({"loss": loss_sum / max(1, num_valid), **metrics}, self.task.picture(whole, self.split))
 
 
 def gathered_rows(
