@@ -136,7 +136,7 @@ def test_a_bad_row_has_its_error_and_the_others_their_texts(trained, tmp_path, c
     assert main(arguments) == 2
     message = capfd.readouterr().err
     assert "row 4 of `" in message
-    assert "2 rows are done, and the same command with --skip-bad-rows goes on" in " ".join(message.split())
+    assert "2 rows are done, and the same command with --skip-bad-rows resumes" in " ".join(message.split())
     assert main([*arguments, "--skip-bad-rows"]) == 0
     notes = capfd.readouterr().err
     assert "resumes after 2 rows" in notes
