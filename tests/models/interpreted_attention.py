@@ -337,9 +337,9 @@ def test_what_the_kernel_does_not_take_is_named(what: str):
     ("name", "middle", "length"),
     [
         *((name, 8, 12) for name in ("causal", "grouped heads of a tensor rank", "infinite mask", "bf16, size 80")),
-        ("documents, listed", 40, 76),
-        ("grouped heads of a tensor rank", 9, 12),  # rows that are joined begin anywhere
-        ("documents, listed", 43, 76),
+        ("documents, listed", 40, 56),
+        ("causal", 9, 12),  # rows that are joined begin anywhere
+        ("documents, listed", 43, 59),
     ],
 )
 def test_blocks_of_a_ring_are_the_whole_sequence(name: str, middle: int, length: int, monkeypatch: pytest.MonkeyPatch):
@@ -503,11 +503,13 @@ def test_its_products_are_counted():
 
 HEADS = {"bert": "AutoModelForSequenceClassification", "t5": "AutoModelForSeq2SeqLM",
          "modernbert": "AutoModelForMaskedLM", "llama": "AutoModelForCausalLM"}  # fmt: skip
+SMALLER = {"num_hidden_layers": 1, "num_attention_heads": 2}  # the interpreter runs one head after the other
+SMALLER_OF = {"t5": {"num_layers": 1, "num_heads": 2}, "llama": {**SMALLER, "num_key_value_heads": 1}}
 
 
 def logits_and_gradients(model_type: str, checkpointing: str = "none") -> tuple[Tensor, dict[str, Tensor]]:
     keys = DropoutKeys(0)
-    with mock.patch.dict(CONFIGS[model_type], {"num_layers" if model_type == "t5" else "num_hidden_layers": 1}):
+    with mock.patch.dict(CONFIGS[model_type], SMALLER_OF.get(model_type, SMALLER)):
         model = build(model_type, HEADS[model_type], 0.2, keys)
     for module in model.modules():
         if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
@@ -549,12 +551,12 @@ def test_selective_checkpointing_keeps_its_output():
 def test_the_measurements_on_a_gpu_run():
     """With small sizes, so that a machine with a GPU need not find their mistakes."""
     cpu = torch.device("cpu")
-    sizes = test_attention_gpu.Sizes(20, heads=1, key_heads=1, dim=16, mask="window")
+    sizes = test_attention_gpu.Sizes(9, heads=1, key_heads=1, dim=16, mask="window")
     test_attention_gpu.assert_as_exact(replace(sizes, bias=True), torch.float16, cpu)
     assert torch.equal(*test_attention_gpu.mask_in_output(16, cpu, torch.float32))
     steps: list[object] = []
     assert len(test_attention_gpu.speeds(sizes, cpu, lambda step: steps.append(step()) or 1.0)) == len(steps) == 5
-    rows = test_attention_gpu.Sizes.joined(20, 3, heads=1, key_heads=1, dim=16, mask="window")
+    rows = test_attention_gpu.Sizes.joined(9, 3, heads=1, key_heads=1, dim=16, mask="window")
     for dropout in (0.1, 0.0):
         test_attention_gpu.assert_as_exact(rows, torch.float16, cpu, dropout)
     found = test_attention_gpu.speeds_of_rows(rows, cpu, lambda step: steps.append(step()) or 1.0)
