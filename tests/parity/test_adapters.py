@@ -24,6 +24,7 @@ from tests.helpers.training import (
     tiny_training,
     train_tiny,
 )
+from tests.helpers.turns import once
 from tests.parity.cases import FEW_ROWS, FEW_STEPS, GLOBAL_BATCH_SIZE, TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
@@ -136,7 +137,7 @@ def train(case: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
 
 @cache
 def reference(case: str) -> tuple[Curve, Curve]:
-    return train(case, {})
+    return once(f"parity of the adapter {case}", lambda: train(case, {}))
 
 
 QUANTIZED = {

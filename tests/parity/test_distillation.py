@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT, Curve, tiny_training, train_tiny
+from tests.helpers.turns import once
 from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
 from tests.parity.test_tasks import LAYOUTS, assert_same_training, recipe_of, train
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -77,7 +78,7 @@ def taught_by(folder: Path) -> dict[str, Any]:
 
 @cache
 def reference(task: str, folder: Path) -> tuple[Curve, Curve]:
-    return train(task, taught_by(folder))
+    return once(f"parity of distillation, {task}", lambda: train(task, taught_by(folder)))
 
 
 def plain_loss(task: str, logits: Tensor, taught: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_TASKS, Curve, sgd_sections, tiny_recipe, train_tiny
+from tests.helpers.turns import once
 from tests.parity.cases import FEW_ROWS, FEW_STEPS, TOLERANCES, assert_same_curve, largest_difference
 from trainer.recipe.schema import Recipe
 
@@ -124,7 +125,8 @@ def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
 
 @cache
 def reference(task: str) -> tuple[Curve, Curve]:
-    return train(task, {"task_keys": {"vocabulary_chunk": None}} if task in CHUNKED else {})
+    keys = {"task_keys": {"vocabulary_chunk": None}} if task in CHUNKED else {}
+    return once(f"parity of the task {task}", lambda: train(task, keys))
 
 
 def assert_same_training(found: tuple[Curve, Curve], expected: tuple[Curve, Curve]) -> None:
@@ -191,13 +193,17 @@ PREFERENCES: dict[str, tuple[int, dict[str, Any]]] = {
 RARE = ("zero2", "ring-packed", "zero3-adapter")
 
 
+def adapter_reference() -> tuple[Curve, Curve]:
+    return once("parity of preferences with an adapter", lambda: train("preference", {"model": LORA}))
+
+
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.nightly if name in RARE else pytest.mark.slow) for name in PREFERENCES],
 )
 def test_preferences_without_padding_and_with_an_adapter(ranks: RankPools, layout: str):
     world_size, keys = PREFERENCES[layout]
-    expected = train("preference", {"model": LORA}) if "model" in keys else reference("preference")
+    expected = adapter_reference() if "model" in keys else reference("preference")
     for found in ranks(world_size).run(train, "preference", keys):
         assert_same_training(found, expected)
 
