@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
+from tests.benchmarks import memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.benchmarks.operations import STORED, Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
-from tests.helpers import processes
+from tests.helpers import processes, warm
 from tests.helpers.memory import needs_peak
 from trainer.tools.plan.ledger import Totals
 from trainer.tools.plan.work import VIEW, Amount, Kind
@@ -81,9 +82,10 @@ def test_scale():
 
 @pytest.mark.slow
 @needs_peak
-def test_memory():
+def test_memory(capsys):
     """Half of a model on each of two ranks: no phase holds more multiples of the whole than its state has."""
-    (row,) = run("tests.benchmarks.memory", "--ranks=2", "--layouts=fsdp", "--layers", "2", "8")
+    memory.main(["--ranks=2", "--layouts=fsdp", "--layers", "2", "8"])  # its ranks are new forks
+    (row,) = cells(capsys.readouterr().out)
     assert row[:2] == ["2", "fsdp"]
     kept, loading, drawing, training, checkpoint, export, device = (
         float(re.match(NUMBER, cell)[0]) for cell in row[2:]
@@ -100,8 +102,8 @@ def test_memory():
 @pytest.mark.slow
 def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     file = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--tiny", "--models", "Llama 1B", "--json", str(file)]
-    assert processes.run(command, timeout_seconds=580).returncode == 0
+    started = warm.start(["--tiny", "--models", "Llama 1B", "--json", file], program="tests.benchmarks.gpu:main")
+    assert processes.finish(started, 580).returncode == 0
     found = json.loads(file.read_text())
     graphs, name, *_ = found["training"]
     assert name == "Llama 1B, 2 x 2048 tokens, bf16, ddp, keyed dropout"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from transformers import pipeline
 
+from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe
 from trainer.cli import main
@@ -72,18 +70,19 @@ def test_predictions_are_those_of_a_pipeline(trained: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Path) -> None:
     """The command is killed after its first part; the same command goes on and writes each row once."""
-    command = [sys.executable, "-m", "trainer", "predict", str(trained / "run"), "--input", str(trained / "in.jsonl")]
+    command = ["predict", str(trained / "run"), "--input", str(trained / "in.jsonl")]
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert main([*command[3:], "--output", str(whole)]) == 0
+    assert main([*command, "--output", str(whole)]) == 0
     broken = [*command, "--output", str(output), "--chunk-rows", "2"]
-    process = subprocess.Popen(broken)
+    process = warm.start(broken)
     first = tmp_path / "out.jsonl.parts" / "part-000000.jsonl"
     deadline = time.monotonic() + 480
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    resumed = subprocess.run([*broken, "--processes", "2"], check=False, timeout=480, capture_output=True, text=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(60)
+    assert process.returncode == -signal.SIGKILL
+    resumed = processes.finish(warm.start([*broken, "--processes", "2"]))
     assert resumed.returncode == 0, resumed.stderr
     assert "resumes after" in resumed.stderr
     for row, expected in zip(read(output), read(whole), strict=True):
