@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -252,6 +253,7 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     faulthandler.register(signal.SIGUSR1)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ["LOCAL_SIZE"] = "1"  # without it, ZeRO-3 runs numactl for each microbatch
     _join_group(rank, world_size, connection)
     connection.send_bytes(pickle.dumps(_Reply(pickle.dumps(None))))
     while True:
@@ -276,12 +278,27 @@ def _join_group(rank: int, world_size: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _share_device()
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
         connection.send_bytes(str(store.port).encode())
     else:
         store = dist.TCPStore("127.0.0.1", int(connection.recv_bytes()), world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _share_device() -> None:
+    """Let all gloo groups of this process use one device. Each device has a thread that wakes 100 times a second."""
+    from torch.distributed import ProcessGroupGloo
+
+    original, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def init(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        original(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
 
 
 def _answer(call: bytes) -> _Reply:
