@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BART, TINY_T5, TinyTraining, tiny_recipe, tiny_targets, tiny_training
@@ -109,6 +110,33 @@ def test_ranks_change_no_text(ranks: RankPools, world_size, parallel, beams):
         assert {row: text for texts in found for row, text in texts.items()} == expected
         if "tensor" in parallel:
             assert all(texts == expected for texts in found)
+
+
+class Waits(TorchDispatchMode):
+    """Counts values that the host reads and tensors that it makes from numbers; a host waits for a GPU in each."""
+
+    num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("generation", [GREEDY, BEAMS, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
+@pytest.mark.parametrize("model", [TINY_T5, TINY_BART], ids=["t5", "bart"])
+def test_the_host_waits_once_for_each_token(generation, model):
+    """Whether all texts have ended; masks and draws of a token cause no further wait."""
+    found = []
+    for tokens in (4, 9):
+        recipe = recipe_of({**generation, "max_new_tokens": tokens, "min_new_tokens": tokens})
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": model})})
+        with tiny_training(recipe) as training:
+            (microbatch,) = EvalLoader(tiny_targets(3), 3, 0, 1, Padding(0))
+            with Waits() as waits:
+                tokens_of_rows = training.engine.eval_step(microbatch).predictions["generated"]
+        assert tokens_of_rows.shape == (3, tokens)
+        found.append(waits.num)
+    assert found[1] - found[0] == 9 - 4
 
 
 def bart(**parallel: Any) -> tuple[list[float], list[Texts]]:

@@ -293,7 +293,8 @@ class ModelForward:
         """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
-        return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
+        with padding_known(microbatch.is_padded):  # generated tokens add none
+            return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""

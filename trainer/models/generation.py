@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers.generation.logits_process import (
 
 from trainer.parallel.communication import gather_sequence, group_size
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.random import stream_key
+from trainer.parallel.random import stream_keys
 from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.schema import Generation
 
@@ -86,7 +87,7 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
     processors = LogitsProcessorList()
     if own.do_sample:  # transformers would draw all rows from one generator
         settings.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # the defaults
-        processors = LogitsProcessorList(_sampling(own, seed, rows.tolist(), prompt))
+        processors = LogitsProcessorList(_sampling(own, _Draw(seed, rows, prompt, own.max_new_tokens, ids.device)))
     with _whole_logits(model):
         tokens: Tensor = described.generate(
             input_ids=ids,
@@ -99,13 +100,13 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
     return tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, IGNORED_LABEL)
 
 
-def _sampling(settings: GenerationConfig, seed: int, rows: Sequence[int], prompt: int) -> Iterator[LogitsProcessor]:
+def _sampling(settings: GenerationConfig, draw: _Draw) -> Iterator[LogitsProcessor]:
     yield TemperatureLogitsWarper(settings.temperature)
     if settings.top_k:
         yield TopKLogitsWarper(settings.top_k)
     if settings.top_p < 1:
         yield TopPLogitsWarper(settings.top_p)
-    yield _Draw(seed, rows, prompt)
+    yield draw
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
@@ -114,16 +115,17 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
     The scores `[batch, vocabulary]` become 0 for the drawn token and -inf for others, so a greedy search takes it.
     """
 
-    def __init__(self, seed: int, rows: Sequence[int], prompt: int) -> None:
-        self._seed = seed
-        self._rows = rows
+    def __init__(self, seed: int, rows: Tensor, prompt: int, most_tokens: int, device: torch.device) -> None:
+        places = product(range(most_tokens), rows.tolist())
+        keys = stream_keys(("generation", seed), [(row, place) for place, row in places])
+        # All tokens at once, because the host waits for the device in each copy.
+        draws = torch.tensor([key % _LEVELS / _LEVELS for key in keys], dtype=torch.float64, device=device)
+        self._draws = draws.view(most_tokens, -1, 1)
         self._prompt = prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._prompt
-        draws = [(stream_key("generation", self._seed, row, place) % _LEVELS) / _LEVELS for row in self._rows]
         sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-        drawn = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None] * sums[:, -1:]
+        drawn = self._draws[input_ids.shape[1] - self._prompt] * sums[:, -1:]
         chosen = torch.searchsorted(sums, drawn, right=True).clamp(max=scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
