@@ -205,6 +205,25 @@ def test_many_microbatches_cost_no_more_time_but_all_count():
     assert many.peak.num_bytes == pytest.approx(few.peak.num_bytes, rel=0.01)
 
 
+WEIGHTS = {"no": 0.5, "yes": 2.0, "perhaps": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "similar"),
+    [
+        ({"class_weights": WEIGHTS}, {"labels": [*WEIGHTS]}),
+        ({"class_weights": "balanced"}, {}),
+        ({"class_weights": WEIGHTS, "labels": [*WEIGHTS]}, {"labels": [*WEIGHTS]}),
+        ({"type": "embedding", "mask_duplicates": True}, {"type": "embedding"}),
+    ],
+)
+def test_values_of_the_data_are_not_needed(task: dict[str, Any], similar: dict[str, Any]):
+    """Weights of classes and numbers of equal texts take little beside the same training without them."""
+    found, other = (plan_step(plan_run(recipe_of({"task": keys}), 1), 0, LENGTH) for keys in (task, similar))
+    assert found.resident[PARAMETERS] == other.resident[PARAMETERS]
+    assert 0 <= found.peak.num_bytes - other.peak.num_bytes < 4096
+
+
 @pytest.mark.parametrize(("cuda", "kind"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_autocast_has_the_types_of_the_device(cuda: bool, kind: torch.dtype):
     with shapes_only(cuda), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -81,6 +81,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             target = (rows, min(length, section.max_target_length))
             inputs["decoder_input_ids"] = torch.zeros(target, dtype=torch.long)
             labels = torch.zeros(target, dtype=torch.long)
+        case Embedding(mask_duplicates=True):
+            labels = torch.zeros(rows, texts_of_a_row(section) or 1, dtype=torch.long)
         case Embedding():
             labels = torch.zeros(rows) if section.score else torch.zeros(rows, 0)
         case RewardModel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,7 +29,7 @@ from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
-from trainer.tasks.classes import NamedClasses
+from trainer.tasks.classes import NamedClasses, RowClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import (
@@ -58,11 +58,18 @@ _FP32_BYTES = 4
 
 
 def planned_task(plan: RunPlan) -> Task:
-    """Return the task of a recipe; the teacher's classes, or else two, stand for those that only the data knows."""
+    """Return the task of a recipe.
+
+    Classes that only the data knows have the names of their weights, of the teacher's classes, or else "0" and "1".
+    Weights are 1, because their values change no shape.
+    """
     task = with_folder(build_task(plan.recipe.task), plan.recipe)
+    weights = task.class_weights if isinstance(task, RowClasses) else None
     if isinstance(task, NamedClasses) and task.class_names is None:
-        names = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
-        return task.with_classes(names, None)
+        names: Sequence[str] = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
+        task = task.with_classes(tuple(weights if isinstance(weights, Mapping) else names), None)
+    if isinstance(task, RowClasses) and task.class_names is not None and weights is not None:
+        task = task.changed(class_weights=dict.fromkeys(task.class_names, 1.0))
     return task
 
 
