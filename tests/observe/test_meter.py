@@ -138,6 +138,15 @@ def test_the_peak_of_a_process_holds_what_it_allocated():
     assert peak_memory_bytes(torch.device("cpu")) >= after
 
 
+def test_the_peak_of_a_gpu_leaves_out_memory_that_the_allocator_keeps(monkeypatch):
+    """Torch's allocator counts each GPU by itself; it keeps freed memory, and rounds requests up."""
+    counts = {"allocated_bytes.all.peak": 5, "allocated_bytes.all.current": 3, "active_bytes.all.peak": 6}
+    counts |= {"requested_bytes.all.peak": 4, "reserved_bytes.all.peak": 9}
+    gpus = [counts, {name: 10 * value for name, value in counts.items()}]
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats", lambda device: gpus[device.index])
+    assert [peak_memory_bytes(torch.device("cuda", index)) for index in (0, 1)] == [5, 50]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_of_a_cuda_device_is_that_of_its_tensors():

@@ -407,6 +407,16 @@ class TestStop:
     def test_ranks_show_the_memory_of_the_one_that_used_most(self, ranks: RankPools):
         assert ranks(2).run(peak_memory_of_two) == [(5001, (5000, 5001))] * 2
 
+    def test_one_process_shows_the_memory_of_each_of_its_gpus(self):
+        world = World()
+        with (
+            patch("torch.cuda.device_count", lambda: 3),
+            patch("torch.cuda.memory.memory_stats", lambda device: {"allocated_bytes.all.peak": 5000 + device.index}),
+        ):
+            loop(world, parallel={"strategy": "dp"}).run()
+        record = world.records[-1]
+        assert (record.peak_memory_bytes, record.rank_memory_bytes) == (5002, (5000, 5001, 5002))
+
 
 class TestRequests:
     def test_an_evaluation_and_a_checkpoint_of_the_same_step(self):

@@ -75,9 +75,11 @@ def _partition(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan, deepspeed:
 @contextmanager
 def _flattened_in_place() -> Iterator[None]:
     """Let stages 1 and 2 free each parameter once it is in the flat buffer; DeepSpeed frees them after all are."""
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage_1_and_2
 
-    flatten = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned
+    optimizer, empty_cache = stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2.empty_cache
+    flatten = optimizer.flatten_dense_tensors_aligned
 
     def flatten_one_by_one(
         zero: Any,
@@ -102,11 +104,12 @@ def _flattened_in_place() -> Iterator[None]:
         flat[start:] = 0
         return flat
 
-    DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned = flatten_one_by_one
+    optimizer.flatten_dense_tensors_aligned = flatten_one_by_one
+    stage_1_and_2.empty_cache = get_accelerator().empty_cache  # DeepSpeed's function resets the peak of the memory too
     try:
         yield
     finally:
-        DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned = flatten
+        optimizer.flatten_dense_tensors_aligned, stage_1_and_2.empty_cache = flatten, empty_cache
 
 
 @contextmanager
