@@ -24,13 +24,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.training import OPTIMIZERS, RANK_STRATEGIES, TINY_DECODERS, TINY_TASKS, parallel_keys, tiny_recipe
+from tests.helpers.training import (
+    OPTIMIZERS,
+    RANK_STRATEGIES,
+    TINY_DECODERS,
+    TINY_TASKS,
+    parallel_keys,
+    tiny_recipe,
+    tiny_task,
+)
+from trainer.models.attention import padding_known
+from trainer.models.generation import generate, set_generation
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.simulated_device import _CURRENT
 from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.schema import Generation
 from trainer.tools.plan import simulated_rank, simulated_step
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_deepspeed import simulated_deepspeed
@@ -179,12 +190,12 @@ def allocate_on_gpu(model: torch.nn.Module) -> None:
     model.to_empty(device=GPU)
 
 
-def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
-    """Take two steps of a rank, and return what is wrong with the second one and the tensors that stay."""
-    plan = plan_run(tiny_recipe(**keys), ranks)
-    task = simulated_step.planned_task(plan)
+@contextmanager
+def rank_on_gpu(plan: RunPlan, rank: int) -> Iterator[tuple[Any, RankBatch]]:
+    """Yield the engine of a rank on a fake GPU, and a batch."""
     with (
         gpu_found(),
+        mock.patch.object(simulated_step, "planned_task", lambda plan: tiny_task(plan.recipe)),
         mock.patch.object(simulated_step, "simulated_mesh", mesh_on_gpu),
         mock.patch.object(simulated_step, "shapes_only", shapes_only),
         mock.patch.object(simulated_step, "_allocate", allocate_on_gpu),
@@ -193,18 +204,23 @@ def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
         zero_on_gpu(plan),
         mesh_on_gpu(plan, rank) as mesh,
     ):
-        simulation = simulated_step._Simulation(plan, task, mesh, LENGTH, cuda=True, fused=True)
+        simulation = simulated_step._Simulation(plan, tiny_task(plan.recipe), mesh, LENGTH, cuda=True, fused=True)
         with simulation.opened(simulation.build()) as (engine, _, batch):
-            engine.train_step(batch)
-            with Watch() as watch:
-                read = engine.begin_step(batch)
-            read()
-            tensors = dict(engine.held())
-            for state in engine.optimizer.state.values():
-                tensors |= {
-                    f"{key} of the optimizer": value for key, value in state.items() if isinstance(value, Tensor)
-                }
-            left = [name for name, tensor in tensors.items() if not tensor.is_cuda]
+            yield engine, batch
+
+
+def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
+    """Take two steps of a rank, and return what is wrong with the second one and the tensors that stay."""
+    plan = plan_run(tiny_recipe(**keys), ranks)
+    with rank_on_gpu(plan, rank) as (engine, batch):
+        engine.train_step(batch)
+        with Watch() as watch:
+            read = engine.begin_step(batch)
+        read()
+        tensors = dict(engine.held())
+        for state in engine.optimizer.state.values():
+            tensors |= {f"{key} of the optimizer": value for key, value in state.items() if isinstance(value, Tensor)}
+        left = [name for name, tensor in tensors.items() if not tensor.is_cuda]
     # DeepSpeed's own step waits for the device, so that the engine reads its results at once.
     reads = {read for read in watch.found if not (plan.strategy.zero_stage and " in begin_step" in read)}
     return [*sorted(reads), *(f"{name} is on the host" for name in sorted(set(left)))]
@@ -219,12 +235,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context": (2, {"context": 2}),
     "fsdp, tensor": (4, {"strategy": "fsdp", "tensor": 2}),
 }
-NOT_PLANNED = ("weighted_classification", "embedding_duplicates")
-"""Tasks with keys that a blank batch does not have: other names of classes than `WEIGHTED`, and identities of texts."""
 LLAMA = {"config": TINY_DECODERS["llama"], "tokenizer": "none"}
-WEIGHTED = {**TINY_TASKS["weighted_classification"].keys, "class_weights": {"0": 0.5, "1": 2.0}}
 RECIPES: dict[str, dict[str, Any]] = {
-    "class weights": {"task": WEIGHTED},
     "recomputed": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "joined rows": {"data": {"packing": True}},
@@ -249,7 +261,7 @@ def test_every_layout(layout: str, precision: str):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("task", [name for name in TINY_TASKS if name not in NOT_PLANNED])
+@pytest.mark.parametrize("task", TINY_TASKS)
 def test_every_task(task: str, precision: str):
     tiny = TINY_TASKS[task]
     assert step({"task": tiny.keys, "model": tiny.model, "precision": precision}, 1, 0) == []
@@ -266,3 +278,38 @@ def test_decoders(layout: str):
     tiny = TINY_TASKS["causal_lm"]
     keys = {"task": tiny.keys, "model": tiny.model, "parallel": parallel, "precision": "bf16"}
     assert {rank: step(keys, ranks, rank) for rank in (0, ranks - 1)} == {0: [], ranks - 1: []}
+
+
+class Generating(Watch):
+    """A watch that answers reads of truths: no, until the model has made a number of tokens."""
+
+    def __init__(self, model: torch.nn.Module, num_tokens: int) -> None:
+        super().__init__()
+        self.left, self.reads = num_tokens, 0
+        model.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.left -= 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+            return self.left <= 0
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("task", ["seq2seq_lm", "causal_lm"])
+def test_generated_texts(task: str, sampled: bool):
+    """Tokens and masks are made on the device, and a token causes one read: whether all texts have ended."""
+    tiny = TINY_TASKS[task]
+    with rank_on_gpu(plan_run(tiny_recipe(task=tiny.keys, model=tiny.model), 1), 0) as (engine, batch):
+        model, ready, found = engine._forward._model.eval(), batch.microbatches[0].to(GPU), []
+        for num_tokens in (3, 7):
+            settings = Generation(max_new_tokens=num_tokens, do_sample=sampled)
+            set_generation(model, settings, [1], {"pad_token_id": 0, "decoder_start_token_id": 0})
+            with Generating(model, num_tokens) as watch, padding_known(True):
+                tokens = generate(model, ready.inputs, False, 1, batch.microbatches[0].rows)
+            assert (tokens.device, tokens.shape[1]) == (GPU, num_tokens)
+            found.append((watch.reads, len(watch.found)))
+    assert found[1] == (found[0][0] + 7 - 3, found[0][1])
