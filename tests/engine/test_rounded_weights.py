@@ -18,6 +18,8 @@ from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe
 from trainer.engine import forward
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
+from trainer.recipe.plan import plan_run
+from trainer.tools.plan.simulated_step import plan_step
 
 SEVERAL = {"micro_batch_size": 5}
 ALBERT = {"config": {"model_type": "albert", **CONFIGS["albert"]}, "tokenizer": "none"}
@@ -130,6 +132,17 @@ def test_products_share_a_rounded_input():
         with _Casts({shape}) as casts:
             training.engine.train_step(batch)
         found.append(casts.found["aten::_to_copy"])
+    assert found[1] - found[0] == 2 * (2 + 4)
+
+
+def test_products_of_sharded_layers_share_a_rounded_input():
+    """FSDP gives a layer new tensors, and gathers its weights in 16 bits; its products still share."""
+    plan = plan_run(tiny_recipe(precision="bf16", parallel={"strategy": "fsdp"}), 2)
+    found = []
+    for share in (share_rounded_inputs, list):
+        with mock.patch.object(forward, "share_rounded_inputs", share):
+            work = plan_step(plan, 0, 12).totals.work
+        found.append(sum(amount.number for kind, amount in work.items() if kind.name == "_to_copy"))
     assert found[1] - found[0] == 2 * (2 + 4)
 
 
