@@ -350,8 +350,9 @@ class TestAnIndexThatNamesAnotherFile:
             load_whole(describe(recipe, Training(), ModelUse(CLASSIFICATION, {"num_labels": 2})))
 
     def test_is_refused_where_it_is_built_in_parts(self, recipe, file):
+        described = describe(recipe, Training(), ModelUse(CLASSIFICATION))
         with pytest.raises(UsageError, match=re.escape(repr(file))):
-            pretrained_files(describe(recipe, Training(), ModelUse(CLASSIFICATION)))
+            pretrained_files(described.recipe, described.config)
 
 
 def train_under_zero3(whole: bool) -> Curve:
