@@ -94,7 +94,7 @@ def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadP
     notes = [*notes, *described.check_invariance(model, keys), *prepared]
     if cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-    return replace(place(model, replace(cut, shard=None)), dropout_keys=keys, notes=notes, lacking=lacking)
+    return place(model, replace(cut, shard=None), keys, notes, lacking)
 
 
 def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[str]]:
@@ -308,8 +308,7 @@ def _empty_parts(
     names = list(aliases(whole).values())
     known = {name for group in names for name in group}
     names += [group for group in aliases(model).values() if known.isdisjoint(group)]
-    placed = replace(place(model, cut), dropout_keys=keys, notes=notes, lacking=lacking)
-    return _Parts(placed, factors, names, starts), whole, sources
+    return _Parts(place(model, cut, keys, notes, lacking), factors, names, starts), whole, sources
 
 
 @contextmanager

@@ -136,28 +136,34 @@ class PlacedModel:
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
 
 
-def place(model: nn.Module, cut: ModelCut) -> PlacedModel:
-    """Cut `model` in place.
+def place(
+    model: nn.Module,
+    cut: ModelCut,
+    keys: DropoutKeys | None = None,
+    notes: Sequence[str] = (),
+    lacking: Sequence[str] = (),
+) -> PlacedModel:
+    """Cut `model` in place; for the other arguments see `PlacedModel`.
 
     Raises:
         UsageError: the model cannot be cut in this way.
     """
     stage = _cut_to_stage(model, cut.choice) if cut.choice else None
-    if cut.group is None and stage is None:
-        return PlacedModel(model, cut)
-    placements = whole(model) if cut.group is None else split_model(model, cut.group, cut.sequence, cut.context)
+    placements = None
+    if cut.group is not None:
+        placements = split_model(model, cut.group, cut.sequence, cut.context)
     if stage is not None and cut.choice is not None:
-        placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in placements.items()}
-    return PlacedModel(model, cut, placements, stage)
+        own = placements or whole(model)
+        placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in own.items()}
+    return PlacedModel(model, cut, placements, stage, keys, notes, lacking)
 
 
 def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> PlacedModel:  # it is frozen
     """Return the placed model on `meta`; this needs its configuration, and no weights."""
     model, keys = described.on_meta(), described.new_keys()
     described.prepare(model, (), keys)
-    placed = place(model, cut)
-    origin = Origin([name for name, _ in placed.model.named_parameters()], {}, _no_values)
-    return replace(placed, dropout_keys=keys, origin=origin)
+    placed = place(model, cut, keys)
+    return replace(placed, origin=Origin([name for name, _ in placed.model.named_parameters()], {}, _no_values))
 
 
 def _no_values(name: str) -> Tensor:
