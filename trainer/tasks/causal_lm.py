@@ -20,9 +20,8 @@ from trainer.tasks.text.chats import (
     features_of,
     features_of_labels,
     holds_messages,
-    tokens_of_answer,
+    tokens_after,
     tokens_of_chat,
-    tokens_of_pair,
     tools_of,
     turn_end,
     turn_notes,
@@ -46,56 +45,6 @@ _ENCODERS = (
 
 
 @dataclass(frozen=True)
-class TextColumn:
-    """Training on all tokens of the texts of a column, which the recipe's `key` names.
-
-    The column may hold token ids; `beside` are then the columns of their mask and labels, known after `resolve`.
-    """
-
-    column: str
-    key: str = "text"
-    beside: tuple[str, ...] = ()
-    tools: str | None = None  # for prompts of messages
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """The names of the columns of texts and chats, by the recipe's keys."""
-        return {self.key: self.column}
-
-
-@dataclass(frozen=True)
-class CompletionColumns:
-    """Training on the completions of prompts, texts or messages."""
-
-    prompt: str
-    completion: str
-    tools: str | None = None
-
-    beside = ()
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"prompt": self.prompt, "completion": self.completion}
-
-
-@dataclass(frozen=True)
-class ChatColumn:
-    """Training on the assistant's turns of chats."""
-
-    messages: str
-    tools: str | None = None
-
-    beside = ()
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"messages": self.messages}
-
-
-Examples = TextColumn | CompletionColumns | ChatColumn
-
-
-@dataclass(frozen=True)
 class CausalLMTask(TokenLabels):
     """Causal language modelling with cross entropy over the vocabulary.
 
@@ -104,9 +53,13 @@ class CausalLMTask(TokenLabels):
     None: unknown.
     """
 
-    examples: Examples
+    # The columns of texts and chats by their keys in the recipe: `text`, or `prompt` and `completion`, or `messages`;
+    # `prompt` alone with `continues`.
+    sources: Mapping[str, str]
     packing: Packing
     metric_names: tuple[str, ...]
+    tools: str | None = None
+    beside: tuple[str, ...] = ()  # the columns of masks and labels beside token ids, known after `resolve`
     train_on: Turns = "all"
     settings: Generation = field(default_factory=Generation)
     continues: bool = False
@@ -117,8 +70,12 @@ class CausalLMTask(TokenLabels):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        tools = () if self.examples.tools is None else (self.examples.tools,)
-        return (*self.examples.columns.values(), *self.examples.beside, *tools)
+        return (*self.sources.values(), *self.beside, *((self.tools,) if self.tools is not None else ()))
+
+    @property
+    def trains_all_tokens(self) -> bool:
+        """Whether rows are texts or token ids, and neither completions nor chats."""
+        return not {"completion", "messages"} & self.sources.keys()
 
     @property
     def beside_rows(self) -> tuple[str, ...]:
@@ -137,7 +94,7 @@ class CausalLMTask(TokenLabels):
 
     @property
     def keeps_rows(self) -> bool:
-        return not isinstance(self.examples, TextColumn) and self.train_on != "each"
+        return not self.trains_all_tokens and self.train_on != "each"
 
     @property
     def generates(self) -> bool:
@@ -149,34 +106,37 @@ class CausalLMTask(TokenLabels):
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ends = [end_token(tokenizer)]
-        may_be_chat = isinstance(self.examples, ChatColumn) or "prompt" in self.examples.columns
-        if may_be_chat and tokenizer.chat_template:
+        if "text" not in self.sources and tokenizer.chat_template:
             ends += turn_end(tokenizer)
         return tuple(dict.fromkeys(ends))
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
-        is_chat = isinstance(self.examples, ChatColumn) and not self.continues and tokenizer.is_fast
+        is_chat = "messages" in self.sources and not self.continues and tokenizer.is_fast
         return turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        examples = self.examples
-        is_chat = any(_holds_chats(features[column]) for column in examples.columns.values())
-        if is_chat and examples.tools is None and "tools" in features:
+        is_chat = any(_holds_chats(features[column]) for column in self.sources.values())
+        if is_chat and self.tools is None and "tools" in features:
             return ["column `tools` is not read; name it in `task.tools` to describe the tools in chats"]
-        if not isinstance(examples, TextColumn) or not holds_ids(features[examples.column]):
+        if not self._has_ids(features):
             return []
-        beside = " and ".join(f"`{name}`" for name in examples.beside)
-        notes = [f"column `{examples.column}` holds token ids, which are read{f' with {beside}' * bool(beside)}"]
+        beside = " and ".join(f"`{name}`" for name in self.beside)
+        notes = [f"column `{self._column}` holds token ids, which are read{f' with {beside}' * bool(beside)}"]
         if "position_ids" in features:
             notes.append("column `position_ids` is not read: documents in a row of token ids see each other")
         return notes
 
     def resolve(self, train: Dataset, where: str) -> CausalLMTask:
         self.check_columns(train.features, where)
-        examples = self.examples
-        if isinstance(examples, TextColumn) and holds_ids(train.features[examples.column]):
-            return replace(self, examples=replace(examples, beside=beside_ids(train.features, MASK, LABELS)))
-        return self
+        return replace(self, beside=beside_ids(train.features, MASK, LABELS)) if self._has_ids(train.features) else self
+
+    @property
+    def _column(self) -> str:
+        """The first column: that of texts, of prompts, or of chats."""
+        return next(iter(self.sources.values()))
+
+    def _has_ids(self, features: Mapping[str, Any]) -> bool:
+        return self.trains_all_tokens and holds_ids(features[self._column])
 
     def for_configuration(self, config: Any) -> CausalLMTask:
         """Return the task; refuse a model that sees later tokens."""
@@ -200,22 +160,19 @@ class CausalLMTask(TokenLabels):
         return replace(self, num_positions=positions, num_tokens=getattr(config, "vocab_size", None))
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
-        examples = self.examples
-        if examples.tools is not None:
-            require_columns(features, [examples.tools], "task.tools", where)
-        if isinstance(examples, CompletionColumns):
-            if not check_texts_or_chats(features, examples.columns, where) and examples.tools is not None:
+        if self.tools is not None:
+            require_columns(features, [self.tools], "task.tools", where)
+        if "prompt" in self.sources:
+            is_chat = check_texts_or_chats(features, self.sources, where)
+            if not is_chat and self.tools is not None and not self.continues:
                 raise DataError(f"`task.tools` applies to chats, but the prompts of {where} are texts; remove it")
-        elif isinstance(examples, ChatColumn):
+        elif "messages" in self.sources:
             needed = 'a column of lists of {"role": ..., "content": ...}'
-            require_kind(features, examples.messages, "task.messages", where, _holds_chats, needed)
-        elif examples.key == "prompt":
-            check_texts_or_chats(features, examples.columns, where)
+            require_kind(features, self._column, "task.messages", where, _holds_chats, needed)
         else:
-            needed = "a column of strings or of token ids"
-            key = f"task.{examples.key}"
-            require_kind(features, examples.column, key, where, lambda one: is_text(one) or holds_ids(one), needed)
-            for name in examples.beside:
+            needed, key = "a column of strings or of token ids", "task.text"
+            require_kind(features, self._column, key, where, lambda one: is_text(one) or holds_ids(one), needed)
+            for name in self.beside:
                 require_kind(features, name, f"{key} with `{name}`", where, holds_ids, "a column of lists of integers")
 
     def packer(self, max_length: int) -> Packer | None:
@@ -223,8 +180,7 @@ class CausalLMTask(TokenLabels):
             return None
         if self.packing == "joined":
             return StreamPacker(max_length)
-        splits = isinstance(self.examples, TextColumn) and LABELS not in self.examples.beside
-        return DocumentPacker(max_length, splits=splits)
+        return DocumentPacker(max_length, splits=self.trains_all_tokens and LABELS not in self.beside)
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Tokenise texts, prompts with completions, or chats; see `TextTask.encode`.
@@ -236,29 +192,26 @@ class CausalLMTask(TokenLabels):
             DataError: a cell is null, a chat or a completion has no token to train, or it is cut by `max_length`.
             UsageError: the tokenizer has no end token or no chat template.
         """
-        examples, columns = self.examples, {}
+        columns = {}
         for column in self.columns:
             fix = "fill it, or leave the row out"
-            values = rows[column] if column == examples.tools else filled(rows, column, where, first_row, fix)
+            values = rows[column] if column == self.tools else filled(rows, column, where, first_row, fix)
             columns[column] = given(values, [rows.features[column]])
         if self.continues:
             return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
-        if isinstance(examples, TextColumn):
-            if holds_ids(rows.features[examples.column]):
+        if self.trains_all_tokens:
+            if self._has_ids(rows.features):
                 return self._encode_ids(rows, max_length, where, first_row)
-            return self._encode_texts(columns[examples.column], tokenizer, max_length)
+            return self._encode_texts(columns[self._column], tokenizer, max_length)
         found: list[tuple[str, Tokens]] = []
-        texts = [columns[column] for column in examples.columns.values()]
+        texts = [columns[column] for column in self.sources.values()]
         for row, (first, *others) in enumerate(zip(*texts, strict=True)):
-            place = cell(list(examples.columns.values())[-1], first_row + row, where)
-            tools = None if examples.tools is None else tools_of(columns[examples.tools][row], tokenizer, place)
-            if not others:
-                own = tokens_of_chat(first, tokenizer, self.train_on, place, tools)
-            elif isinstance(first, str):
-                own = [tokens_of_pair(first, others[0], tokenizer, place)]
+            place = cell(list(self.sources.values())[-1], first_row + row, where)
+            tools = None if self.tools is None else tools_of(columns[self.tools][row], tokenizer, place)
+            if others:
+                own = [tokens_after(first, others[0], tokenizer, tools, place)]
             else:
-                before, answer = (one if isinstance(one, list) else [one] for one in (first, others[0]))
-                own = [tokens_of_answer(before, answer, tokenizer, tools, place)]
+                own = tokens_of_chat(first, tokenizer, self.train_on, place, tools)
             found += [(place, tokens) for tokens in own]
         return features_of(found, max_length)
 
@@ -269,7 +222,7 @@ class CausalLMTask(TokenLabels):
 
         A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
         """
-        (column,), tools = self.examples.columns.values(), self.examples.tools
+        column, tools = self._column, self.tools
         end, feature = end_token(tokenizer), rows.features[column]
         special = not _holds_chats(feature)  # a chat template writes its own
         if holds_ids(feature):
@@ -305,10 +258,8 @@ class CausalLMTask(TokenLabels):
 
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""
-        assert isinstance(self.examples, TextColumn)
-        column, beside = self.examples.column, self.examples.beside
-        found = IdRows(column, beside, self.num_tokens).read(rows, where, first_row)
-        if LABELS not in beside:
+        found = IdRows(self._column, self.beside, self.num_tokens).read(rows, where, first_row)
+        if LABELS not in self.beside:
             return self._windows([ids for ids, _ in found], max_length)
         places = (cell(LABELS, first_row + row, where) for row in range(len(rows)))
         labelled = [
@@ -342,12 +293,9 @@ class CausalLMTask(TokenLabels):
         return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
 
     def without_labels(self) -> CausalLMTask:
-        examples = self.examples
-        if isinstance(examples, CompletionColumns):
-            examples = TextColumn(examples.prompt, "prompt", tools=examples.tools)
         return replace(
             self,
-            examples=examples,
+            sources={key: column for key, column in self.sources.items() if key != "completion"},
             packing="none",
             metric_names=(),
             vocabulary_chunk=None,

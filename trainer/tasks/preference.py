@@ -14,16 +14,16 @@ from trainer.base.errors import DataError, UsageError
 from trainer.base.nulls import given
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation, PreferenceLoss
-from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, TextColumn
+from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
 from trainer.tasks.text.chats import (
     Tokens,
     check_texts_or_chats,
     features_of,
+    messages_of,
     require_apart,
-    tokens_of_answer,
-    tokens_of_pair,
+    tokens_after,
     tools_of,
 )
 from trainer.tasks.text.columns import cell, filled, require_columns
@@ -37,33 +37,6 @@ reference; and KTO's labels."""
 
 
 @dataclass(frozen=True)
-class PairColumns:
-    """The columns of pairs: the better answer and the worse one. Without a prompt, they are whole chats."""
-
-    prompt: str | None
-    chosen: str
-    rejected: str
-
-    @property
-    def answers(self) -> dict[str, str]:
-        """The columns of answers, by the recipe's keys."""
-        return {"chosen": self.chosen, "rejected": self.rejected}
-
-
-@dataclass(frozen=True)
-class LabelledColumns:
-    """The columns of single answers, and whether they are desirable."""
-
-    prompt: str
-    completion: str
-    label: str
-
-    @property
-    def answers(self) -> dict[str, str]:
-        return {"completion": self.completion}
-
-
-@dataclass(frozen=True)
 class PreferenceTask(TokenLabels):
     """A loss over the log-probabilities of two answers of each row.
 
@@ -71,6 +44,9 @@ class PreferenceTask(TokenLabels):
     see `TokenLabels`.
 
     Attributes:
+        prompt: the column of prompts; None: the answers are whole chats.
+        answer_columns: by the recipe's keys, `chosen` and `rejected`; for KTO `completion`.
+        label: for KTO, the column of whether an answer is desirable; None: rows are pairs.
         tools: the column of tools; None: chats have none.
         settings: the texts of `trainer predict`.
         labels_prompts: whether the tokens of prompts have labels too, for a loss over whole texts.
@@ -78,7 +54,9 @@ class PreferenceTask(TokenLabels):
         others: all rows of the split and the index of the first one, from `for_split`.
     """
 
-    examples: PairColumns | LabelledColumns
+    prompt: str | None
+    answer_columns: Mapping[str, str]
+    label: str | None
     loss: PreferenceLoss
     metric_names: tuple[str, ...]
     tools: str | None = None
@@ -94,14 +72,12 @@ class PreferenceTask(TokenLabels):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        examples = self.examples
-        label = (examples.label,) if isinstance(examples, LabelledColumns) else ()
-        beside = (column for column in (examples.prompt, self.tools) if column is not None)
-        return (*beside, *examples.answers.values(), *label)
+        found = (self.prompt, self.tools, *self.answer_columns.values(), self.label)
+        return tuple(column for column in found if column is not None)
 
     @property
     def rows_depend(self) -> bool:
-        return isinstance(self.examples, LabelledColumns)
+        return self.label is not None
 
     @property
     def has_reference(self) -> bool:
@@ -126,12 +102,11 @@ class PreferenceTask(TokenLabels):
         return []
 
     def _text_columns(self) -> dict[str, str]:
-        prompt = {} if self.examples.prompt is None else {"prompt": self.examples.prompt}
-        return {**prompt, **self.examples.answers}
+        return {**({} if self.prompt is None else {"prompt": self.prompt}), **self.answer_columns}
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         is_chat = check_texts_or_chats(features, self._text_columns(), where)
-        if self.examples.prompt is None and not is_chat:
+        if self.prompt is None and not is_chat:
             raise DataError(
                 f"`task.prompt` is null, so the answers of {where} must be chats that start with the same messages, but"
                 " they are texts; name the column of the prompts"
@@ -140,8 +115,8 @@ class PreferenceTask(TokenLabels):
             require_columns(features, [self.tools], "task.tools", where)
             if not is_chat:
                 raise DataError(f"`task.tools` applies to chats, but the answers of {where} are texts; remove it")
-        if isinstance(self.examples, LabelledColumns):
-            require_columns(features, [self.examples.label], "task.label", where)
+        if self.label is not None:
+            require_columns(features, [self.label], "task.label", where)
 
     def for_split(self, rows: Dataset, first_row: int) -> PreferenceTask:
         return replace(self, others=(rows, first_row))
@@ -159,23 +134,21 @@ class PreferenceTask(TokenLabels):
         found: list[tuple[str, Tokens]] = []
         texts = [self._cells(rows, column) for column in self._text_columns().values()]
         tools = [None] * len(rows) if self.tools is None else self._cells(rows, self.tools)
-        before = self._answer_before(rows, where, first_row) if isinstance(self.examples, LabelledColumns) else None
+        before = None if self.label is None else self._answer_before(rows, where, first_row)
         for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
-            places = [cell(column, first_row + row, where) for column in self.examples.answers.values()]
+            places = [cell(column, first_row + row, where) for column in self.answer_columns.values()]
             if before is not None:
                 prompt, own = of_row
                 answers, places, before = [own, before], places * 2, own
-            elif self.examples.prompt is None:
+            elif self.prompt is None:
                 prompt, *answers = _divided(of_row[0], of_row[1], places[0])
             else:
                 prompt, *answers = of_row
             described = tools_of(of_tools, tokenizer, cell(self.tools, first_row + row, where)) if self.tools else None
+            if self.is_chat:  # a text among messages is then an error, and no pair of texts
+                prompt, answers = messages_of(prompt), list(map(messages_of, answers))
             for place, answer in zip(places, answers, strict=True):
-                if self.is_chat:
-                    tokens = tokens_of_answer(_list(prompt), _list(answer), tokenizer, described, place)
-                else:
-                    tokens = tokens_of_pair(prompt, answer, tokenizer, place)
-                found.append((place, tokens))
+                found.append((place, tokens_after(prompt, answer, tokenizer, described, place)))
         features = features_of(found, max_length)
         if self.labels_prompts:
             features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
@@ -185,8 +158,8 @@ class PreferenceTask(TokenLabels):
             for name, values in features.items()
         }
         paired["cut"] = [any(pair) for pair in paired["cut"]]
-        if isinstance(self.examples, LabelledColumns):
-            paired[_DESIRABLE] = _desirable(rows, self.examples.label, where, first_row)
+        if self.label is not None:
+            paired[_DESIRABLE] = _desirable(rows, self.label, where, first_row)
         else:
             for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
                 require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
@@ -197,12 +170,12 @@ class PreferenceTask(TokenLabels):
 
     def _answer_before(self, rows: Dataset, where: str, first_row: int) -> Any:
         """Return the answer of the row before `rows`; the last row of the split comes before its first one."""
-        assert isinstance(self.examples, LabelledColumns)
+        (column,) = self.answer_columns.values()
         every, first = self.others or (rows, first_row)
         index = (first_row - first - 1) % len(every)
         found = every.select([index])
-        filled(found, self.examples.completion, where, first + index, _FILL)
-        (answer,) = self._cells(found, self.examples.completion)
+        filled(found, column, where, first + index, _FILL)
+        (answer,) = self._cells(found, column)
         return answer
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -261,7 +234,7 @@ class PreferenceTask(TokenLabels):
         answers = Answers.of(scores)
         gained, logps = rewards(answers, self.loss), answers.logps
         found: dict[str, float] = {}
-        if isinstance(self.examples, LabelledColumns):
+        if self.rows_depend:
             is_desirable, kl = answers.desirable > 0.5, divergence(answers)
             found["loss"] = float(self.joint_losses(scores, scores).mean())
             sides = (is_desirable, ~is_desirable)
@@ -287,10 +260,9 @@ class PreferenceTask(TokenLabels):
         return {"reward_accuracy": 0.5}
 
     def _predicting(self) -> CausalLMTask:
-        column = self.examples.prompt or next(iter(self.examples.answers.values()))
-        examples = ChatColumn(column) if self.is_chat else TextColumn(column, "prompt")
-        task = CausalLMTask(examples, "none", (), settings=self.settings)
-        return task.without_labels()
+        column = self.prompt or next(iter(self.answer_columns.values()))
+        sources = {"messages" if self.is_chat else "prompt": column}
+        return CausalLMTask(sources, "none", (), settings=self.settings).without_labels()
 
     def without_labels(self) -> CausalLMTask:  # type: ignore[override]
         """Return the task that continues prompts."""
@@ -299,13 +271,9 @@ class PreferenceTask(TokenLabels):
         return self._predicting()
 
 
-def _list(messages: Any) -> list[Any]:
-    return messages if isinstance(messages, list) else [messages]
-
-
 def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the messages that two chats start with, and the rest of each."""
-    one, other = _list(chosen), _list(rejected)
+    one, other = messages_of(chosen), messages_of(rejected)
     shorter = min(len(one), len(other))
     number = next((at for at in range(shorter) if one[at] != other[at]), shorter)
     if number in (0, shorter):

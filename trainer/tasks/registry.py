@@ -18,13 +18,13 @@ from trainer.recipe.schema import (
     TaskSection,
     TokenClassification,
 )
-from trainer.tasks.causal_lm import CausalLMTask, ChatColumn, CompletionColumns, Examples, TextColumn
+from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.embedding import EmbeddingTask, Prompts
 from trainer.tasks.image_classification import ImageClassificationTask
 from trainer.tasks.masked_lm import MaskedLMTask
 from trainer.tasks.multi_label import MultiLabelTask
 from trainer.tasks.multiple_choice import MultipleChoiceTask
-from trainer.tasks.preference import LabelledColumns, PairColumns, PreferenceTask
+from trainer.tasks.preference import PreferenceTask
 from trainer.tasks.question_answering import QuestionAnsweringTask
 from trainer.tasks.reranker import RerankerTask
 from trainer.tasks.reward_model import RewardModelTask
@@ -126,9 +126,13 @@ def _computed(recipe: TaskSection) -> dict[str, Any]:
                 "dimensions": tuple(zip(sizes, recipe.dimension_weights or [1.0] * len(sizes), strict=True)),
             }
         case CausalLM():
-            return {"examples": _examples(recipe)}
+            columns = {key: getattr(recipe, key) for key in ("text", "prompt", "completion", "messages")}
+            return {"sources": {key: column for key, column in columns.items() if column is not None}}
         case Preference():
-            return {"examples": _answer_columns(recipe), "labels_prompts": recipe.loss.type == "orpo"}
+            is_kto, is_orpo = recipe.loss.type == "kto", recipe.loss.type == "orpo"
+            answers = {key: getattr(recipe, key) for key in (["completion"] if is_kto else ["chosen", "rejected"])}
+            label = recipe.label if is_kto else None
+            return {"answer_columns": answers, "label": label, "labels_prompts": is_orpo}
         case RewardModel():
             return {"answer_columns": (recipe.chosen, recipe.rejected)}
         case Seq2SeqLM():
@@ -136,19 +140,3 @@ def _computed(recipe: TaskSection) -> dict[str, Any]:
         case TokenClassification():
             return {"label_column": recipe.spans if recipe.words is None else recipe.tags}
     return {}
-
-
-def _answer_columns(recipe: Preference) -> PairColumns | LabelledColumns:
-    if recipe.loss.type != "kto":
-        return PairColumns(recipe.prompt, recipe.chosen, recipe.rejected)
-    assert recipe.prompt is not None, "a rule requires it"
-    return LabelledColumns(recipe.prompt, recipe.completion, recipe.label)
-
-
-def _examples(recipe: CausalLM) -> Examples:
-    if recipe.messages is not None:
-        return ChatColumn(recipe.messages, recipe.tools)
-    if recipe.prompt is not None and recipe.completion is not None:
-        return CompletionColumns(recipe.prompt, recipe.completion, recipe.tools)
-    assert recipe.text is not None, "a rule requires one of them"
-    return TextColumn(recipe.text)

@@ -17,8 +17,7 @@ from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
     require_apart,
-    tokens_of_answer,
-    tokens_of_pair,
+    tokens_after,
     without_end,
 )
 from trainer.tasks.text.columns import cell, filled, finite_numbers, require_columns
@@ -91,15 +90,12 @@ class RewardModelTask(ScoredTexts):
         return features
 
     def _tokens(self, prompt: Any, answer: Any, tokenizer: Tokenizer, place: str) -> list[int]:
-        if isinstance(answer, str):
-            if prompt is not None:
-                return tokens_of_pair(prompt, answer, tokenizer, place)[0]
+        if isinstance(answer, str) and prompt is None:
             if not answer.strip():
                 raise DataError(f"{place} is empty; fill it, or leave the row out")
             end = end_token(tokenizer)
             return [*without_end(tokenizer(answer, verbose=False)["input_ids"], end), end]
-        before, after = (of if isinstance(of, list) else [of] for of in (prompt or [], answer))
-        return tokens_of_answer(before, after, tokenizer, None, place)[0]
+        return tokens_after([] if prompt is None else prompt, answer, tokenizer, None, place)[0]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of rewards `[rows, 2]`; the margins are `[rows]`, or `[rows, 0]` without them."""

@@ -18,7 +18,7 @@ from trainer.data.streams.windows import Windows
 from trainer.models.configuration import rotary_positions
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
-from trainer.tasks.causal_lm import TextColumn
+from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.classes import plain_name
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import Tokenizer
@@ -66,7 +66,7 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
     if (
         not isinstance(task, TextTask)
         or not task.labels_are_tokens
-        or isinstance(getattr(task, "examples", None), TextColumn)
+        or (isinstance(task, CausalLMTask) and task.trains_all_tokens)
     ):
         return notes
     column = split.ragged.get("labels")

@@ -162,6 +162,18 @@ def _weighted(
     return [turn for turn, weight in zip(turns, weights, strict=True) if weight]
 
 
+def messages_of(value: Any) -> list[Any]:
+    """Return the messages of a cell, which holds a list of them or one."""
+    return value if isinstance(value, list) else [value]
+
+
+def tokens_after(prompt: Any, answer: Any, tokenizer: Tokenizer, tools: Tools, place: str) -> Tokens:
+    """Return the tokens of a prompt with its answer, both texts or both messages."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return tokens_of_pair(prompt, answer, tokenizer, place)
+    return tokens_of_answer(messages_of(prompt), messages_of(answer), tokenizer, tools, place)
+
+
 def tokens_of_answer(
     prompt: Sequence[Any], answer: Sequence[Any], tokenizer: Tokenizer, tools: Tools, place: str
 ) -> Tokens:
@@ -326,7 +338,7 @@ def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> tuple[list[dict[st
             ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
         )
     messages, weights = [], []
-    for number, message in enumerate(chat if isinstance(chat, list) else [chat], start=1):
+    for number, message in enumerate(messages_of(chat), start=1):
         if not isinstance(message, dict | None):
             raise DataError(f"{place}, message {number}, must be an object with a role, but is {message!r}; correct it")
         given = {key: value for key, value in (message or {}).items() if value is not None}
