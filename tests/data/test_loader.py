@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import errno
 import itertools
 import os
@@ -221,7 +220,7 @@ def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
 
 def test_an_error_in_a_worker_is_not_called_a_death(split):
     loader = train_loader(split, num_workers=1)
-    loader._batches = dataclasses.replace(loader._batches, rows=None)
+    loader.plan = None
     with pytest.raises(AttributeError):
         next(iter(loader))
 

@@ -56,9 +56,9 @@ def test_a_training_is_that_without_copies_ahead():
     for ahead in (True, False):
         with tiny_training(tiny_recipe(model={"dropout": 0.1}, training={"micro_batch_size": 4}), device="cuda") as one:
             loader = one.loader
-            assert loader._ahead_to is not None
+            assert loader.ahead_to is not None
             if not ahead:
-                loader._ahead_to = None
+                loader.ahead_to = None
             results = [one.engine.train_step(batch) for _, batch in zip(range(6), loader, strict=False)]
             curves.append([(result.loss, result.grad_norm) for result in results])
     for with_copies, without in zip(*curves, strict=True):

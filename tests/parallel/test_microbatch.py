@@ -132,8 +132,8 @@ def test_a_copy_is_taken_once_and_then_freed(streams: Streams):
 def test_batches_are_copied_where_the_engine_takes_copies(parallel: dict[str, Any], begins: bool):
     with tiny_training(tiny_recipe()) as training:
         parts = training.parts
-        assert parts.train_loader._ahead_to is None, "there is no GPU"
+        assert parts.train_loader.ahead_to is None, "there is no GPU"
         recipe = tiny_recipe(parallel=parallel)
         plan = plan_run(recipe, 2 if parallel else 1)
         mesh: Any = SimpleNamespace(device=torch.device("cuda", 0), index=lambda axis: 0)
-        assert (train_batches(plan, mesh, parts.data)._ahead_to is not None) == begins
+        assert (train_batches(plan, mesh, parts.data).ahead_to is not None) == begins

@@ -96,6 +96,7 @@ class SplitRows:
         pass
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """Loader of this rank's part of the remaining global batches.
 
@@ -114,23 +115,20 @@ class TrainLoader:
         TrainerError: a worker died during the iteration.
     """
 
-    def __init__(
-        self,
-        rows: TrainingRows,
-        plan: BatchPlan,
-        data_rank: int,
-        batching: Batching,
-        total_steps: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        masking: TokenMasking | None = None,
-        ahead_to: torch.device | None = None,
-    ) -> None:
-        self._steps = range(rows.first_step(), total_steps)
-        self._batches = _TrainBatches(rows, plan, data_rank, batching, masking)
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        self._ahead_to = ahead_to
+    rows: TrainingRows
+    plan: BatchPlan
+    data_rank: int
+    batching: Batching
+    total_steps: int
+    num_workers: int = 0
+    pin_memory: bool = False
+    masking: TokenMasking | None = None
+    ahead_to: torch.device | None = None
+    _made: dict[int, RankBatch] = field(default_factory=dict, init=False, repr=False)  # by step, until they are used
+
+    @property
+    def _steps(self) -> range:
+        return range(self.rows.first_step(), self.total_steps)
 
     def __len__(self) -> int:
         """Return the number of remaining optimizer steps."""
@@ -138,19 +136,45 @@ class TrainLoader:
 
     def row_ids(self, step: int) -> list[int]:
         """Return the split indices of the rows of the global batch of `step` (from 0), over all ranks."""
-        return [int(row) for row in self._batches.rows.row_ids(step)]
+        return [int(row) for row in self.rows.row_ids(step)]
 
     def batch(self, step: int) -> RankBatch:
         """Return the part of this rank of the global batch of `step` (from 0); without workers, iterations share it."""
-        found = self._batches[step]
-        if not self._num_workers:
-            self._batches.made[step] = found
+        found = self[step]
+        if not self.num_workers:
+            self._made[step] = found
         return found
 
     def __iter__(self) -> Iterator[RankBatch]:
-        batches = _load(self._batches, self._steps, self._num_workers, self._pin_memory)
-        yield from batches if self._ahead_to is None else copied_ahead(batches, self._ahead_to)
-        self._batches.rows.close()
+        batches = _load(self, self._steps, self.num_workers, self.pin_memory)
+        yield from batches if self.ahead_to is None else copied_ahead(batches, self.ahead_to)
+        self.rows.close()
+
+    def __getitem__(self, step: int) -> RankBatch:
+        if step in self._made:
+            return self._made.pop(step)
+        found = self.rows.of_step(step)
+        split, row_ids = found.split, found.row_ids
+        require_fitting_rows(split, self.plan, row_ids)
+        chunks = self._chunks(split, row_ids)
+        together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
+        microbatches = [
+            collate(
+                split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, found.draw, together
+            )
+            for one in chunks
+        ]
+        return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), found.place)
+
+    def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
+        plan = self.plan
+        if plan.micro_batch_tokens is not None:
+            widths = split.widths(row_ids, padded=not plan.packs)
+            return partition_by_tokens(
+                widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
+            )
+        shortest = int(split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
+        return partition(len(row_ids), self.data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
 
 
 class EvalLoader:
@@ -179,18 +203,22 @@ class EvalLoader:
         pin_memory: bool = False,
         masking: TokenMasking | None = None,
     ) -> None:
-        row_ids = np.argsort(-split.lengths, kind="stable")
-        chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
-        self._batches = _EvalBatches(split, row_ids, chunks, batching, masking)
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        self._split, self._batching, self._masking = split, batching, masking
+        self._row_ids = np.argsort(-split.lengths, kind="stable")
+        self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
+        self._num_workers, self._pin_memory = num_workers, pin_memory
 
     def __len__(self) -> int:
         """Return the number of microbatches of this rank with fillers, which is the same on every rank."""
-        return len(self._batches)
+        return len(self._chunks)
 
     def __iter__(self) -> Iterator[Microbatch]:
-        return _load(self._batches, range(len(self)), self._num_workers, self._pin_memory)
+        return _load(self, range(len(self)), self._num_workers, self._pin_memory)
+
+    def __getitem__(self, index: int) -> Microbatch:
+        chunk = self._chunks[index]
+        row_ids = self._row_ids[chunk.places]
+        return collate(self._split, row_ids, self._batching, row_ids, chunk.filler, self._masking)
 
 
 def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArray | None = None) -> None:
@@ -211,59 +239,6 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArr
             f"`training.micro_batch_tokens` must be at least the {tokens[longest]:,} tokens of the longest training row"
             f" ({longest + 1}), but is {plan.micro_batch_tokens:,}; raise it, or lower `data.max_length`"
         )
-
-
-@dataclass(frozen=True)
-class _TrainBatches:
-    rows: TrainingRows
-    plan: BatchPlan
-    data_rank: int
-    batching: Batching
-    masking: TokenMasking | None
-    made: dict[int, RankBatch] = field(default_factory=dict)  # by step, until they are used
-
-    def __getitem__(self, step: int) -> RankBatch:
-        if step in self.made:
-            return self.made.pop(step)
-        found = self.rows.of_step(step)
-        split, row_ids = found.split, found.row_ids
-        require_fitting_rows(split, self.plan, row_ids)
-        chunks = self._chunks(split, row_ids)
-        together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
-        microbatches = [
-            collate(
-                split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, found.draw, together
-            )
-            for one in chunks
-        ]
-        return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), found.place)
-
-    def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
-        plan = self.plan
-        if plan.micro_batch_tokens is not None:
-            widths = split.widths(row_ids, padded=not plan.packs)
-            return partition_by_tokens(
-                widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
-            )
-        shortest = int(split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
-        return partition(len(row_ids), self.data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
-
-
-@dataclass(frozen=True)
-class _EvalBatches:
-    split: EncodedSplit
-    row_ids: IndexArray  # the longest first
-    chunks: Sequence[RowChunk]
-    batching: Batching
-    masking: TokenMasking | None
-
-    def __len__(self) -> int:
-        return len(self.chunks)
-
-    def __getitem__(self, index: int) -> Microbatch:
-        chunk = self.chunks[index]
-        row_ids = self.row_ids[chunk.places]
-        return collate(self.split, row_ids, self.batching, row_ids, chunk.filler, self.masking)
 
 
 def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool) -> Iterator[Any]:

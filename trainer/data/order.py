@@ -8,8 +8,8 @@ and memory. A mixture of sources gives each place of this order a row of one sou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,10 +28,8 @@ _AT_ONCE = 1 << 18  # rows of a mixture, with 64 bytes of keys each
 _MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
 
-class Lengths(Protocol):
-    """The number of tokens of each row, computed for any rows."""
-
-    def __getitem__(self, rows: IndexArray, /) -> IndexArray: ...
+Lengths: TypeAlias = Callable[[IndexArray], IndexArray]
+"""The number of tokens of each row, computed for any rows."""
 
 
 class Mixture:
@@ -74,16 +72,6 @@ class Mixture:
             keys = derive_keys(of_passes, torch.arange(_FEISTEL_ROUNDS)).T  # [rounds, n]
             rows[own] = self._first_rows[source] + _permuted(places, self.sizes[source], keys)
         return rows
-
-
-class _MixedLengths:
-    """The lengths of the rows that the numbers of an epoch stand for."""
-
-    def __init__(self, mixture: Mixture, lengths: Lengths, epoch: int) -> None:
-        self._mixture, self._lengths, self._epoch = mixture, lengths, epoch
-
-    def __getitem__(self, numbers: IndexArray) -> IndexArray:
-        return self._lengths[self._mixture.rows(self._epoch, numbers)]
 
 
 def shares_of_sources(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -136,7 +124,7 @@ class GlobalOrder:
     def __init__(
         self,
         num_rows: int,
-        lengths: Lengths | None,
+        lengths: IndexArray | None,
         global_batch_size: int,
         seed: int,
         mixture: Mixture | None = None,
@@ -162,11 +150,12 @@ class GlobalOrder:
         if self._order is None or epoch != self._epoch:
             kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
             draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-            lengths = self._lengths
-            if self._mixture is not None and lengths is not None:
-                lengths = _MixedLengths(self._mixture, lengths, epoch)
+            known = self._lengths
+            lengths = None if known is None else lambda numbers: known[self._rows(epoch, numbers)]
             self._order, self._epoch = kind(self.num_rows, lengths, self.global_batch_size, draws), epoch
-        numbers = self._order.batch(index)
+        return self._rows(epoch, self._order.batch(index))
+
+    def _rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
         return numbers if self._mixture is None else self._mixture.rows(epoch, numbers)
 
     def position(self, num_samples: int) -> tuple[int, int]:
@@ -195,7 +184,7 @@ class _ArrayOrder:
         num_whole = num_rows // size
         batches = _sorted_in_mega_batches(self._rows[: num_whole * size], lengths, size).reshape(num_whole, size)
         ragged = self._rows[num_whole * size :]
-        ragged = ragged[np.argsort(lengths[ragged], kind="stable")]
+        ragged = ragged[np.argsort(lengths(ragged), kind="stable")]
         self._rows = np.concatenate([batches[permutation(draws, num_whole)].reshape(-1), ragged])
 
     def batch(self, index: int) -> IndexArray:
@@ -224,7 +213,7 @@ class _ComputedOrder:
             rows = _sorted_in_mega_batches(self._row(np.arange(begin * size, end * size)), self._lengths, size)
             return rows[(index - begin) * size : (index - begin + 1) * size]
         rows = self._row(np.arange(start, stop))
-        return rows[np.argsort(self._lengths[rows], kind="stable")]
+        return rows[np.argsort(self._lengths(rows), kind="stable")]
 
 
 class FeistelPermutation:
@@ -284,4 +273,4 @@ def permutation(draws: np.random.Philox, size: int) -> IndexArray:
 def _sorted_in_mega_batches(rows: IndexArray, lengths: Lengths, global_batch_size: int) -> IndexArray:
     """Sort each run of `_MEGA_BATCH` global batches by length; ties keep their shuffled order."""
     mega_batch: IndexArray = np.arange(len(rows)) // (_MEGA_BATCH * global_batch_size)
-    return rows[np.lexsort((lengths[rows], mega_batch))]
+    return rows[np.lexsort((lengths(rows), mega_batch))]
