@@ -30,7 +30,7 @@ from trainer.tasks.text.chats import (
 from trainer.tasks.text.columns import SEVERAL_TYPES, cell, filled, is_text, require_columns, require_kind, type_name
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
-from trainer.tasks.text.token_ids import LABELS, MASK, IdRows, beside_ids, holds_ids
+from trainer.tasks.text.token_ids import LABELS, MASK, beside_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -226,7 +226,7 @@ class CausalLMTask(TokenLabels):
         end, feature = end_token(tokenizer), rows.features[column]
         special = not _holds_chats(feature)  # a chat template writes its own
         if holds_ids(feature):
-            found = [ids for ids, _ in IdRows(column, (), self.num_tokens).read(rows, where, first_row)]
+            found = [ids for ids, _ in read_ids(rows, column, (), self.num_tokens, where, first_row)]
         else:
             texts = given(rows[column], [feature])
             if not special:
@@ -258,7 +258,7 @@ class CausalLMTask(TokenLabels):
 
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""
-        found = IdRows(self._column, self.beside, self.num_tokens).read(rows, where, first_row)
+        found = read_ids(rows, self._column, self.beside, self.num_tokens, where, first_row)
         if LABELS not in self.beside:
             return self._windows([ids for ids, _ in found], max_length)
         places = (cell(LABELS, first_row + row, where) for row in range(len(rows)))

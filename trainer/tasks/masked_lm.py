@@ -14,7 +14,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
-from trainer.tasks.text.token_ids import MASK, IdRows, beside_ids, holds_ids
+from trainer.tasks.text.token_ids import MASK, beside_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -68,7 +68,7 @@ class MaskedLMTask(TokenLabels):
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         if self._has_ids(rows.features):
-            found = IdRows(self.text_columns[0], self.beside, self.num_tokens).read(rows, where, first_row)
+            found = read_ids(rows, self.text_columns[0], self.beside, self.num_tokens, where, first_row)
             if empty := [row for row, (ids, _) in enumerate(found) if not ids]:
                 raise DataError(f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave it out")
             features: Encoded = {

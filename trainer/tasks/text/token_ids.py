@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,41 +26,28 @@ def beside_ids(features: Any, *names: str) -> tuple[str, ...]:
     return tuple(name for name in names if holds_ids(features.get(name)))
 
 
-@dataclass(frozen=True)
-class IdRows:
-    """A reader of rows of token ids.
+def read_ids(
+    rows: Dataset, column: str, beside: Sequence[str], num_tokens: int | None, where: str, first_row: int
+) -> list[tuple[list[int], list[int] | None]]:
+    """Return the ids of each row without padding, and a label for each, if there is a column of them.
 
-    Attributes:
-        beside: the columns beside it, of `MASK` and `LABELS`.
+    Args:
+        beside: the columns beside that of the ids, of `MASK` and `LABELS`.
         num_tokens: the number of tokens that the model knows; None: unknown.
+
+    Raises:
+        DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
     """
-
-    column: str
-    beside: Sequence[str] = ()
-    num_tokens: int | None = None
-
-    def read(self, rows: Dataset, where: str, first_row: int) -> list[tuple[list[int], list[int] | None]]:
-        """Return the ids of each row without padding, and a label for each, if there is a column of them.
-
-        Raises:
-            DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
-        """
-        columns = {name: rows[name] for name in (self.column, *self.beside)}
-        return [
-            self._row({name: values[row] for name, values in columns.items()}, first_row + row, where)
-            for row in range(len(rows))
-        ]
-
-    def _row(self, values: dict[str, Any], row: int, where: str) -> tuple[list[int], list[int] | None]:
+    found: list[tuple[list[int], list[int] | None]] = []
+    for row, values in enumerate(zip(*(rows[name] for name in (column, *beside)), strict=True), first_row):
         read = {}
-        for name, value in values.items():
+        for name, value in zip((column, *beside), values, strict=True):
             place = cell(name, row, where)
             if value is None or None in value:
                 raise DataError(f"{place} {'is' if value is None else 'holds'} null; fill it, or leave the row out")
-            if len(value) != len(values[self.column]):
+            if len(value) != len(values[0]):
                 raise DataError(
-                    f"{place} must have a number for each of {len(values[self.column])} tokens, but has {len(value)};"
-                    " correct it"
+                    f"{place} must have a number for each of {len(values[0])} tokens, but has {len(value)}; correct it"
                 )
             read[name] = np.asarray(value, np.int64)
         if MASK in read:
@@ -71,13 +57,14 @@ class IdRows:
                 raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
             read = {name: array[kept] for name, array in read.items()}
         for name, array in read.items():
-            wrong = (array < 0) if name == self.column else (array < 0) & (array != IGNORED_LABEL)
-            if self.num_tokens is not None:
-                wrong |= array >= self.num_tokens
+            wrong = (array < 0) if name == column else (array < 0) & (array != IGNORED_LABEL)
+            if num_tokens is not None:
+                wrong |= array >= num_tokens
             if wrong.any():
-                known = "" if self.num_tokens is None else f", and the model has {self.num_tokens:,} tokens"
+                known = "" if num_tokens is None else f", and the model has {num_tokens:,} tokens"
                 raise DataError(
                     f"{cell(name, row, where)} has the token {array[wrong.argmax()]}{known}; tokenise the rows for this"
                     " model, or name theirs"
                 )
-        return read[self.column].tolist(), read[LABELS].tolist() if LABELS in read else None
+        found.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
+    return found
