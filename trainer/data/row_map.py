@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trainer.base.errors import DataError
@@ -54,13 +54,10 @@ class RowMap:
     keeps_others: bool = False
     notes: tuple[str, ...] = ()
     key: str = "data.map"
-    _makers: Mapping[str, _Maker] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_makers", {name: _maker(mapped) for name, mapped in self.columns.items()})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowMap, tuple(getattr(self, one.name) for one in fields(self) if one.init)  # makers cannot be pickled
+    @property
+    def _makers(self) -> Mapping[str, _Maker]:
+        return {name: _maker(mapped) for name, mapped in self.columns.items()}
 
     @classmethod
     def of(
