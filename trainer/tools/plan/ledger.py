@@ -34,6 +34,7 @@ from trainer.tools.plan.work import (
     RECOMPUTED,
     Amount,
     Kind,
+    plus,
     sum_of,
     work_of,
 )
@@ -66,10 +67,6 @@ class Traffic(NamedTuple):
 
     calls: int
     num_bytes: int
-
-    def plus(self, other: Traffic, times: int = 1) -> Traffic:
-        """Return the sum of this traffic and `times` the other, which may be negative."""
-        return Traffic(self.calls + times * other.calls, self.num_bytes + times * other.num_bytes)
 
 
 class Place(NamedTuple):
@@ -335,7 +332,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_collective(function, args, inputs)
         elif function.namespace != "profiler":  # marks for profilers; the first optimizer of a class adds more of them
             kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
-            self.totals.work[kind] = self.totals.work.get(kind, NOTHING).plus(amount)
+            self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
         return result
 
     def _component_of(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
@@ -368,7 +365,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function._overloadpacket.__name__
         collective = Collective(name, group, self._module(_in_backward()), self._phase())
         call = Traffic(1, max((tensor.nbytes for tensor in inputs), default=0))
-        self.totals.traffic[collective] = self.totals.traffic.get(collective, Traffic(0, 0)).plus(call)
+        self.totals.traffic[collective] = plus(self.totals.traffic.get(collective, Traffic(0, 0)), call)
         if "reduce_scatter" in name:  # of sharded gradients; the input is a buffer
             for tensor in inputs:
                 self._assign(tensor.untyped_storage(), COMMUNICATION)

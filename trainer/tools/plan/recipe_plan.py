@@ -19,6 +19,7 @@ from trainer.tools.plan.ledger import Traffic
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
+from trainer.tools.plan.work import plus
 
 RESERVED = 2**30
 """Bytes of a GPU that tensors cannot have: the context of CUDA, its kernels, NCCL. An allowance, not a measurement."""
@@ -202,7 +203,7 @@ def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], Traffic]:
     sums: dict[tuple[str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
     for collective, traffic in step.totals.traffic.items():
         key = (collective.operation.strip("_"), step.axes.get(collective.group, "all"))
-        sums[key] = sums[key].plus(traffic)
+        sums[key] = plus(sums[key], traffic)
     return dict(sums)
 
 

@@ -104,28 +104,24 @@ class Amount(NamedTuple):
     flops: int
     num_bytes: int
 
-    def plus(self, other: Amount, times: int = 1) -> Amount:
-        """Return the sum of this amount and `times` the other, which may be negative."""
-        return Amount(
-            self.number + times * other.number,
-            self.flops + times * other.flops,
-            self.num_bytes + times * other.num_bytes,
-        )
-
 
 NOTHING = Amount(0, 0, 0)
 Work = Mapping[Kind, Amount]
 
 _Key = TypeVar("_Key")
-_Sum = TypeVar("_Sum")
+_Sum = TypeVar("_Sum", bound=NamedTuple)
+
+
+def plus(one: _Sum, other: _Sum, times: int = 1) -> _Sum:
+    """Return the sum of one named tuple of numbers and `times` the other, which may be negative."""
+    return one._make(first + times * second for first, second in zip(one, other, strict=True))
 
 
 def sum_of(first: Mapping[_Key, _Sum], second: Mapping[_Key, _Sum], times: int = 1) -> dict[_Key, _Sum]:
     """Return the sums of two tables, the second one taken `times` times, which may be negative."""
-    total: dict[_Key, Any] = dict(first)
-    amount: Any
+    total = dict(first)
     for key, amount in second.items():
-        total[key] = total[key].plus(amount, times) if key in total else amount.plus(amount, times - 1)
+        total[key] = plus(total[key], amount, times) if key in total else plus(amount, amount, times - 1)
     return total
 
 
