@@ -329,9 +329,10 @@ def _lambda_loss(scores: Tensor, labels: Tensor) -> Tensor:
     best = (gains.sort(descending=True, dim=-1).values / discounts).sum(-1, keepdim=True)
     gains = gains / best.clamp(min=_LEAST_GAIN)
     apart = (ranks[:, None] - ranks).abs().long()
-    inverse = torch.cat([discounts, (ranks[-1:] + 2).log2()]).reciprocal()
+    inverse = discounts.reciprocal()
+    # |1 / D(k) - 1 / D(k + 1)| for ranks that are k apart, with D(1) at place 0; a document is not apart from itself.
     by_distance = (inverse[(apart - 1).clamp(min=0)] - inverse[apart]).abs().fill_diagonal_(0)
-    by_rank = (discounts.reciprocal()[:, None] - discounts.reciprocal()).abs()
+    by_rank = (inverse[:, None] - inverse).abs()
     weights = (_MU * by_distance + by_rank) * (gains[:, :, None] - gains[:, None, :]).abs()
     differences = (scores[:, :, None] - scores[:, None, :]).masked_fill(~pairs, 0.0)
     return -(weights * F.logsigmoid(differences)).masked_fill(~pairs, 0.0).sum() / log(2)
