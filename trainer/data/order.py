@@ -23,7 +23,7 @@ IndexArray: TypeAlias = NDArray[np.int64]
 LARGEST_ARRAY = 1 << 22
 """The most rows of an epoch with an order in an array, which takes 16 bytes a row for a moment, and then 8."""
 
-_FEISTEL_ROUNDS = 8
+_FEISTEL_ROUNDS = 8  # even: the halves differ in size and change places in each round, and must end as they began
 _AT_ONCE = 1 << 18  # rows of a mixture, with 64 bytes of keys each
 _MEGA_BATCH = 50  # number of global batches sorted by length together: rows are well sorted and well shuffled
 
@@ -66,6 +66,7 @@ class Mixture:
         sources = np.searchsorted(self._first_numbers, numbers, side="right") - 1
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
+            # The rows of this source that were read before, over all epochs, tell its pass and the place in it.
             read = epoch * self.counts[source] + numbers[own] - self._first_numbers[source]
             passes, places = np.divmod(read, self.sizes[source])
             of_passes = derive_keys(torch.from_numpy(self._keys[source]), torch.from_numpy(passes)).squeeze(0)
@@ -181,6 +182,7 @@ class _ArrayOrder:
         self._rows = permutation(draws, num_rows)
         if lengths is None:
             return
+        # The batches are drawn after the rows: another order of the draws would be another order of every run.
         num_whole = num_rows // size
         batches = _sorted_in_mega_batches(self._rows[: num_whole * size], lengths, size).reshape(num_whole, size)
         ragged = self._rows[num_whole * size :]
@@ -244,6 +246,8 @@ def _permuted(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
         numbers: the numbers, below `size`.
         keys: the keys of the rounds, `[rounds, n]`, or `[rounds, 1]` for all numbers.
     """
+    # The rounds permute the numbers below left × right, so going on from a number outside ends at one below `size`,
+    # and no two numbers end at the same one.
     images = _once(numbers, size, keys)
     while (outside := images >= size).any():
         own = keys if keys.shape[1] == 1 else keys[:, torch.from_numpy(outside)]

@@ -100,6 +100,7 @@ def _runs(widths: IndexArray, order: IndexArray, multiple: int, most: int) -> li
         return runs
 
     number = multiple * math.ceil(len(cut(most)) / multiple)
+    # A longest row makes a run in any case, so a smaller limit than its tokens changes nothing.
     low, high = max(map(sum, rows)), most  # the smallest limit with at most `number` runs
     while low < high:
         middle = (low + high) // 2

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 4  # shards that are indexed
 _OPEN = 2  # windows that a process keeps mapped
 _AHEAD = 4  # windows that processes which prepare batches may prepare before they are needed
-_LOCKS = 64
+_LOCKS = 64  # files of locks, which windows share: a file of each window would stay behind
 _WINDOW = re.compile(r"window-(\d+)")
 
 
@@ -196,6 +196,7 @@ class StreamedSplit:
 
     def _threaded(self, number: int) -> EncodedSplit:
         """Return a window, and begin those after it, in a thread of a process that has time for it."""
+        # One thread: `_reader` has one place, and windows follow each other in the shards.
         self._thread = self._thread or ThreadPoolExecutor(1)
         rows = self._thread.submit(self._prepared, number).result()
         for later in range(max(number, self._begun) + 1, number + 1 + _AHEAD):

@@ -229,11 +229,12 @@ class LocalRanks:
                 return
 
     def _look(self) -> None:
-        """Record the ranks that have ended since the last look, those that a signal ended first."""
+        """Record the ranks that have ended since the last look."""
         before = {ended.rank for ended in self._ended}
         for rank in self._ranks:
             rank.look()
         new = [rank.ended for rank in self._ranks if rank.ended is not None and rank.number not in before]
+        # A signal leaves no report, and ranks that leave with an error may do so because of it.
         self._ended += sorted(new, key=lambda ended: (ended.exit_code >= 0, ended.rank))
 
     def _obey(self, stop: Stop) -> None:
@@ -298,7 +299,7 @@ def _leave_without(parent: int, has_pipes: bool) -> None:
     """Stop this rank when the watching process has died: save and leave as after Ctrl-C, and never stay behind."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
-    if has_pipes:
+    if has_pipes:  # without a reader, a line of output would end the rank before it has saved
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)

@@ -30,6 +30,7 @@ class PipelineSchedule:
         """
         if self.mapping == "v" and num_microbatches >= 2 * num_ranks:
             return 0.0
+        # In units that a rank idles P - 1 times: a whole microbatch, or a third of one if its backward pass is split.
         work = stages_per_rank * num_microbatches * (3 if self.splits_backward else 1)
         return (num_ranks - 1) / (work + num_ranks - 1)
 

@@ -362,6 +362,7 @@ def _angle_similarity(embeddings: Tensor) -> Tensor:
     if embeddings.shape[-1] % 2:
         embeddings = F.pad(embeddings, (0, 1))
     first, second = F.normalize(embeddings[:, :2], dim=-1).unbind(1)
+    # Both have length 1, so z / w is z · conj(w): its real part is the sum of all products.
     (real, imaginary), (other, other_imaginary) = first.chunk(2, -1), second.chunk(2, -1)
     return ((first * second).sum(-1) + (imaginary * other - real * other_imaginary).sum(-1)).abs()
 
@@ -400,8 +401,9 @@ def _multiple_negatives(embeddings: Tensor, temperature: Tensor, numbers: Tensor
             others = numbers[:, 1:].T.flatten()
             own, positive = numbers[right, :1], numbers[right, 1:2]
             same = (others == own) | (others == positive)
+            # The positives stand first; those of rows with an equal anchor are right for it too.
             same[:, : len(numbers)] |= numbers[:, 0] == own
-            same.scatter_(1, right[:, None], False)
+            same.scatter_(1, right[:, None], False)  # its own positive stays
             logits = logits.masked_fill(same, -torch.inf)
         return F.cross_entropy(logits, right, reduction="none")
 
@@ -431,6 +433,7 @@ def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
     num_lower = torch.searchsorted(labels, labels)  # rows with a lower label stand before
     has_lower = num_lower > 0
     lower = logits.logcumsumexp(0)[num_lower[has_lower] - 1]
+    # The first term is the 1 in the logarithm; made of the logits, it has a gradient where no pair is.
     return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)
 
 

@@ -234,6 +234,7 @@ class QuestionAnsweringTask(TextTask):
                     for number in own
                     for span in self._spans({name: values[number] for name, values in arrays.items()}, windows[number])
                 ]
+                # Equal scores are in the order of the context, so that no layout and no batch size changes the answer.
                 best = sorted(set(scored), key=lambda span: (-span[2], span))
                 yield Found(context, self._distinct(best, pair, context), float(arrays["no_answer"][own].min()))
 
@@ -343,6 +344,7 @@ class QuestionAnsweringTask(TextTask):
             return None
         text, start = answers[0]
         start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
+        # Tokens that overlap the answer: the first one may begin with the space before it.
         tokens = np.flatnonzero((pair.spans[:, 1] > start) & (pair.spans[:, 0] < end))
         if not len(tokens):
             place = cell(self.answer_columns[0], row, where)

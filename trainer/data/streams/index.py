@@ -108,6 +108,7 @@ def _line_runs(shard: Shard) -> tuple[list[tuple[int, int]], int]:
     runs: list[tuple[int, int]] = []
     for block in chain(shard.blocks(0), [b""]):
         checksum = zlib.crc32(block, checksum)
+        # The empty block at the end closes a last line that has no line feed.
         data = rest + (block or (b"\n" if rest else b""))
         end = data.rfind(b"\n") + 1
         rest = data[end:]
@@ -168,6 +169,7 @@ def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
         if shard.file_format == "parquet":
             index = _index(shard, *_row_groups(shard))
         else:
+            # One part without an end, since the rows are not counted yet.
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
         for rows in RowReader([index]).all_rows(index, 0):
             is_empty = False

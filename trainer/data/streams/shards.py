@@ -66,7 +66,7 @@ class Shard:
         while True:
             try:
                 for item in begin(start):
-                    start, failures = start + size(item), 0
+                    start, failures = start + size(item), 0  # an item that has come allows all tries again
                     yield item
                 return
             except TrainerError:

@@ -190,6 +190,7 @@ def tokens_of_answer(
     find = _last_turn if len(answer) == 1 else _turns
     text, turns = find(messages, tokenizer, place, tools)
     ids, spans = _spans(text, tokenizer)
+    # Counted from the end: the template marks the turns of the prompt too, as far as it writes them.
     trained = _trained(spans, _weighted(turns[-len(own) :], own, tokenizer, place))
     if not any(trained[1:]):
         raise DataError(f"{place} is an answer without tokens; fill it, or leave the row out")
@@ -442,15 +443,15 @@ def _last_turn(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat that ends with a turn of the assistant, and the start and end of that turn.
 
-    The turn follows the prompt of a generation. If the template writes another one, such as the start of a reasoning,
-    the turn starts with its content: there, the texts of two contents differ.
+    The turn follows the prompt of a generation, or starts with its content if that is not a beginning of the chat.
     """
     if _GENERATION_MARK.search(tokenizer.get_chat_template()):
         text, turns = _turns(messages, tokenizer, place, tools)
         return text, turns[-1:]
     until = _text_of(messages, tokenizer, place, tools)
     before = _text_of(messages[:-1], tokenizer, place, tools, add_generation_prompt=True)
-    if not until.startswith(before):
+    if not until.startswith(before):  # the prompt has more than the chat, such as the start of a reasoning
+        # The content begins where the texts of two contents differ.
         one, other = (
             _text_of([*messages[:-1], {"role": "assistant", "content": content}], tokenizer, place, tools)
             for content in ("a", "b")

@@ -63,6 +63,7 @@ class Masking:
             chosen token, and `IGNORED_LABEL` elsewhere.
         """
         key = stream_key(self.seed, "masking", "evaluation" if epoch is None else epoch)
+        # Two numbers for each position, side by side: a wider batch has other padding, but the same masks.
         draws = uniforms(row_keys(key, rows), torch.arange(2 * input_ids.shape[1]))
         choice, token = draws.view(*input_ids.shape, 2).unbind(-1)
         chosen = (choice < self.probability) & ~torch.isin(input_ids, self.special_tokens)

@@ -148,6 +148,7 @@ def joined(values: NDArray[Any], encoded: EncodedRows, num_words: Indices, fill:
     chosen = numbers > 0
     rows = np.repeat(encoded.scalars[ROW], np.diff(encoded.offsets))[chosen]
     found = np.full(int(num_words.sum()), fill, values.dtype)
+    # The place of a word: the words of all rows before its own, and those before it there.
     found[(np.cumsum(num_words) - num_words)[rows] + numbers[chosen] - 1] = values[chosen]
     return found
 

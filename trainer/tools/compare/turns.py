@@ -1,6 +1,6 @@
 """The turns of a comparison: each contestant trains in fresh ranks, once in the given order and once in reverse.
 
-Load on the machine that changes slowly so affects all contestants alike. A turn that is complete has a mark in its
+A turn that is complete has a mark in its
 folder, and the next start of the same comparison passes it over.
 """
 
@@ -105,6 +105,7 @@ class Comparison:
         Raises:
             KeyboardInterrupt: a signal; complete turns are kept.
         """
+        # Forwards, then backwards: a machine that slows down steadily costs all contestants the same.
         left = [(turn, trial) for turn in range(TURNS) for trial in self.trials[:: 1 - 2 * (turn % 2)]]
         started, trained = time.monotonic(), 0
         for index, (turn, trial) in enumerate(left):

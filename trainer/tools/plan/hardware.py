@@ -149,7 +149,7 @@ class Machine:
         figures, shares = self.figures, self.figures["shares"]
 
         def share(name: str) -> float:
-            return 1 / float(shares[name][MOST - level])
+            return 1 / float(shares[name][MOST - level])  # the largest share of a peak takes the `LEAST` seconds
 
         inside, between = (1e-6 * figures["link_latency_us"][where][level] for where in ("inside", "between"))
         measured = self._measured

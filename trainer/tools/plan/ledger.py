@@ -162,6 +162,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Ledger:
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        # Recomputation leaves modules by an exception once it has all that the backward pass needs.
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         self._resize = torch.UntypedStorage.resize_
         ledger = self
@@ -241,7 +242,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._bytes:
             return
         self._bytes[key], self._component[key] = 0, component
-        weakref.finalize(storage, self._forget, key)
+        weakref.finalize(storage, self._forget, key)  # `key` is an address, which the next storage may get
         self._set_size(key, storage.nbytes())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

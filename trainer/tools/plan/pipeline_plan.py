@@ -89,7 +89,7 @@ def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
         moments = [own if place.update else own + _times(held, flight - 1)]
         if number > flight and not place.update:
             moments.append(later + _times(held, flight - 1))
-        elif number > 1 and place.backward:
+        elif number > 1 and place.backward:  # all are in flight, and one has left when gradients are whole
             moments.append(later + _times(held, flight - 2))
         most = max(moments, key=Counter.total)
         peaks[place] = Peak(most.total(), dict(most), place)

@@ -248,6 +248,7 @@ class Search:
             if (own := plan.pipeline) is not None and variant.schedule:
                 row = SCHEDULES[variant.schedule]
                 bubble = row.bubble(own.num_ranks, row.stages_per_rank, own.num_microbatches)
+                # Without the bubble of its own schedule, and with that of the other one.
                 seconds = (seconds - parts[BUBBLE]) / (1 - bubble)
             bounds.append(seconds)
         return min(bounds, default=0.0)

@@ -89,7 +89,7 @@ def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[St
             slope = max(slopes, key=lambda found: sum((n - FEWEST) * found[n].total() for n in longer))
             by_component = Counter(peak.by_component)
             for other, change in slope.items():
-                missing = other - FEWEST - (other == number)
+                missing = other - FEWEST - (other == number)  # `found` has one more of its own stacks already
                 for component, count in change.items():
                     by_component[component] += missing * count
             whole = {component: count for component, count in by_component.items() if count > 0}

@@ -283,7 +283,7 @@ def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, pl
         return ledger.totals
     few = _Divided([*batch.microbatches[: _MICROBATCHES - 1], batch.microbatches[-1]], ledger)
     engine.train_step(replace(batch, microbatches=few))
-    repeated = few.parts[-1]
+    repeated = few.parts[-1]  # counted from the second microbatch to the third: the one in the middle
     return reduce(Totals.plus, few.parts, ledger.totals).plus(repeated, number - _MICROBATCHES)
 
 

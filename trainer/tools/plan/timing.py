@@ -156,6 +156,7 @@ def collective_seconds(operation: str, num_bytes: float, link: Link, speed: Spee
 
     if operation in POINT_TO_POINT:
         return send(num_bytes)
+    # A sum for all ranks goes around twice: each rank first sums a part, then gets the parts of the others.
     rounds = 2 if "allreduce" in operation else 1
     ring = rounds * (ranks - 1) * send(num_bytes / ranks)
     tree = rounds * math.ceil(math.log2(ranks)) * send(num_bytes)
@@ -268,6 +269,7 @@ class _Estimate:
             if phase == OPTIMIZER_STEP or not over_data:
                 continue
             hidden = sum(one.seconds for one in over_data)
+            # One has nothing to hide behind: the gather of the first layer, or the sum of the last bucket.
             first = hidden / sum(one.calls for one in over_data)
             exposed += hidden - min(hidden - first, compute[phase] * share) * self._machine.overlap
         return exposed

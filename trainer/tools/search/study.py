@@ -203,6 +203,7 @@ class Study:
             if len(self.trials) >= most:
                 return None
             trial = self._study.ask()
+            # It seeds the proposal, so trials that a race made surplus do not count.
             place = sum(one.number < trial.number for one in self.trials)
             if place >= most or not self._take(self.place(trial.number)):  # another process was faster
                 trial.set_user_attr(_SURPLUS, True)
