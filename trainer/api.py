@@ -89,7 +89,7 @@ def run(
         processes: Ranks to start on this machine; None: one for each GPU, or one.
         max_restarts: How often to start failed ranks again from the last checkpoint.
         callbacks: Objects that follow the run and make requests; the same list on every rank. Ranks in new processes
-            make them anew, from their classes and the fields of dataclasses.
+            make them again, from their classes and the fields of dataclasses.
 
     Raises:
         UsageError: A callback is none, or cannot be made in another process.

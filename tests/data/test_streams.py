@@ -319,7 +319,7 @@ def test_first_rows_may_all_be_filtered_out(folder, monkeypatch):
 def test_a_changed_shard_is_named(folder):
     (loader,) = loaders(recipe_of(folder, train="part-2.parquet"))
     write_shards(folder, ".parquet", sizes=(20, 20, 20, 20))
-    with pytest.raises(DataError, match=r"`.*part-2.parquet` must stay as it is"):
+    with pytest.raises(DataError, match=r"`.*part-2.parquet` must not change"):
         list(loader)
 
 

@@ -72,7 +72,7 @@ def test_a_run_resumes_in_another_layout(ranks: RankPools, steps: int):
 
 
 def test_it_needs_weights_to_freeze_and_an_earlier_step_than_the_last():
-    with pytest.raises(RecipeError, match=r"`model.unfreeze_at_step` has no use without `model.freeze`"):
+    with pytest.raises(RecipeError, match=r"`model.unfreeze_at_step` has no effect without `model.freeze`"):
         load_recipe("bert_sample", ["model.unfreeze_at_step=5"])
     keys = ["model.unfreeze_at_step=5", 'model.freeze=["embeddings"]', "training.max_steps=5"]
     with pytest.raises(RecipeError, match=r"`model.unfreeze_at_step` must be below `training.max_steps` 5"):

@@ -300,7 +300,7 @@ def test_an_endless_template_is_refused(chatty, tmp_path, monkeypatch, template,
     monkeypatch.setattr(tokenised_split, "_ROWS_AT_ONCE", 1)
     chatty.chat_template = template
     split = Split(rows_of(messages=[CHAT] * 3), WHERE)
-    with pytest.raises(UsageError, match=r"template .* within 0.05 seconds, but .* row 1 of .*; mend a copy"):
+    with pytest.raises(UsageError, match=r"template .* within 0.05 seconds, but .* row 1 of .*; fix a copy"):
         encode_split(split, task_of(messages="messages"), chatty, 100, tmp_path, processes)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     chatty.chat_template = PLAIN_TEMPLATE

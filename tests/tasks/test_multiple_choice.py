@@ -144,7 +144,7 @@ def test_choices_with_labels_of_their_own(tokenizer, label_format, label, names,
 
 
 @pytest.mark.parametrize(
-    ("label", "problem"), [("1", "must name .* labels A, B, .* is '1'; mend the row$"), (None, "is null")]
+    ("label", "problem"), [("1", "must name .* labels A, B, .* is '1'; correct the row$"), (None, "is null")]
 )
 def test_a_label_that_no_choice_has(tokenizer, label, problem):
     rows = [row(label=label) | {"choices": named("xy", "AB")} for label in ("A", label)]
@@ -157,7 +157,7 @@ def test_a_label_that_no_choice_has(tokenizer, label, problem):
     [
         (None, None, "xy", "is null; every row needs a label"),
         (None, 2, "xy", 'must name .* by an index from 0 to 1, .* is 2; .* `task.label_format` to "number" if labels'),
-        (None, -1, "xy", "must name one of the 2 choices, .* but is -1; mend the row$"),
+        (None, -1, "xy", "must name one of the 2 choices, .* but is -1; correct the row$"),
         (None, "z", "xy", "must name one of the 2 choices, by an index .*, a letter, or the text .* but is 'z'"),
         (None, "2", "123", "is '2', .* choice 3 as index, choice 2 as text; set `task.label_format`"),
         (None, "A", "BA", "is 'A', .* choice 1 as letter, choice 2 as text; set `task.label_format`"),

@@ -100,7 +100,7 @@ def test_chats_with_a_prompt_and_chats_that_start_alike_are_the_same(chatty):
         ({"tools": "prompt2"}, {**PAIR, "prompt2": "x"}, "applies to chats"),
         ({"loss": {"type": "kto"}}, {"prompt": "a", "completion": " read", "label": 3}, "must be true or false"),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[1:2]}, "must start with the same message"),
-        ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must go on in different ways"),
+        ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must continue in different ways"),
         ({}, {"prompt": CHAT[:1], "chosen": CHAT[:2], "rejected": CHAT[:2]}, "begins with the messages of its prompt"),
         (
             {},

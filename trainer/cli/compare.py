@@ -40,7 +40,7 @@ def compare(
     """Train a recipe under several layouts on this machine, and show the costs of each and whether it learns the same.
 
     Without other values or a file, these are the recipe's layout, every strategy that combines, two tensor ranks, two
-    stages, recomputation and each precision. After Ctrl-C, the same command goes on.
+    stages, recomputation and each precision. After Ctrl-C, the same command continues.
     """
     from trainer.tools.compare.compare import CompareRequest
     from trainer.tools.compare.compare import compare as compare_layouts

@@ -100,7 +100,7 @@ def plan(
     )  # fmt: skip
     request.check()
     for word in request.replaced:
-        typer.echo(f"note: {word} gives way to --largest {largest}", err=True)
+        typer.echo(f"note: --largest {largest} overrides {word}", err=True)
     resolved = load_recipe(recipe, request.overrides, needs_data=False)
     require_reachable(resolved.recipe.model)
 

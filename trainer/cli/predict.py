@@ -43,13 +43,13 @@ def predict(
         list[str] | None, value("Column of texts to embed, perhaps several times; default: the first one.", "NAME")
     ] = None,
     skip_bad_rows: Annotated[
-        bool, flag("Write the error of a bad row in its place, and go on.", "--skip-bad-rows")
+        bool, flag("Write the error of a bad row in its place, and continue.", "--skip-bad-rows")
     ] = False,
     overwrite: Annotated[bool, flag("Replace an output that exists.", "--overwrite")] = False,
 ) -> None:
     """Write the predictions of a trained model, one row for each row of a file.
 
-    After a kill, the same command goes on where it stopped. The columns are those of the recipe's task; it needs no
+    After a kill, the same command continues where it stopped. The columns are those of the recipe's task; it needs no
     labels.
     """
     from trainer.training.predict import Prediction

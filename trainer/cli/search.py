@@ -35,7 +35,7 @@ def search(
 ) -> None:
     """Search for better values of keys; the validation split decides.
 
-    Optuna proposes the values. After Ctrl-C, the same command goes on, and other processes may join it.
+    Optuna proposes the values. After Ctrl-C, the same command continues, and other processes may join it.
     """
     from trainer.tools.search.search import SearchRequest
     from trainer.tools.search.search import search as search_values

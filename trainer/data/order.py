@@ -170,8 +170,8 @@ class GlobalOrder:
         if rest:
             raise UsageError(
                 f"`training.global_batch_size` is {self.global_batch_size}, but no such batch starts after the"
-                f" {num_samples} samples that the checkpoint has consumed of {self.num_rows} rows an epoch; go on with"
-                " the batch size and the data it was trained with, or start anew in another `checkpoint.folder`"
+                f" {num_samples} samples that the checkpoint has consumed of {self.num_rows} rows an epoch; continue"
+                " with the batch size and the data of the checkpoint, or start a new run in another `checkpoint.folder`"
             )
         return epoch, index
 

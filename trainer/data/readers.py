@@ -47,7 +47,9 @@ def _require_file(path: Path, key: str) -> None:
         fix = FOLDER_FIX if path.is_dir() else ""
         raise DataError(f"`{key}` must name files, but `{path}` {no_file(path)}{fix}")
     if not os.access(path, os.R_OK):
-        raise DataError(f"`{key}` must name files that can be read, but `{path}` denies it; change its permissions")
+        raise DataError(
+            f"`{key}` must name files that can be read, but `{path}` does not allow it; change its permissions"
+        )
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise DataError(

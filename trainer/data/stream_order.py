@@ -53,9 +53,9 @@ class StreamOrder:
             is_there = before + start.row == start_sample
         if not is_there:
             raise UsageError(
-                f"the checkpoint goes on at row {start.row} of window {start.window} of epoch {start.epoch} after"
-                f" {start_sample} rows, but `data.train` has no such place; go on with the stream it was trained with,"
-                " or start anew in another `checkpoint.folder`"
+                f"the checkpoint continues at row {start.row} of window {start.window} of epoch {start.epoch} after"
+                f" {start_sample} rows, but `data.train` has no such place; continue with the stream of the checkpoint,"
+                " or start a new run in another `checkpoint.folder`"
             )
         self._first = self._next = (first_step, start)
 

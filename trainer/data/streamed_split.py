@@ -234,7 +234,7 @@ class StreamedSplit:
         rows = open_or_write(self._folder, f"window-{number}", write, own_lengths, lock)
         if self.keeps_rows and len(rows) != self.num_rows(epoch, window):
             raise DataError(
-                f"the shards of `data.train` must stay as they are during a run, but a window has {len(rows):,} rows"
+                f"the shards of `data.train` must not change during a run, but a window has {len(rows):,} rows"
                 f" instead of {self.num_rows(epoch, window):,}; restore them, or start a new run"
             )
         if len(rows) and self._encoder.check is not None:

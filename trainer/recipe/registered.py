@@ -20,7 +20,7 @@ def task_name(keys: type[Section]) -> str:
         UsageError: The keys do not follow the rules for tasks.
     """
     if not (isinstance(keys, type) and issubclass(keys, TextKeys | ImageKeys)):
-        raise UsageError(f"the keys of a task must be a class below TextKeys or ImageKeys, but are {keys!r}")
+        raise UsageError(f"the keys of a task must be a subclass of TextKeys or ImageKeys, but are {keys!r}")
     names = get_args(keys.model_fields["type"].annotation)
     if len(names) != 1 or not isinstance(names[0], str):
         raise UsageError(f'`type` of {keys.__name__} must be Literal["NAME"], with the name of the task')

@@ -72,7 +72,7 @@ class NamedClasses(Labelled):
             expected, found = (numbers, names) if are_names else (names, numbers)
             raise DataError(
                 f"column `{self.label_column}` of {where} must hold {expected}, as the training split does, but holds"
-                f" {found}; write the labels of both splits alike"
+                f" {found}; write the labels of both splits in the same form"
             )
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:

@@ -51,7 +51,7 @@ class MaskedLMTask(TokenLabels):
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if not self._has_ids(features):
             return []
-        unread = "; column `labels` is not read, since each epoch masks anew" if "labels" in features else ""
+        unread = "; column `labels` is not read, since each epoch draws new masks" if "labels" in features else ""
         return [f"column `{self.text_columns[0]}` holds token ids, which are read{unread}"]
 
     def for_configuration(self, config: Any) -> MaskedLMTask:
@@ -70,7 +70,9 @@ class MaskedLMTask(TokenLabels):
         if self._has_ids(rows.features):
             found = read_ids(rows, self.text_columns[0], self.beside, self.num_tokens, where, first_row)
             if empty := [row for row, (ids, _) in enumerate(found) if not ids]:
-                raise DataError(f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave it out")
+                raise DataError(
+                    f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave the row out"
+                )
             features: Encoded = {
                 "input_ids": [ids[:max_length] for ids, _ in found],
                 "cut": [len(ids) > max_length for ids, _ in found],

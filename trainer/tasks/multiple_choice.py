@@ -169,7 +169,7 @@ class MultipleChoiceTask(TextTask):
             if question not in known:
                 raise DataError(
                     f"{cell(self.question_column, first_row + place, where)} is {question!r}, but `task.question_texts`"
-                    f" has texts for {listed(list(known), _NAMES_SHOWN)} only; add it there, or mend the row"
+                    f" has texts for {listed(list(known), _NAMES_SHOWN)} only; add it there, or correct the row"
                 )
         return [known[question] for question in questions]
 
@@ -234,7 +234,7 @@ class MultipleChoiceTask(TextTask):
             needed = f"one of their labels {listed(names, _NAMES_SHOWN)}"
         else:
             needed = f"{kinds['index']}, a letter, or {kinds['text']}"
-        fix = "mend the row"
+        fix = "correct the row"
         if self.label_format is None and not names and str(label).strip() == str(num_choices):
             fix += ', or set `task.label_format` to "number" if labels count from 1'
         return f"must name one of the {num_choices} choices, by {needed}, but is {label!r}; {fix}"

@@ -277,9 +277,10 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
     shorter = min(len(one), len(other))
     number = next((at for at in range(shorter) if one[at] != other[at]), shorter)
     if number in (0, shorter):
-        problem = "start with the same message" if number == 0 else "go on in different ways"
+        problem = "start with the same message" if number == 0 else "continue in different ways"
         raise DataError(
-            f"{place} and the rejected chat must {problem}, since `task.prompt` is null; mend the row, or leave it out"
+            f"{place} and the rejected chat must {problem}, since `task.prompt` is null; correct the row, or leave"
+            " it out"
         )
     return one[:number], one[number:], other[number:]
 

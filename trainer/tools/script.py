@@ -143,7 +143,7 @@ def write_launch_script(
     for name, value in given.items():
         if value is not None and name not in kind.options:
             users = ", ".join(other for other, row in KINDS.items() if name in row.options)
-            raise UsageError(f"--{name} has no use with --on {target}; drop it (it is for {users})")
+            raise UsageError(f"--{name} has no effect with --on {target}; drop it (it is for {users})")
     resolved = load_recipe(source, overrides)
     plan_run(resolved.recipe, most * gpus, gpus)
     if least < most:
@@ -329,8 +329,8 @@ def _pod_values(job: _Job) -> dict[str, Any]:
     for option, value in (("name", name), ("claim", options.claim), ("queue", options.queue)):
         if value is not None and not _POD_NAME.fullmatch(value):
             raise UsageError(
-                f"--{option} must be at most {_MOST_LETTERS} small letters, digits and hyphens, with a letter first,"
-                f" but is {value}"
+                f"--{option} must be at most {_MOST_LETTERS} lowercase letters, digits and hyphens, with a letter"
+                f" first, but is {value}"
             )
     recipe, arguments = _recipe_for_pods(job, _maps(options.map or ()))
     return {

@@ -129,7 +129,7 @@ def test_files_of_megatrons_own_writer(tmp_path):
     ("change", "problem"),
     [
         (lambda idx, _: idx.write_bytes(b"no index"), "must be an index of Megatron, but does not start as one"),
-        (lambda idx, _: idx.write_bytes(idx.read_bytes()[:-9]), "must hold 3 sequences, but ends before"),
+        (lambda idx, _: idx.write_bytes(idx.read_bytes()[:-9]), "must hold 3 sequences, but ends earlier"),
         (lambda _, tokens: tokens.write_bytes(tokens.read_bytes()[:-2]), "must hold 12 tokens, but has 22 bytes"),
         (lambda _, tokens: tokens.unlink(), "does not exist; copy it"),
         (

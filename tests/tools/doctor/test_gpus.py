@@ -47,13 +47,13 @@ def test_a_program_of_the_driver_is_a_sign_of_a_gpu_too(tmp_path: Path):
         (CUDA, (13, 0), {}, "ok", "runs CUDA up to 13.0"),
         (CUDA, (12, 2), {}, "ok", "runs CUDA up to 12.2; torch's CUDA 12.8 runs by minor version compatibility"),
         (CUDA, (11, 4), LOADED, "problem", "550.54.15, runs CUDA up to 11.4, but torch is built for CUDA 12.8"),
-        (CUDA, None, NODE, "problem", "/dev/nvidia0 is there, but not libcuda.so.1"),
+        (CUDA, None, NODE, "problem", "/dev/nvidia0 exists, but libcuda.so.1 does not"),
         (
             CUDA,
             None,
             NODE | DOCKER,
             "problem",
-            "/dev/nvidia0 is there, but not libcuda.so.1; NVIDIA_DRIVER_CAPABILITIES is not set",
+            "/dev/nvidia0 exists, but libcuda.so.1 does not; NVIDIA_DRIVER_CAPABILITIES is not set",
         ),
     ],
 )

@@ -68,10 +68,10 @@ class TestDevices:
         [
             ("8xA1000", "did you mean A100-80 or"),
             ("8xA100", "did you mean A100-40 or A100-80. Known"),
-            ("8xcuda", "known as 'cuda'; known are"),
+            ("8xcuda", "known as 'cuda'; known devices are"),
             ("0x80GiB", "write a number"),
             ("", "write a number"),
-            ("4xToaster", "known are"),
+            ("4xToaster", "known devices are"),
         ],
     )
     def test_others_are_refused(self, text: str, message: str):

@@ -227,7 +227,7 @@ def test_the_largest_batch_fits_and_one_row_more_does_not(recipe: Path, capsys: 
     given = "training.micro_batch_size=3"
     assert main(["plan", str(recipe), "--gpus", "1x1120MiB", "--largest", "batch", given, "--json"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == f"note: {given} gives way to --largest batch\n"
+    assert shown.err == f"note: --largest batch overrides {given}\n"
     found = json.loads(shown.out)
     assert found["fits"]
     rows = int(found["overrides"][1].partition("=")[2])

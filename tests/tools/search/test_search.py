@@ -155,7 +155,7 @@ class TestTrials:
         trained = Trained(lambda _: 0.1 if len(trained.runs) == 5 else 0.5)
         request = request_of(trained, f"{RATE}=1e-5..1e-2,log", trials=5)
         assert search(request, print) == ExitCode.DONE
-        poor = next(one for one in result(request)["trials"] if one["state"] == "given up")
+        poor = next(one for one in result(request)["trials"] if one["state"] == "pruned")
         assert poor["trial"] == 4
         assert poor["curve"] == [[1, 0.1]]
         assert sorted(one.name for one in (request.output / "trials").iterdir()) == ["0000", "0001", "0002", "0003"]
@@ -166,7 +166,7 @@ class TestTrials:
         assert search(request, print) == ExitCode.DONE
         states = {one["trial"]: (one["state"], one["reason"]) for one in result(request)["trials"]}
         assert states == {
-            0: ("given up", "given up: its numbers were not finite"),
+            0: ("pruned", "pruned: its numbers were not finite"),
             1: ("failed", "`x` must be 1, but is 2; use 1"),
             2: ("complete", None),
         }

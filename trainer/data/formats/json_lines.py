@@ -67,8 +67,8 @@ class JsonReader(Reader):
                     value = _too_much(number, where)
                 elif "\\ud" in line.lower() and not _is_text(value):
                     value = DataError(
-                        f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair; mend"
-                        " it"
+                        f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair;"
+                        " correct it"
                     )
                 yield value
 

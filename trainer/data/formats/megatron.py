@@ -48,7 +48,7 @@ def _table(path: Path, most_rows: int | None) -> Any:
         raise DataError(f"`{index}` must be of version 1 with integers, but is of version {version} with type {code}")
     sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_bounds)
     if len(content) < _HEADER.size + sum(sizes):
-        raise DataError(f"`{index}` must hold {num_sequences:,} sequences, but ends before; copy it again")
+        raise DataError(f"`{index}` must hold {num_sequences:,} sequences, but ends earlier; copy it again")
     places = (_HEADER.size, _HEADER.size + sizes[0], _HEADER.size + sizes[0] + sizes[1])
     lengths = np.frombuffer(content, "<i4", num_sequences, places[0]).astype(np.int64)
     starts = np.frombuffer(content, "<i8", num_sequences, places[1])

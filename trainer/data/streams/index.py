@@ -302,7 +302,7 @@ class RowReader:
 
 def _changed(index: ShardIndex) -> DataError:
     return DataError(
-        f"`{index.shard}` must stay as it is during a run, but has fewer than its {index.num_rows:,} rows; restore it,"
+        f"`{index.shard}` must not change during a run, but has fewer than its {index.num_rows:,} rows; restore it,"
         " or start a new run"
     )
 

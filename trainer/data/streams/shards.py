@@ -21,7 +21,7 @@ RETRIES, FIRST_WAIT = 5, 1.0
 _KEY = "data.train"
 _BLOCK_BYTES = 4 << 20
 _DAMAGED = (ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
-"""Errors that another try does not mend; those of pyarrow are `ValueError`s."""
+"""Errors that another try does not fix; those of pyarrow are `ValueError`s."""
 _TRY_AGAIN = (408, 429)  # answers of HTTP: a time limit, and too many requests
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
 
@@ -50,7 +50,7 @@ class Shard:
         """Open the bytes of the shard, from any place."""
         from fsspec.core import url_to_fs
 
-        files, path = url_to_fs(self.place)  # anew in each process: connections do not survive a fork
+        files, path = url_to_fs(self.place)  # again in each process: connections do not survive a fork
         return files.open(path, "rb", block_size=_BLOCK_BYTES)
 
     def resumed(

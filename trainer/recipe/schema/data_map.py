@@ -55,7 +55,7 @@ class MappedColumn(Section):
         if len(given) > 1:
             return f"has {' and '.join(f'`{key}`' for key in given)}; set one of them"
         kinds = {type(value) for value in (self.values or {}).values()}
-        return "has `values` of several types; write all alike" if len(kinds) > 1 else None
+        return "has `values` of several types; use one type" if len(kinds) > 1 else None
 
 
 Mapped = _Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)]

@@ -116,10 +116,10 @@ class Model(Section):
                 text = "applies to a hub repository, but the weights are random (`model.config`); remove it"
                 yield clash(text, "model.revision")
         if self.adapter is not None and self.freeze is not None:
-            text = "has no use with `model.adapter`, which freezes all other weights; remove it"
+            text = "has no effect with `model.adapter`, which freezes all other weights; remove it"
             yield clash(text, "model.freeze", "model.adapter")
         if self.unfreeze_at_step is not None and self.freeze is None:
-            yield clash("has no use without `model.freeze`; remove it", "model.unfreeze_at_step", "model.freeze")
+            yield clash("has no effect without `model.freeze`; remove it", "model.unfreeze_at_step", "model.freeze")
         start, keys = self.adapter and self.adapter.start, ("model.adapter.start", "model.quantization")
         if start == "loftq" and self.quantization is None:
             yield clash(

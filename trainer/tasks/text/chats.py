@@ -125,7 +125,7 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str,
     if not places:
         weight = " with a weight of 1" if trained_turns else ""
         raise DataError(
-            f"{place} is a chat without a turn of the assistant{weight}, so nothing is trained; leave it out"
+            f"{place} is a chat without a turn of the assistant{weight}, so nothing is trained; leave the row out"
         )
     require_fast(tokenizer, "`task.messages`")
     if train_on == "all":
@@ -157,7 +157,7 @@ def _weighted(
     if len(turns) != len(weights):
         raise UsageError(
             f"the chat template of `{tokenizer.name_or_path}` marks {len(turns)} turns for the {len(weights)} of"
-            f" {place}, so the one with a weight of 0 is unknown; mend its {{% generation %}} marks in a copy"
+            f" {place}, so the one with a weight of 0 is unknown; correct its {{% generation %}} marks in a copy"
         )
     return [turn for turn, weight in zip(turns, weights, strict=True) if weight]
 
@@ -506,9 +506,9 @@ def _template_errors(place: str) -> Iterator[None]:
     except _SlowTemplateError:
         raise UsageError(
             f"the chat template of the tokenizer must write a chat within {_TEMPLATE_SECONDS} seconds, but was still"
-            f" running for {place}; mend a copy of the template (`model.tokenizer`), or leave the row out"
+            f" running for {place}; fix a copy of the template (`model.tokenizer`), or leave the row out"
         ) from None
     except Exception as error:  # a template may raise any error, for example on roles that do not alternate
         raise DataError(
-            f"{place} is a chat that the tokenizer's template refuses: {error}; mend the chat, or leave the row out"
+            f"{place} is a chat that the tokenizer's template refuses: {error}; correct the chat, or leave the row out"
         ) from error

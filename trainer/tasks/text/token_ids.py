@@ -64,7 +64,7 @@ def read_ids(
                 known = "" if num_tokens is None else f", and the model has {num_tokens:,} tokens"
                 raise DataError(
                     f"{cell(name, row, where)} has the token {array[wrong.argmax()]}{known}; tokenise the rows for this"
-                    " model, or name theirs"
+                    " model, or name the model that they are for"
                 )
         found.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
     return found

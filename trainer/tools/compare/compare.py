@@ -72,7 +72,7 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
         comparison.run(show)
     except KeyboardInterrupt:
         is_interrupted = True
-        show("interrupted; these are the complete turns, and the same command goes on")
+        show("interrupted; these are the complete turns, and the same command continues")
     made = results(comparison.trials)
     if not is_interrupted:
         show("planning the layouts")

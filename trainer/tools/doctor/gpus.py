@@ -49,11 +49,11 @@ def driver(machine: Machine) -> Finding:
         if machine.container:
             value = "not set" if capabilities is None else repr(capabilities)
             return problem(
-                f"{nodes[0]} is there, but not libcuda.so.1; NVIDIA_DRIVER_CAPABILITIES is {value}",
+                f"{nodes[0]} exists, but libcuda.so.1 does not; NVIDIA_DRIVER_CAPABILITIES is {value}",
                 "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility and NVIDIA's container toolkit",
             )
         return problem(
-            f"{nodes[0]} is there, but not libcuda.so.1", "install the user-space libraries of NVIDIA's driver"
+            f"{nodes[0]} exists, but libcuda.so.1 does not", "install the user-space libraries of NVIDIA's driver"
         )
     loaded = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", machine.read("/proc/driver/nvidia/version") or "")
     named = f"{loaded[1]}, " if loaded else ""

@@ -115,7 +115,7 @@ def parts(machine: Machine) -> Finding:
     if not found["problems"]:
         return ok("; ".join(["no problem", *found["notes"]]))
     numbered = [f"({number}) {text}" for number, text in enumerate(found["problems"], start=1)]
-    return problem(" ".join(numbered), "mend them; `trainer check` with the same recipe shows one on each line")
+    return problem(" ".join(numbered), "fix them; `trainer check` with the same recipe shows one on each line")
 
 
 def _ranks(machine: Machine) -> tuple[int, int]:

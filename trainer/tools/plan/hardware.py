@@ -261,7 +261,7 @@ def _known(text: str, kind: str) -> Path:
         cutoff = 1.0 if kind.lower() in ("cuda", "gpu") else 0.4  # no device in particular; `cuda` is near to CPU
         begin = [found for found in names if found.startswith(f"{kind.lower()}-")]
         near = [names[found] for found in begin or get_close_matches(kind.lower(), names, n=3, cutoff=cutoff)]
-        hint = f"did you mean {' or '.join(near)}? Known" if near else "known"
+        hint = f"did you mean {' or '.join(near)}? Known devices" if near else "known devices"
         raise UsageError(
             f"`--gpus` is {text!r}, but no device is known as {kind!r}; {hint} are"
             f" {', '.join(names.values())}; or give its memory: 8x80GiB"

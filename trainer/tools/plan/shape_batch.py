@@ -103,7 +103,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
             labels = torch.zeros(rows, dtype=torch.long)
         case _:
             raise UsageError(
-                f"`task.type` is {section.type}, which no plan covers yet: the shapes of its inputs are unknown"
+                f"`task.type` is {section.type}, which `trainer plan` does not support yet: the shapes of its"
+                " inputs are unknown"
             )
     packed = None
     if recipe.data.packing:  # the padding of a blank mask cannot be read

@@ -22,7 +22,7 @@ from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Study
 
 _STATES = {
     TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "given up",
+    TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
     TrialState.RUNNING: "not ended",
 }

@@ -1,6 +1,6 @@
 """The study of a search: its trials in Optuna's storage, which several processes and machines share.
 
-Optuna proposes values and decides which trials are given up. A proposal depends on the seed of the recipe, the number
+Optuna proposes values and decides which trials are pruned. A proposal depends on the seed of the recipe, the number
 of the trial and the results so far.
 """
 

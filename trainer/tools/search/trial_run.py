@@ -41,7 +41,7 @@ class TrialRun:
 
         Args:
             asked: the signal for the run: 0, SIGTERM to save and stop, or SIGKILL.
-            is_poor: receives each new evaluation; whether the run is given up.
+            is_poor: receives each new evaluation; whether the run is pruned.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -89,7 +89,7 @@ class TrialRun:
                     child.send_signal(wanted)
                 time.sleep(_LOOK_SECONDS)
         finally:
-            with suppress(ProcessLookupError):  # ranks that outlive their parent, and those of a run that is given up
+            with suppress(ProcessLookupError):  # ranks that outlive their parent, and those of a run that is pruned
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 

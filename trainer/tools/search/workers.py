@@ -110,7 +110,7 @@ class Workers:
             except KeyboardInterrupt:
                 pass
         if self._stop.received:
-            self._show("stopped; the same command goes on")
+            self._show("stopped; the same command continues")
             return INTERRUPTED if self._stop.received == signal.SIGINT else ExitCode.STOPPED
         return ExitCode.DONE if self._complete() else ExitCode.FAILED
 
@@ -143,7 +143,7 @@ class Workers:
             ended = [one.state for one in self._study.trials if one.state.is_finished()]
             if len(ended) >= _FAILURES and set(ended) == {TrialState.FAIL}:
                 reason = next(one.user_attrs[REASON] for one in self._study.trials if REASON in one.user_attrs)
-                raise TrainerError(f"the first {len(ended)} trials failed; mend the recipe: {reason}")
+                raise TrainerError(f"the first {len(ended)} trials failed; fix the recipe: {reason}")
 
     def _train(self, trial: Trial, run: TrialRun) -> None:
         def is_poor(record: EvaluationRecord) -> bool:
@@ -164,7 +164,7 @@ class Workers:
         elif code in (None, ExitCode.NON_FINITE):
             # Non-finite: a poor choice of values, from which the next proposals learn.
             rmtree(run.folder, ignore_errors=True)
-            text = "given up" if code is None else "given up: its numbers were not finite"
+            text = "pruned" if code is None else "pruned: its numbers were not finite"
             self._study.tell(trial, None, TrialState.PRUNED, **facts, **{REASON: text})
         else:
             text = run.reason() if code != ExitCode.DONE else "it made no evaluation"
