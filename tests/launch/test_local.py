@@ -265,7 +265,7 @@ def test_a_spawned_rank_repeats_registrations(tmp_path, monkeypatch):
         return int(row[:2] not in extensions._registered)
 
     work = local._Work(load_recipe("bert_sample", ()), job, [row])
-    assert local._live(work, LaunchEnvironment("none", error_file=tmp_path / "error.json")) == 0
+    assert local._run_rank(work, LaunchEnvironment("none", error_file=tmp_path / "error.json")) == 0
 
 
 @pytest.mark.slow

@@ -44,14 +44,14 @@ def init(
     if not yes and not sys.stdin.isatty():
         raise UsageError("`trainer init` asks questions, but there is no terminal; add --yes to take its proposals")
     from trainer.base.collector import importing
-    from trainer.tools.init.draft import Request, recipe_place
+    from trainer.tools.init.draft import InitRequest, recipe_place
 
     place = recipe_place(source, output)
     with importing():
         from trainer.tools.init.proposal import propose, take_default
     from trainer.base.disk import write_new
 
-    proposal = propose(Request(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
+    proposal = propose(InitRequest(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
     write_new(place, proposal.text, "--output")
     for line in proposal.lines:
         typer.echo(for_terminal(line))

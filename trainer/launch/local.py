@@ -288,7 +288,7 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
         raise _stopped_early(stop.signal)
     with scratch_folder() as folder:
         registered = extensions.needed_elsewhere() if method == "spawn" else []  # forks have it
-        ranks = LocalRanks(_live, _Work(resolved, job, registered), number, method, folder)
+        ranks = LocalRanks(_run_rank, _Work(resolved, job, registered), number, method, folder)
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
@@ -320,7 +320,7 @@ class _Work:
     registered: Sequence[tuple[str, str, str]]
 
 
-def _live(work: _Work, environment: LaunchEnvironment) -> int:
+def _run_rank(work: _Work, environment: LaunchEnvironment) -> int:
     """Run one local rank; return its exit code, and write an error to the rank's error file."""
     kind: Kind = "error"
     command: Sequence[str] = ()

@@ -210,7 +210,7 @@ class LocalRanks:
         ours = [output.source for output in self._outputs] if self._context.get_start_method() == "fork" else []
         writers = tuple(writer for _, writer in pipes)
         process = self._context.Process(
-            target=_live, args=(life, argument, environment, os.getpid(), listener, writers, ours)
+            target=_become_rank, args=(life, argument, environment, os.getpid(), listener, writers, ours)
         )
         process.start()
         for writer in writers:
@@ -259,7 +259,7 @@ class LocalRanks:
             rank.process.terminate()
 
 
-def _live(
+def _become_rank(
     life: Life,
     argument: Any,
     environment: LaunchEnvironment,

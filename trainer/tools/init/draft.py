@@ -45,7 +45,7 @@ def recipe_name(source: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class InitRequest:
     """The data and the wishes of the user."""
 
     source: Path
@@ -64,7 +64,7 @@ class Request:
 class Draft:
     """The values of a recipe, and the comments of its keys."""
 
-    request: Request
+    request: InitRequest
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
 

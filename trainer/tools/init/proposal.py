@@ -21,7 +21,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import FileData
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
-from trainer.tools.init.draft import Draft, Request, recipe_name
+from trainer.tools.init.draft import Draft, InitRequest, recipe_name
 from trainer.tools.init.shapes import Shape, shapes
 from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
@@ -74,7 +74,7 @@ class Proposal:
     problems: tuple[str, ...]
 
 
-def propose(request: Request, ask: Ask = take_default) -> Proposal:
+def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     """Look at data, and propose a recipe.
 
     Raises:
@@ -129,7 +129,7 @@ def _read(draft: Draft) -> tuple[Any, bool]:
     return splits.train.rows, splits.train.is_whole
 
 
-def _shape(columns: Sequence[Column], request: Request, ask: Ask) -> Shape:
+def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
     """Return the task of the columns, and ask if several fit.
 
     Raises:

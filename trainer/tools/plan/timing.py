@@ -32,9 +32,7 @@ from trainer.tools.plan.work import (
     VIEW,
     Kind,
 )  # fmt: skip
-from trainer.tools.report.timeline import BACKWARD as FULL_BACKWARD
-from trainer.tools.report.timeline import FORWARD as FULL_FORWARD
-from trainer.tools.report.timeline import Action, Timeline, order_of, simulate
+from trainer.tools.report.timeline import RUN_BACKWARD, RUN_FORWARD, Action, Timeline, order_of, simulate
 
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",
@@ -287,8 +285,8 @@ class _Estimate:
             forward = compute[FORWARD] + host[FORWARD] + self._exposed(step, compute, [FORWARD])
             behind = (BACKWARD, RECOMPUTED)
             backward = sum(compute[phase] + host[phase] for phase in behind) + self._exposed(step, compute, behind)
-            seconds[FULL_FORWARD].append(forward / number)
-            seconds[FULL_BACKWARD].append(backward / number)
+            seconds[RUN_FORWARD].append(forward / number)
+            seconds[RUN_BACKWARD].append(backward / number)
         messages = [
             one
             for step in self._steps
@@ -299,10 +297,10 @@ class _Estimate:
 
         def cost(action: Action) -> float:
             rank = pipeline.rank_of(action.stage)
-            if action.kind == FULL_FORWARD:
-                return seconds[FULL_FORWARD][rank]
-            whole = seconds[FULL_BACKWARD][rank]
-            return whole if action.kind == FULL_BACKWARD else whole / 2
+            if action.kind == RUN_FORWARD:
+                return seconds[RUN_FORWARD][rank]
+            whole = seconds[RUN_BACKWARD][rank]
+            return whole if action.kind == RUN_BACKWARD else whole / 2
 
         order = order_of(pipeline)
         timeline = simulate(order, cost, send)

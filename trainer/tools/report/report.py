@@ -32,7 +32,7 @@ from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, r
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.time_parts import MEANINGS, time_parts
-from trainer.tools.report.timeline import BACKWARD, order_of, simulate
+from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
 
 MOST_STEPS = 20_000
 """The training lines of a run that a report shows; it leaves out every second one of more, again and again."""
@@ -318,7 +318,7 @@ def _timeline(run: Run) -> go.Figure | None:
     with suppress(ValueError, UsageError):
         pipeline = plan_run(Recipe.model_validate(run.key()), run.info.get("world_size", 1)).pipeline
         assert pipeline is not None
-        weights = {BACKWARD: 2.0}  # its two halves, and a forward pass, have the weight 1
+        weights = {RUN_BACKWARD: 2.0}  # its two halves, and a forward pass, have the weight 1
         found = simulate(order_of(pipeline), lambda action: weights.get(action.kind, 1.0), send=0.0)
         name = f"{run.name}: {pipeline.schedule.name}, with backward passes that take twice as long"
         return timeline(name, found)

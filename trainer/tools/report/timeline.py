@@ -11,8 +11,8 @@ from typing import NamedTuple
 from trainer.parallel.pipeline.stage_schedule import SCHEDULE_CLASSES
 from trainer.recipe.plan import PipelinePlan
 
-FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""Forward; whole backward; and its two halves: gradients of inputs and gradients of weights."""
+RUN_FORWARD, RUN_BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+"""The kinds of actions, by their letters in torch: forward; whole backward; and its two halves."""
 
 
 class Action(NamedTuple):
@@ -53,7 +53,7 @@ class Timeline:
         """Return the largest number of microbatches with activations on a rank, those of each stage counted."""
         now = most = 0
         for span in self.ranks[rank]:
-            now += {FORWARD: 1, BACKWARD: -1, INPUT: 0, WEIGHT: -1}[span.action.kind]
+            now += {RUN_FORWARD: 1, RUN_BACKWARD: -1, INPUT: 0, WEIGHT: -1}[span.action.kind]
             most = max(most, now)
         return most
 
@@ -82,7 +82,7 @@ def order_of(pipeline: PipelinePlan) -> list[list[Action]]:
         [
             Action(action.computation_type.value, action.stage_index, action.microbatch_index)
             for action in made.pipeline_order[rank]
-            if action is not None and action.computation_type.value in (FORWARD, BACKWARD, INPUT, WEIGHT)
+            if action is not None and action.computation_type.value in ACTION_NAMES
         ]
         for rank in range(pipeline.num_ranks)
     ]
@@ -91,11 +91,11 @@ def order_of(pipeline: PipelinePlan) -> list[list[Action]]:
 def _one_stage(stage: int, number: int, warmup: int) -> Iterator[Action]:
     """Yield the actions of a rank with one stage: `warmup` forward passes, then backward and forward in turn."""
     for microbatch in range(warmup):
-        yield Action(FORWARD, stage, microbatch)
+        yield Action(RUN_FORWARD, stage, microbatch)
     for microbatch in range(number):
-        yield Action(BACKWARD, stage, microbatch)
+        yield Action(RUN_BACKWARD, stage, microbatch)
         if warmup + microbatch < number:
-            yield Action(FORWARD, stage, warmup + microbatch)
+            yield Action(RUN_FORWARD, stage, warmup + microbatch)
 
 
 def simulate(order: Sequence[Sequence[Action]], cost: Callable[[Action], float], send: float) -> Timeline:
@@ -136,13 +136,13 @@ def simulate(order: Sequence[Sequence[Action]], cost: Callable[[Action], float],
 def _sources(action: Action, last: int) -> list[tuple[Action, ...]]:
     """Return the actions that must end before this one; of each tuple, one is part of the order."""
     kind, stage, microbatch = action
-    if kind == FORWARD:
-        return [(Action(FORWARD, stage - 1, microbatch),)] if stage else []
+    if kind == RUN_FORWARD:
+        return [(Action(RUN_FORWARD, stage - 1, microbatch),)] if stage else []
     if kind == WEIGHT:
         return [(Action(INPUT, stage, microbatch),)]
-    sources: list[tuple[Action, ...]] = [(Action(FORWARD, stage, microbatch),)]
+    sources: list[tuple[Action, ...]] = [(Action(RUN_FORWARD, stage, microbatch),)]
     if stage < last:
-        sources.append((Action(BACKWARD, stage + 1, microbatch), Action(INPUT, stage + 1, microbatch)))
+        sources.append((Action(RUN_BACKWARD, stage + 1, microbatch), Action(INPUT, stage + 1, microbatch)))
     return sources
 
 
@@ -153,10 +153,12 @@ def as_text(timeline: Timeline, width: int = 100) -> Iterator[str]:
         for span in spans:
             first = round(span.start / timeline.seconds * width)
             until = max(first + 1, round(span.end / timeline.seconds * width))
-            mark = span.action.kind if span.action.kind == FORWARD else span.action.kind.lower()
+            mark = span.action.kind if span.action.kind == RUN_FORWARD else span.action.kind.lower()
             cells[first:until] = f"{span.action.microbatch}{mark * width}"[: until - first]
         yield f"  rank {rank:<3} {''.join(cells[:width])}  idle {timeline.idle_share(rank):.0%}"
 
 
-ACTION_COLOURS = {FORWARD: "#4878d0", BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
-ACTION_NAMES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}
+ACTION_COLOURS = {RUN_FORWARD: "#4878d0", RUN_BACKWARD: "#ee854a", INPUT: "#ee854a", WEIGHT: "#6acc64"}
+ACTION_NAMES = {
+    RUN_FORWARD: "forward", RUN_BACKWARD: "backward", INPUT: "gradients of inputs", WEIGHT: "gradients of weights",
+}  # fmt: skip
