@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.base.disk import is_in_memory, open_plain, read_plain, replace_folder, replace_text, save_tensors
+from trainer.base.disk import (
+    is_in_memory,
+    open_plain,
+    read_plain,
+    replace_folder,
+    replace_text,
+    save_tensors,
+    write_over,
+)
+from trainer.base.errors import UsageError
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -24,6 +33,15 @@ def test_tensors_have_the_permissions_of_other_files(tmp_path, umask, mode):
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file.safetensors").stat().st_mode) == mode
     assert torch.equal(load_file(tmp_path / "file.safetensors")["weight"], torch.ones(2))
+
+
+def test_a_file_for_the_user_gets_its_folder_and_replaces_another(tmp_path):
+    file = tmp_path / "new" / "page.html"
+    for text in ("one", "two"):
+        write_over(file, text, "--output")
+        assert file.read_text() == text
+    with pytest.raises(UsageError, match=r"page.html/x cannot be written: .*; name another by --output"):
+        write_over(file / "x", "three", "--output")
 
 
 @pytest.mark.parametrize("was_there", [True, False])

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainer.base.errors import UsageError
+from trainer.base.errors import UsageError, storage_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,6 +115,19 @@ def replace_text(path: Path, text: str | Iterable[str]) -> None:
             remove(new)
         raise
     sync(path.parent)
+
+
+def write_over(path: Path, text: str, option: str) -> None:
+    """Write a file for the user, with its folder, in place of an old one; `option` of the command line names it.
+
+    Raises:
+        TrainerError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+    except OSError as error:
+        raise storage_error(f"{path} cannot be written: {error.strerror}; name another by {option}", error) from error
 
 
 def write_new(path: Path, text: str, option: str) -> None:

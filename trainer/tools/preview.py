@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from trainer.base.disk import replace_text
-from trainer.base.errors import UsageError, storage_error
+from trainer.base.disk import write_over
+from trainer.base.errors import UsageError
 from trainer.base.text import aligned
 from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
@@ -136,12 +136,5 @@ def write_preview(preview: Preview, path: Path) -> None:
     Raises:
         TrainerError: it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(
-            path, render(f"Preview of {preview.name}", [Section("Preview", list(preview_blocks(asdict(preview))))])
-        )
-    except OSError as error:
-        raise storage_error(
-            f"the preview cannot be written to {str(path)!r} ({error.strerror}); use -o", error
-        ) from error
+    section = Section("Preview", list(preview_blocks(asdict(preview))))
+    write_over(path, render(f"Preview of {preview.name}", [section]), "--output")

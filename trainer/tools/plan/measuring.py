@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
-from trainer.base.disk import replace_text
-from trainer.base.errors import UsageError
+from trainer.base.disk import write_over
 from trainer.parallel.communication import all_gather_single, reduce_scatter_single
 from trainer.ranks.environment import available_cores
 from trainer.tools.plan import reference
@@ -86,10 +85,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
         if steps := [rank["steps"] for rank in of_ranks if rank["steps"]]:
             machine = Machine("measured", int(count), "measured", 1.0, figures)
             ranks[count]["waiting"] = _waiting(machine, [max(seconds) for seconds in zip(*steps, strict=True)])
-    try:
-        replace_text(file, json.dumps(figures, indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"`--measure` is {file}, which cannot be written: {error.strerror}") from error
+    write_over(file, json.dumps(figures, indent=1) + "\n", "--measure")
     return figures
 
 

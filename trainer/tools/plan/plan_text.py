@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from trainer.base.disk import replace_text
+from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import listed, size
@@ -104,10 +104,7 @@ def draw_timeline(made: RecipePlan, file: Path) -> str:
     timeline = made.time.timeline
     if str(file) == "-":
         return "\n".join(["", "one pass through the pipeline (F forward, b backward):", *as_text(timeline), ""])
-    try:
-        replace_text(file, text_of("timeline", timeline=timeline) + "\n")
-    except OSError as error:
-        raise UsageError(f"`--timeline` is {file}, which cannot be written: {error.strerror}") from error
+    write_over(file, text_of("timeline", timeline=timeline) + "\n", "--timeline")
     return f"wrote     {file}\n"
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from trainer.base.disk import replace_text
-from trainer.base.errors import UsageError, storage_error
+from trainer.base.disk import write_over
+from trainer.base.errors import UsageError
 from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import leaves
 from trainer.checkpoint.owner import OWNER_FILE
@@ -125,13 +125,7 @@ def write_report(folders: Sequence[Path], output: Path | None, state: str | None
     """
     runs = read_runs(folders, state)
     path = output or folders[0] / "report.html"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, page_of(runs))
-    except OSError as error:
-        raise storage_error(
-            f"the report cannot be written to {str(path)!r} ({error.strerror}); use -o", error
-        ) from error
+    write_over(path, page_of(runs), "--output")
     return path
 
 
