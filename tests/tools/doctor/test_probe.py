@@ -13,7 +13,7 @@ import pytest
 from tests.tools.doctor.machines import CPU
 from trainer.tools.doctor import asking
 from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
-from trainer.tools.doctor.probe import ProbeError, ProcessProbe
+from trainer.tools.doctor.probe import Probe, ProbeError
 
 GLOO = GlooFacts(0.1, ("127.0.0.1",))
 
@@ -33,11 +33,11 @@ def hang() -> Facts:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessProbe]]:
+def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Probe]]:
     """Start a probe with these answers and this time limit for the GPUs."""
-    begun: list[ProcessProbe] = []
+    begun: list[Probe] = []
 
-    def start(deep: bool = False, seconds: float = 30.0, **askers: Callable[[], Facts]) -> ProcessProbe:
+    def start(deep: bool = False, seconds: float = 30.0, **askers: Callable[[], Facts]) -> Probe:
         kinds = {"torch": TorchFacts, "gloo": GlooFacts, "gpus": GpuFacts, "deepspeed": DeepSpeedFacts}
         usual = {
             TorchFacts: lambda: CPU,
@@ -49,7 +49,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessProb
         monkeypatch.setattr(asking, "_ASKERS", usual | {kinds[name]: asker for name, asker in askers.items()})
         for kind in asking.KINDS:
             monkeypatch.setattr(kind, "limit", seconds if kind is GpuFacts else 30.0)
-        begun.append(ProcessProbe(deep))
+        begun.append(Probe(deep))
         return begun[-1]
 
     yield start

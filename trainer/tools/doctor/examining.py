@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.tools.doctor.finding import Finding, Result, problem, warning
 from trainer.tools.doctor.machine import Machine
-from trainer.tools.doctor.probe import ProbeError, ProcessProbe
+from trainer.tools.doctor.probe import Probe, ProbeError
 from trainer.tools.doctor.table import CHECKS, Check
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def examine_this_machine(recipe: Recipe | None, processes: int | None, deep: bool) -> list[Result]:
     """Run all checks on this machine; see `Machine` and `examine`."""
-    probe = ProcessProbe(deep)
+    probe = Probe(deep)
     try:
         return examine(Machine(os.environ, probe, recipe=recipe, processes=processes), deep)
     finally:

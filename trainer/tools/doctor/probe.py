@@ -8,7 +8,7 @@ import signal
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from trainer.tools.doctor.asking import KINDS, answer
 from trainer.tools.doctor.facts import ExerciseFacts, Facts, TorchFacts
@@ -24,17 +24,7 @@ class ProbeError(Exception):
         self.kind = kind
 
 
-class Probe(Protocol):
-    """Return facts by their kind; wait until they arrive.
-
-    Raises:
-        ProbeError: they are not available.
-    """
-
-    def facts(self, kind: type[Kind]) -> Kind: ...
-
-
-class ProcessProbe:
+class Probe:
     """A fork of this process that asks one kind after the other; start it before any thread.
 
     Args:
@@ -54,6 +44,11 @@ class ProcessProbe:
         threading.Thread(target=self._collect, args=(receive,), daemon=True).start()
 
     def facts(self, kind: type[Kind]) -> Kind:
+        """Return facts by their kind; wait until they arrive.
+
+        Raises:
+            ProbeError: they are not available.
+        """
         self._arrived[kind].wait()
         known = self._known[kind]
         if isinstance(known, ProbeError):
