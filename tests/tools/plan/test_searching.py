@@ -28,7 +28,7 @@ from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import PARAMETERS
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.recipe_plan import Choice, plan_recipe, traffic_by_axis
-from trainer.tools.plan.searching import Search, Tried, write_recipe
+from trainer.tools.plan.searching import LayoutSearch, Tried, write_recipe
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, COPIES, OPTIMIZER
 
@@ -74,7 +74,7 @@ def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytes
 
 def test_a_search_keeps_what_the_user_gave_and_ends_after_its_plans(recipe: Path):
     devices = parse_devices("4xA100-40")
-    found = Search(str(recipe), ["parallel.tensor=2", "parallel.strategy=ddp"], devices, most_plans=1).fastest()
+    found = LayoutSearch(str(recipe), ["parallel.tensor=2", "parallel.strategy=ddp"], devices, most_plans=1).fastest()
     (choice,) = found.choices
     assert choice.made.plan.layout.tp == 2
     assert found.left_out > 0
@@ -98,9 +98,9 @@ def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
     assert 2 * shards <= offloaded.steps[0].totals.moved <= 3 * shards * offloaded.plan.batch.num_microbatches
     small = replace(devices, memory_bytes=(without.needed + offloaded.needed) // 2)
     words += one_row
-    (choice,) = Search(str(recipe), words, small).fastest().choices
+    (choice,) = LayoutSearch(str(recipe), words, small).fastest().choices
     assert "parallel.offload=parameters" in choice.overrides
-    kept = Search(str(recipe), [*words, "parallel.offload=none"], small).fastest()
+    kept = LayoutSearch(str(recipe), [*words, "parallel.offload=none"], small).fastest()
     assert not kept.choices
 
 
@@ -108,12 +108,12 @@ def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
 def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # torch then marks the steps of its subclasses twice
     words = ["parallel.strategy=ddp", "training.micro_batch_size=4"]
-    alone = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
+    alone = LayoutSearch(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
     monkeypatch.setattr(searching, "_LAYOUTS_OF_A_WORKER", 1)
     monkeypatch.setattr(searching, "available_cores", lambda: 2)
     monkeypatch.setattr(searching, "get_context", lambda _: forking())  # its processes have imported torch
     with mock.patch.object(searching, "plan_recipe", side_effect=AssertionError("planned in this process")):
-        found = Search(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
+        found = LayoutSearch(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
     assert [(choice.overrides, choice.seconds, choice.made.needed) for choice in found.choices] == [
         (choice.overrides, choice.seconds, choice.made.needed) for choice in alone.choices
     ]
@@ -121,7 +121,7 @@ def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest
     assert found.left_out == alone.left_out > 0
 
 
-def choice_of(search: Search, layout: tuple[str, ...], seconds: float) -> Choice:
+def choice_of(search: LayoutSearch, layout: tuple[str, ...], seconds: float) -> Choice:
     """Return a layout with a plan of these seconds: a tenth each for the optimizer and for exposed communication."""
     recipe = load_recipe(search._recipe, [*search._overrides, *layout]).recipe
     plan = plan_run(recipe, search._devices.number * search._nodes, search._devices.number)
@@ -132,17 +132,17 @@ def choice_of(search: Search, layout: tuple[str, ...], seconds: float) -> Choice
 
 class TestVariants:
     def test_they_are_all_that_combines(self, recipe: Path):
-        search = Search(str(recipe), [], parse_devices("4xA100-40"), nodes=2)
+        search = LayoutSearch(str(recipe), [], parse_devices("4xA100-40"), nodes=2)
         found = {(v.row.name, v.schedule) for v in search._variants()}
         assert {name for name, schedule in found if not schedule} == {"zero1", "zero2", "zero3"}
         assert {name for name, schedule in found if schedule} == {"ddp", "fsdp", "hsdp"}
         assert {schedule for _, schedule in found} == {"", *SCHEDULES} - {"gpipe"}
-        given = Search(str(recipe), ["parallel.strategy=zero2", "parallel.tensor=1"], parse_devices("4xA100-40"))
+        given = LayoutSearch(str(recipe), ["parallel.strategy=zero2", "parallel.tensor=1"], parse_devices("4xA100-40"))
         assert {v.row.name for v in given._variants()} <= {"zero2"}
         assert not any("tensor" in word for v in given._variants() for word in v.overrides)
 
     def test_bounds_come_from_plans_with_the_same_cuts(self, recipe: Path):
-        search = Search(str(recipe), [], parse_devices("4xA100-40"))
+        search = LayoutSearch(str(recipe), [], parse_devices("4xA100-40"))
         choices = [choice_of(search, (), 1.0), choice_of(search, ("parallel.pipeline.stages=2",), 1.0)]
         found = {(v.row.name, v.schedule, v.cuts): search._bound(v, choices) for v in search._variants()}
         assert found["zero1", "", ()] == pytest.approx(0.9)  # it waits for the collectives of ddp
@@ -153,7 +153,7 @@ class TestVariants:
         assert found["zero1", "", ("parallel.tensor=2",)] == 0.0
 
     def test_those_that_cannot_be_among_the_fastest_are_not_planned(self, recipe: Path):
-        search = Search(str(recipe), [], parse_devices("8xA100-40"), most_plans=1000)
+        search = LayoutSearch(str(recipe), [], parse_devices("8xA100-40"), most_plans=1000)
         tried: list[tuple[str, ...]] = []
 
         def attempt(layout: tuple[str, ...]) -> Tried:
@@ -188,12 +188,12 @@ def test_a_killed_process_of_a_search_is_an_error(recipe: Path, monkeypatch: pyt
     monkeypatch.setattr(searching, "available_cores", lambda: 2)
     monkeypatch.setattr(searching, "ProcessPoolExecutor", _Dying)
     with pytest.raises(TrainerError, match="one of the 2 processes of the search was killed"):
-        Search(str(recipe), [], parse_devices("2xA100-40"), most_plans=2).fastest()
+        LayoutSearch(str(recipe), [], parse_devices("2xA100-40"), most_plans=2).fastest()
 
 
 def test_a_search_without_speeds_is_refused(recipe: Path):
     with pytest.raises(UsageError, match="no speed is known for 80GiB"):
-        Search(str(recipe), [], parse_devices("2x80GiB")).fastest()
+        LayoutSearch(str(recipe), [], parse_devices("2x80GiB")).fastest()
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_options_without_a_meaning_are_refused(
 def test_a_search_changes_precision_on_demand(recipe: Path):
     words = ["training.micro_batch_size=1"]
     devices = parse_devices("1xA100-40")
-    found = Search(str(recipe), [*words, "activation_checkpointing=none"], devices, any_precision=True).fastest()
+    found = LayoutSearch(str(recipe), [*words, "activation_checkpointing=none"], devices, any_precision=True).fastest()
     assert {choice.made.plan.recipe.precision for choice in found.choices} == {"fp32", "bf16"}
-    given = Search(str(recipe), [*words, "precision=fp32"], devices, any_precision=True, most_plans=1).fastest()
+    given = LayoutSearch(str(recipe), [*words, "precision=fp32"], devices, any_precision=True, most_plans=1).fastest()
     assert {choice.made.plan.recipe.precision for choice in given.choices} == {"fp32"}
 
 
@@ -268,7 +268,7 @@ def test_models_without_one_shape_have_no_largest(recipe: Path, model: dict[str,
     keys = json.loads(recipe.read_text()) | {"model": model, "task": TINY_TASKS["seq2seq_lm"].keys}
     recipe.write_text(json.dumps(keys))
     with pytest.raises(UsageError, match=message):
-        searching.Search(str(recipe), (), parse_devices("1x80GiB")).largest_model()
+        searching.LayoutSearch(str(recipe), (), parse_devices("1x80GiB")).largest_model()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.compare.peers import PEERS
-from trainer.tools.plan.searching import changes, layouts
+from trainer.tools.plan.searching import changing, layouts
 
 Kind = Literal["layout", "precision", "training"]
 """The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
@@ -67,7 +67,7 @@ def contestants(
     else:
         given = {word.partition("=")[0] for word in common}
         values = own.model_dump(mode="json")
-        found = [changes(layout, values, given) for layout in _sensible(processes, gpus)]
+        found = [changing(layout, values, given) for layout in _sensible(processes, gpus)]
     return common, [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
 
 
@@ -120,7 +120,7 @@ def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
     """Yield layouts: the recipe's, each strategy, two tensor or context ranks or stages, recomputation, precisions."""
     yield ()
     for row, tensor, stages, words in layouts(processes, processes):
-        if _is_tried(row, processes, tensor * stages):
+        if _is_compared(row, processes, tensor * stages):
             yield words
     if processes % 2 == 0:
         yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", "parallel.context=2")
@@ -131,7 +131,7 @@ def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
         yield (f"precision={precision}",)
 
 
-def _is_tried(row: Strategy, processes: int, cut: int) -> bool:
+def _is_compared(row: Strategy, processes: int, cut: int) -> bool:
     """Return whether a strategy is compared with a model that is cut over `cut` ranks; hsdp is fsdp on one machine."""
     if row.single_process or row.groups or cut > 2:
         return False

@@ -12,7 +12,7 @@ from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.plan_text import plan_text, search_text
 from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, cost_of, plan_recipe
 from trainer.tools.plan.request import PlanRequest
-from trainer.tools.plan.searching import Search, fewest_devices, write_recipe
+from trainer.tools.plan.searching import LayoutSearch, fewest_devices, write_recipe
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
     devices, nodes, words = request.devices, request.nodes, request.overrides
     length = None if request.largest == "length" else request.length
     if request.search:
-        search = Search(request.recipe, words, devices, nodes, length, request.most_plans, request.any_precision)
+        search = LayoutSearch(request.recipe, words, devices, nodes, length, request.most_plans, request.any_precision)
         result = search.fastest()
         if result.choices:
             _write(request, result.choices[0].overrides)
@@ -49,7 +49,7 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
         devices, nodes, choice = fewest_devices(request.recipe, words, devices, length)
         found, made = choice.overrides, choice.made
     elif request.largest is not None:
-        search = Search(request.recipe, words, devices, nodes, length)
+        search = LayoutSearch(request.recipe, words, devices, nodes, length)
         sizes = {"batch": search.largest_batch, "length": search.largest_length, "model": search.largest_model}
         fitting = sizes[request.largest]()
         if fitting is None:

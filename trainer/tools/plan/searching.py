@@ -104,7 +104,7 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                 )
 
 
-def changes(words: Iterable[str], own: Mapping[str, Any], given: Container[str]) -> tuple[str, ...]:
+def changing(words: Iterable[str], own: Mapping[str, Any], given: Container[str]) -> tuple[str, ...]:
     """Return the overrides that change a recipe, without those of keys that the user gave.
 
     `own` is the recipe as JSON values.
@@ -129,7 +129,7 @@ class Variant(NamedTuple):
     overrides: tuple[str, ...]  # all its overrides
 
 
-class Search:
+class LayoutSearch:
     """The plans of a recipe on given devices under different overrides.
 
     It changes no override of the user. Texts have `length` tokens; None: `data.max_length`. It ends after `most_plans`.
@@ -296,7 +296,7 @@ class Search:
         return self._nodes > 1 or not row.groups  # on one machine, hsdp is fsdp
 
     def _free(self, *words: str) -> tuple[str, ...]:
-        return changes(words, self._own, self._given)
+        return changing(words, self._own, self._given)
 
     def _fitting(self, layout: tuple[str, ...]) -> Iterator[Choice]:
         """Yield plans of a layout that fit; offload, which is slow, only where nothing else fits."""
@@ -475,7 +475,7 @@ def fewest_devices(
     reason = "its plan failed"
     for number, nodes in _SIZES:
         devices = replace(device, number=number, machine=device.machine and replace(device.machine, local_ranks=number))
-        search = Search(recipe, overrides, devices, nodes, length)
+        search = LayoutSearch(recipe, overrides, devices, nodes, length)
         for layout in _lean(number * nodes):
             try:
                 choice = search.largest_microbatch(search._free(*layout))
