@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,7 @@ class Condition:
         return self.key.partition(".")[0]
 
     def value(self, sections: Mapping[str, Any]) -> Any:
-        value: Any = sections[self.section]
-        for name in self.key.split(".")[1:]:
-            value = getattr(value, name)
-        return value
+        return reduce(getattr, self.key.split(".")[1:], sections[self.section])
 
 
 @dataclass(frozen=True)

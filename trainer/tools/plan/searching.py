@@ -11,8 +11,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import ceil, inf
 from multiprocessing import get_context
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,9 +113,7 @@ def changing(words: Iterable[str], own: Mapping[str, Any], given: Container[str]
     """
 
     def holds(key: str, text: str) -> bool:
-        value: Any = own
-        for name in key.split("."):
-            value = value[name]
+        value: Any = reduce(getitem, key.split("."), own)
         return text == (value if isinstance(value, str) else json.dumps(value))
 
     pairs = [(word, *word.split("=", 1)) for word in words]
