@@ -21,6 +21,12 @@ MINIMAL: dict[str, Any] = {
 }
 
 
+def write_anew(path: Path, content: str | bytes) -> None:
+    """Write a file, also over an older one. ext4 would flush a file that is truncated to the disk, some 5 ms each."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
 @pytest.fixture
 def minimal() -> dict[str, Any]:
     """A valid recipe with the required keys only. A test may modify it."""
@@ -35,7 +41,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     def write_recipe(content: object, name: str = "r.json") -> str:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        write_anew(path, content if isinstance(content, str) else json.dumps(content))
         return name
 
     return write_recipe

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.recipes import write_anew
 from trainer.base.errors import RecipeError
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.keys import known_keys
@@ -52,7 +53,7 @@ def folder() -> Iterator[Path]:
 
 
 def loads_or_is_refused(content: bytes, overrides: list[str] | None = None) -> None:
-    Path("fuzzed.json").write_bytes(content)
+    write_anew(Path("fuzzed.json"), content)
     try:
         resolved = load_recipe("fuzzed.json", overrides or ())
     except RecipeError as error:

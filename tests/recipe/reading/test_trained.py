@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.recipes import write_anew
 from trainer.base.errors import TrainerError, UsageError
 from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
 
@@ -19,8 +20,8 @@ KEYS = (
 
 
 def load(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text("{}")
-    (folder / RECIPE_FILE).write_text(text, encoding="utf-8")
+    write_anew(folder / "config.json", "{}")
+    write_anew(folder / RECIPE_FILE, text)
     for evaluates in (False, True):
         load_trained(folder, None, [], 2, evaluates)
 

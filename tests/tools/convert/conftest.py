@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.recipes import write_anew
 from trainer.tools.convert.convert import Conversion, convert
 
 Write = Callable[..., Path]
@@ -18,7 +19,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.chdir(tmp_path)
 
     def write_file(content: Any, name: str = "args.json") -> Path:
-        Path(name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        write_anew(Path(name), content if isinstance(content, str) else json.dumps(content))
         return Path(name)
 
     return write_file
