@@ -253,7 +253,6 @@ def _serve(rank: int, world_size: int, connection: Connection) -> None:
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     faulthandler.register(signal.SIGUSR1)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ["LOCAL_SIZE"] = "1"  # without it, ZeRO-3 runs numactl for each microbatch
     _join_group(rank, world_size, connection)
     connection.send_bytes(pickle.dumps(_Reply(pickle.dumps(None))))
     while True:

@@ -15,7 +15,7 @@ from trainer.ranks.environment import (
     check_agrees,
     detect,
     first_host,
-    set_local_rank,
+    set_for_deepspeed,
     threads_per_rank,
 )
 
@@ -238,5 +238,6 @@ class TestNodesThatJoinAndLeave:
 def test_deepspeed_reads_the_number_of_the_visible_gpu(number, found):
     """A rank that sees one GPU has number 0 of it, whatever torchrun's variable is; on a CPU that one stays."""
     environ = dict(RANKS)
-    set_local_rank(number, environ)
+    set_for_deepspeed(number, environ)
     assert environ["LOCAL_RANK"] == found
+    assert environ["LOCAL_SIZE"] == RANKS["LOCAL_WORLD_SIZE"]

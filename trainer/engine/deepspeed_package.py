@@ -13,7 +13,7 @@ from typing import Any
 from trainer.base.collector import importing
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
-from trainer.ranks.environment import set_local_rank
+from trainer.ranks.environment import set_for_deepspeed
 
 _UNUSED = "deepspeed_shm_comm"
 """The operation that DeepSpeed compiles on CPUs when ranks meet; only its inference calls it."""
@@ -60,12 +60,12 @@ def linear_restored() -> Iterator[None]:
 
 
 def ready_deepspeed(local_rank: int) -> Any:
-    """Return DeepSpeed, with the variable of the local rank that it reads when it starts.
+    """Return DeepSpeed, with the variables that it reads set.
 
     Raises:
         UsageError: it is not installed.
     """
-    set_local_rank(local_rank)
+    set_for_deepspeed(local_rank)
     try:
         return import_deepspeed()
     except ImportError as error:

@@ -167,8 +167,13 @@ def set_rank(environment: LaunchEnvironment) -> None:
     os.environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
 
 
-def set_local_rank(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variable from which DeepSpeed reads the number of this rank's GPU; None: any, because there is none."""
+def set_for_deepspeed(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that DeepSpeed reads: its ranks of this node, and `number`, that of this rank's GPU.
+
+    None: any number, because there is no GPU.
+    """
+    # On CPUs, ZeRO-3 else starts `numactl` in each microbatch to count the node's devices.
+    environ.setdefault("LOCAL_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"))
     if number is None:
         environ.setdefault("LOCAL_RANK", "0")
     else:
