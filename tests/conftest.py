@@ -53,7 +53,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     opened = ExitStack()
     config.add_cleanup(opened.close)
     python = opened.enter_context(warm.door())["python"]
-    for spec in specs:
+    for spec in (one for one in specs if one.popen and not one.python):
         spec.python = python
 
 

@@ -132,11 +132,12 @@ class TestRanks:
         text = f"""
             import trainer
             result = trainer.run({str(file)!r})
-            print("result", result.outcome, len(result.steps), result.best.step)
+            # One write each, because the ranks share the output.
+            print(f"result {{result.outcome}} {{len(result.steps)}} {{result.best.step}}\\n", end="")
             try:
                 trainer.run({str(file)!r}, processes=3)
             except trainer.LaunchError as error:
-                print("refused")
+                print("refused\\n", end="")
             """
         ended = script(tmp_path, text, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
         assert ended.returncode == 0, ended.stderr

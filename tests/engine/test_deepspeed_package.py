@@ -87,7 +87,8 @@ def test_steps_with_offload_compile_nothing_and_reset_no_peak(ranks: RankPools, 
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")  # put back afterwards, since the function sets it
+    for name in ("LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "0")  # put back afterwards, since the function sets both
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UsageError, match=REMEDY):
         ready_deepspeed(1)

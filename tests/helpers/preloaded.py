@@ -23,7 +23,8 @@ with importing():
         "torch.utils.cpp_extension",
         "transformers.models.bert.modeling_bert",
     ):
-        import_module(name)
+        with suppress(Exception):  # the tests that import it report the error
+            import_module(name)
     with suppress(ImportError):
         import_deepspeed()
         for name in (

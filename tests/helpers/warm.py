@@ -180,7 +180,8 @@ def door(node: Node | None = None) -> Iterator[dict[str, str]]:
         threading.Thread(target=_open_to_all, args=(listener, node), daemon=True).start()
         asking = shlex.join([sys.executable, "-I", "-S", knock.__file__, path])
         yield {program: f"{asking} {program}" for program in ("trainer", "python")}
-        listener.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # on macOS, which wakes the thread when the socket is closed
+            listener.shutdown(socket.SHUT_RDWR)
 
 
 def _open_to_all(listener: socket.socket, node: Node | None) -> None:
@@ -206,8 +207,10 @@ def _serve(caller: socket.socket, node: Node | None) -> None:
             process.join()
             caller.sendall(str(process.exitcode).encode())
         else:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
+            for number, seconds in ((signal.SIGINT, 10), (signal.SIGKILL, None)):  # tests first end their processes
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid or 0, number)
+                process.join(seconds)
 
 
 def _run_asked(asked: dict[str, object], streams: list[Connection], node: Node | None) -> None:
