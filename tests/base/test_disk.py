@@ -40,7 +40,7 @@ def test_a_file_for_the_user_gets_its_folder_and_replaces_another(tmp_path):
     for text in ("one", "two"):
         write_over(file, text, "--output")
         assert file.read_text() == text
-    with pytest.raises(UsageError, match=r"page.html/x cannot be written: .*; name another by --output"):
+    with pytest.raises(UsageError, match=r"page.html/x cannot be written: .*; make room, or name another by --output"):
         write_over(file / "x", "three", "--output")
 
 

@@ -48,7 +48,7 @@ def hash_of(model: nn.Module) -> str | None:
 
 def test_a_row_is_the_same_alone_and_among_others_and_nothing_changes(pretrained):
     built = build(pretrained)
-    assert any("batch normalisations stay those of the loaded model" in note for note in built.notes)
+    assert any("batch normalisations stay as they are before the training" in note for note in built.notes)
     before = hash_of(built.model)
     images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     model = built.model.train()

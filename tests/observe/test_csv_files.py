@@ -87,10 +87,16 @@ def test_a_resumed_run_writes_all_rows_again(tmp_path: Path, text: str | None):
 def test_lines_that_someone_has_edited_have_empty_cells(tmp_path: Path):
     write(tmp_path, range(1, 6))
     path = tmp_path / METRICS_FILE_NAME
-    lines = ['{"step": 2, "eval": 3}', '{"step": 3, "eval": {"\\ud800": [1]}}', '{"step": 4, "loss": {"a": 1}}']
+    lines = [
+        '{"run": {}, "eval": {"accuracy": 1}}',
+        '{"step": 2, "eval": 3}',
+        '{"step": 3, "eval": {"\\ud800": [1]}}',
+        '{"step": 4, "loss": {"a": 1}}',
+    ]
     path.write_text(path.read_text() + "\n".join(lines) + "\n")
     write(tmp_path, range(6, 7), resumed_from=5)
-    assert read(tmp_path, EVALUATION_FILE_NAME)[-1] == {"step": "3", "accuracy": "", "?": "[1]"}
+    evaluations = read(tmp_path, EVALUATION_FILE_NAME)
+    assert evaluations[-2:] == [{"step": "", "accuracy": "1", "?": ""}, {"step": "3", "accuracy": "", "?": "[1]"}]
     assert [row["step"] for row in read(tmp_path, TRAINING_FILE_NAME)] == ["1", "2", "3", "4", "5", "4", "6"]
 
 

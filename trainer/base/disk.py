@@ -127,7 +127,9 @@ def write_over(path: Path, text: str, option: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise storage_error(f"{path} cannot be written: {error.strerror}; name another by {option}", error) from error
+        raise storage_error(
+            f"{path} cannot be written: {error.strerror}; make room, or name another by {option}", error
+        ) from error
 
 
 def write_new(path: Path, text: str, option: str) -> None:

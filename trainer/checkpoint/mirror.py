@@ -285,9 +285,7 @@ class Mirror(Tier):
             temporary = self._store.begin(step)
             try:
                 self._download(step, temporary)
-                open_verified(
-                    temporary, step=step
-                )  # a run would skip it, and start from the beginning beside older copies
+                open_verified(temporary, step=step)  # a run would skip it, and begin again beside older copies
             except (FileNotFoundError, ValueError) as error:
                 self._store.discard(step)
                 notes.append(f"skipped the checkpoint {self._name}/{_CHECKPOINTS}/{self._folder(step)}: {error}")

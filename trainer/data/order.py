@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -151,10 +152,13 @@ class GlobalOrder:
         if self._order is None or epoch != self._epoch:
             kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
             draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
-            known = self._lengths
-            lengths = None if known is None else lambda numbers: known[self._rows(epoch, numbers)]
+            # No lambda: worker processes that do not fork get the order by pickle.
+            lengths = None if self._lengths is None else partial(self._lengths_of, self._lengths, epoch)
             self._order, self._epoch = kind(self.num_rows, lengths, self.global_batch_size, draws), epoch
         return self._rows(epoch, self._order.batch(index))
+
+    def _lengths_of(self, lengths: IndexArray, epoch: int, numbers: IndexArray) -> IndexArray:
+        return lengths[self._rows(epoch, numbers)]
 
     def _rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
         return numbers if self._mixture is None else self._mixture.rows(epoch, numbers)

@@ -28,6 +28,8 @@ from trainer.recipe.schema import Generation
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 """The special tokens, which belong to the model and not to the settings."""
 _LEVELS = 1 << 53  # float64 holds integers up to this one
+_TOKENS_DRAWN = 64
+"""Tokens of each row for which random numbers are drawn at a time."""
 
 
 def set_generation(
@@ -87,7 +89,7 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
     processors = LogitsProcessorList()
     if own.do_sample:  # transformers would draw all rows from one generator
         settings.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # the defaults
-        processors = LogitsProcessorList(_sampling(own, _Draw(seed, rows, prompt, own.max_new_tokens, ids.device)))
+        processors = LogitsProcessorList(_sampling(own, _Draw(seed, rows, prompt, ids.device)))
     with _whole_logits(model):
         tokens: Tensor = described.generate(
             input_ids=ids,
@@ -115,19 +117,25 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
     The scores `[batch, vocabulary]` become 0 for the drawn token and -inf for others, so a greedy search takes it.
     """
 
-    def __init__(self, seed: int, rows: Tensor, prompt: int, most_tokens: int, device: torch.device) -> None:
-        places = product(range(most_tokens), rows.tolist())
-        keys = stream_keys(("generation", seed), [(row, place) for place, row in places])
-        # All tokens at once, because the host waits for the device in each copy.
-        draws = torch.tensor([key % _LEVELS / _LEVELS for key in keys], dtype=torch.float64, device=device)
-        self._draws = draws.view(most_tokens, -1, 1)
-        self._prompt = prompt
+    def __init__(self, seed: int, rows: Tensor, prompt: int, device: torch.device) -> None:
+        self._seed, self._rows, self._prompt, self._device = seed, rows.tolist(), prompt, device
+        self._draws = torch.empty(0)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-        drawn = self._draws[input_ids.shape[1] - self._prompt] * sums[:, -1:]
+        start, place = divmod(input_ids.shape[1] - self._prompt, _TOKENS_DRAWN)
+        if place == 0:  # many tokens at once, because the host waits for the device in each copy
+            self._draws = self._drawn(start * _TOKENS_DRAWN)
+        drawn = self._draws[place] * sums[:, -1:]
         chosen = torch.searchsorted(sums, drawn, right=True).clamp(max=scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+    def _drawn(self, start: int) -> Tensor:
+        """Return the numbers of the tokens from `start`: `[_TOKENS_DRAWN, rows, 1]`."""
+        places = product(range(start, start + _TOKENS_DRAWN), self._rows)
+        keys = stream_keys(("generation", self._seed), [(row, place) for place, row in places])
+        draws = torch.tensor([key % _LEVELS / _LEVELS for key in keys], dtype=torch.float64, device=self._device)
+        return draws.view(_TOKENS_DRAWN, -1, 1)
 
 
 @contextmanager

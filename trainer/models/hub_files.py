@@ -148,13 +148,13 @@ def _require_safe_names(name: str, index: str) -> None:
     files = dict.fromkeys(map(str, weight_map.values()))
     if len(files) > _MOST_FILES:  # each is looked up in the hub's cache
         raise UsageError(
-            f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names {len(files):,} files, but at"
+            f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names {len(files):,} files, and at"
             f" most {_MOST_FILES:,} are allowed; save the model again with `save_pretrained`"
         )
     for file in files:
         if not file.endswith(".safetensors") or "/" in file or "\\" in file:
             raise UsageError(
-                f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}, but"
+                f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}, and"
                 " only safetensors files of its own folder are allowed; save the model again with `save_pretrained`"
             )
         if Path(name).is_dir() and not Path(name, file).is_file():

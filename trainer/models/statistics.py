@@ -58,8 +58,8 @@ def fix_statistics(model: nn.Module) -> list[str]:
     if not count:
         return []
     return [
-        f"the running statistics of {count} batch normalisations stay those of the loaded model: those of a"
-        " microbatch would depend on the layout"
+        f"the running statistics of {count} batch normalisations stay as they are before the training: those"
+        " of a microbatch would depend on the layout"
     ]
 
 

@@ -1,6 +1,6 @@
 """Callbacks: classes of users that follow a run, and ask it to evaluate, save, stop or log numbers.
 
-To its run, a callback is one more observer. Ranks in other processes make it anew from its class and its fields: a run
+To its run, a callback is one more observer. Ranks in other processes make it again from its class and its fields: a run
 unpickles nothing.
 """
 

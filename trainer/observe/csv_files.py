@@ -14,7 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trainer.base.disk import remove
 from trainer.observe.metrics_file import METRICS_FILE_NAME, GrowingFile, encode_numbers, parsed_lines, step_line
 from trainer.observe.observer import Observer
 from trainer.observe.records import EvaluationRecord, LoggedRecord, RunInfo, StepRecord
@@ -38,7 +37,7 @@ def _row_of(line: Mapping[str, Any]) -> tuple[str, Row]:
     """Return the file and the row of a line of `metrics.jsonl`; the name is empty if the line has no row."""
     for key, name in (("eval", EVALUATION_FILE_NAME), ("logged", LOGGED_FILE_NAME)):
         if isinstance(line.get(key), dict):
-            return name, {"step": line["step"], **line[key]}
+            return name, {"step": line.get("step", ""), **line[key]}
     if "loss" not in line:
         return "", {}
     return TRAINING_FILE_NAME, {name: line[name] for name in _TRAINING_COLUMNS if name in line}
@@ -71,7 +70,7 @@ class CsvFiles(Observer):
             self._write(name)
         if LOGGED_FILE_NAME not in self._files:  # most runs have none
             with suppress(OSError):
-                remove(run.folder / LOGGED_FILE_NAME)
+                (run.folder / LOGGED_FILE_NAME).unlink(missing_ok=True)
 
     def _rows(self) -> Iterator[tuple[str, Row]]:
         for _, line in parsed_lines(self._folder / METRICS_FILE_NAME):

@@ -136,7 +136,7 @@ def parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise cut
             error = UsageError(
                 f"line {number} of `{path}` must be an object that holds `run` or `step`, but is {line[:60]!r};"
-                " move the file elsewhere"
+                " correct or delete the line"
             )
             try:
                 parsed = json.loads(line, parse_int=_integer)

@@ -101,7 +101,7 @@ class BegunCopy(Protocol):
     """A copy of a microbatch on the device of the model that was begun before it is needed."""
 
     def take(self) -> Microbatch | None:
-        """Return the copy; None if it was taken before."""
+        """Return the copy; None if it was taken before, or is not begun."""
 
 
 class CopyAhead:
@@ -111,7 +111,7 @@ class CopyAhead:
         microbatch: the microbatch in pinned memory.
         stream: the stream for copies, on the GPU.
         waiting: the copies that are not begun, in the order of their use. The first one begins when this one is taken,
-            so that the GPU holds at most two.
+            so that the GPU holds at most two. Each must be taken, in this order.
     """
 
     def __init__(self, microbatch: Microbatch, stream: torch.cuda.Stream, waiting: deque[CopyAhead]) -> None:

@@ -168,11 +168,8 @@ def set_rank(environment: LaunchEnvironment) -> None:
 
 
 def set_for_deepspeed(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that DeepSpeed reads: its ranks of this node, and `number`, that of this rank's GPU.
-
-    None: any number, because there is no GPU.
-    """
-    # On CPUs, ZeRO-3 else starts `numactl` in each microbatch to count the node's devices.
+    """Set the variables that DeepSpeed reads, one of them to the number of this rank's GPU; None: it has none."""
+    # Unless it is set, ZeRO-3 on CPUs starts `numactl` in each microbatch. Only quantised messages use the number.
     environ.setdefault("LOCAL_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"))
     if number is None:
         environ.setdefault("LOCAL_RANK", "0")
@@ -207,7 +204,7 @@ def variables_set(values: Mapping[str, str]) -> Iterator[None]:
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that is no rank and sees no GPU."""
     of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in environ.items() if key not in names and not key.startswith(of_launchers)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 

@@ -156,7 +156,8 @@ class RerankerTask(ScoredTexts):
             if text is None or not text.strip():
                 at = cell(column, first_row + (0 if is_list else place), where)
                 problem = "null" if text is None else "empty"
-                raise DataError(f"{f'document {place + 1} of ' if is_list else ''}{at} is {problem}; leave the row out")
+                document, left_out = (f"document {place + 1} of ", "it") if is_list else ("", "the row")
+                raise DataError(f"{document}{at} is {problem}; leave {left_out} out")
 
     def _labels(
         self, rows: Dataset, documents: Sequence[Sequence[str]], where: str, first_row: int

@@ -226,8 +226,8 @@ class InputRows:
 class Output:
     """The output, which is assembled from a part file for each chunk.
 
-    The manifest names the input, the model and the options of the parts; a later call with the same ones goes on after
-    the last part.
+    The manifest names the input, the model and the options of the parts; a later call with the same ones continues
+    after the last part.
     """
 
     def __init__(self, request: Request, recipe: Recipe) -> None:

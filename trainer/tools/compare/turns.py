@@ -1,7 +1,6 @@
 """The turns of a comparison: each contestant trains in fresh ranks, once in the given order and once in reverse.
 
-A turn that is complete has a mark in its
-folder, and the next start of the same comparison passes it over.
+A turn that is complete has a mark in its folder, and the next start of the same comparison passes it over.
 """
 
 from __future__ import annotations

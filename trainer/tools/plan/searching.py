@@ -485,7 +485,7 @@ def fewest_devices(
             if choice is not None:
                 return devices, nodes, choice
             reason = "it needs more memory"
-    raise UsageError(f"the recipe fits on no number of {device.name} up to {number * nodes}: {reason}")
+    raise UsageError(f"no number of {device.name} up to {number * nodes} was found that holds the recipe: {reason}")
 
 
 def _lean(world: int) -> Iterator[tuple[str, ...]]:
