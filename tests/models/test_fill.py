@@ -346,7 +346,7 @@ class TestAnIndexThatNamesAnotherFile:
         return Model(name_or_path=str(tmp_path / "model"))
 
     def test_is_refused_where_the_model_is_built_whole(self, recipe, file):
-        with pytest.raises(UsageError, match=r"index.json names the file .*, but only safetensors files"):
+        with pytest.raises(UsageError, match=r"index.json names the file .*, and only safetensors files"):
             load_whole(describe(recipe, Training(), ModelUse(CLASSIFICATION, {"num_labels": 2})))
 
     def test_is_refused_where_it_is_built_in_parts(self, recipe, file):
