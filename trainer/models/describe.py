@@ -22,7 +22,7 @@ from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
-from trainer.models.hub_files import not_found, one_line
+from trainer.models.hub_files import not_found, one_line, pretrained_files
 from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
@@ -95,6 +95,10 @@ class ModelDescription:
                 module.requires_grad_(False)
         if self.use.added is not None:
             _require_learned(model)
+
+    def files(self) -> list[str]:
+        """Return the files of the pretrained weights; see `pretrained_files`."""
+        return pretrained_files(self.recipe, self.config)
 
     def prepare(self, model: nn.Module, drawn: Sequence[str], keys: DropoutKeys | None) -> list[str]:
         """Freeze, add adapters, key the dropout and fix statistics of a whole model, and return notes for the user.

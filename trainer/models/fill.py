@@ -41,7 +41,7 @@ from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, sizes_differ
 from trainer.models.draw import draw_weights
-from trainer.models.hub_files import CannotLoadPartsError, not_found, one_line, pretrained_files, require_safe_shards
+from trainer.models.hub_files import CannotLoadPartsError, not_found, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.quantizing import quantized_in
@@ -131,7 +131,7 @@ def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
     if recipe.new_tokens is None and recipe.quantization is None:
         return None
     try:
-        plain = StoredWeights(pretrained_files(described.recipe, described.config))
+        plain = StoredWeights(described.files())
         stored = _fitted(described, plain)
     except CannotLoadPartsError as error:
         key = "model.quantization" if recipe.new_tokens is None else "model.new_tokens"
@@ -175,14 +175,14 @@ def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Te
     """Return the tensors of the weights that files hold quantised, by the names of the weights."""
     if described.recipe.is_random or described.recipe.quantization is None:
         return {}
-    stored = _fitted(described, StoredWeights(pretrained_files(described.recipe, described.config)))
+    stored = _fitted(described, StoredWeights(described.files()))
     renamed = _renamed(described.on_meta(), stored)[0]
     return {name: parts for name, key in renamed.items() if (parts := stored.quantized(key)) is not None}
 
 
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
     """Build a model in parts that are bit for bit equal to a cut of the whole model."""
-    files = [] if described.recipe.is_random else pretrained_files(described.recipe, described.config)
+    files = [] if described.recipe.is_random else described.files()
     stored = _fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
     seed = described.seed
     with torch.random.fork_rng(devices=[]):
@@ -235,7 +235,7 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
     require_safe_shards(described.recipe, described.config)
     with described.explained():
         try:
-            counted = CountedWeights(pretrained_files(described.recipe, described.config))
+            counted = CountedWeights(described.files())
             stored = _fitted(described, counted)
         except CannotLoadPartsError as error:
             raise described.not_described(error) from error
@@ -269,8 +269,7 @@ def check_weights(described: ModelDescription, has_options: bool = True) -> list
         return []
     with described.explained():
         try:
-            stored = _fitted(described, StoredWeights(pretrained_files(described.recipe, described.config)))
-            return _match(described, stored)[1].missing
+            return _match(described, _fitted(described, StoredWeights(described.files())))[1].missing
         except CannotLoadPartsError:
             return []  # such a model is compared when it is loaded
 
