@@ -25,10 +25,13 @@ from pathlib import Path
 from tests.helpers.processes import ROOT, environment, kill
 
 PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
-FORTY, TWENTY = (("evaluation.every=null", f"training.max_steps={steps}") for steps in (40, 20))
+UNEVALUATED = "evaluation.every=null"
+FORTY = (UNEVALUATED, "training.max_steps=40")
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
-FILES = ("ahead", "graphs", "dropout", "draw", "eight_bits", "attention", "tensor", "strategies", "pipeline")
+FILES = ("ahead", "graphs", "dropout", "eight_bits", "attention", "tensor", "strategies", "pipeline")
+LONG_TEST = "computes_as"
+"""A test of attention with many rows, which runs beside the others."""
 SAME_LOSSES = (
     ("run", "run_resumed", 0.0),
     *(("run", name, 1e-5) for name in ("run_torchrun", "run_offloaded", "run_zero3")),
@@ -65,10 +68,9 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "loftq": ("qlora_sample", "model.adapter.start=loftq"),
     "mixtral_sharded": ("gpt2_sample", MIXTRAL, "parallel.strategy=fsdp"),
     "trained_tokens": ("gpt2_sample", LLAMA, f"model.adapter={TRAINED_TOKENS}"),
-    "written": ("t5_sample", "evaluation.every=10 steps"),
 }
-"""Trainings that run on the GPU and on the CPU of the machine: 20 steps in fp32."""
-LARGER = {"texts": 1e-4, "written": 1e-4}
+"""Trainings that run on the GPU and on the CPU of the machine: 20 steps in fp32, and an evaluation."""
+LARGER = {"texts": 1e-4}
 """Larger tolerances: T5 does not scale its scores, so that rounding of matrix products grows: docs/hardware.md."""
 LEAST_SECONDS = 5.0
 """No part begins with less time left."""
@@ -95,10 +97,15 @@ def sample(name: str, *keys: str) -> Part:
     return training(name, "bert_sample", *FORTY, *keys)
 
 
+def tested(name: str, file: str, chosen: str) -> Part:
+    """Return the tests of a file that the expression `chosen` selects."""
+    return Part(name, (*PYTEST, "-k", chosen, f"tests/gpu/test_{file}_gpu.py"), 240)
+
+
 def beside_cpu() -> list[Part]:
     """Return each training twice, on the GPU and on the CPU."""
     return [
-        training(name if on_gpu else f"{name}_cpu", *keys, *TWENTY[name == "written" :], on_gpu=on_gpu)
+        training(name if on_gpu else f"{name}_cpu", *keys, "training.max_steps=20", on_gpu=on_gpu)
         for name, keys in TRAININGS.items()
         for on_gpu in (True, False)
     ]
@@ -113,7 +120,8 @@ def checks() -> list[Part]:
         sample("run"),
         sample("run_bf16", *BF16),
         sample("run_graphs", *BF16, "cuda_graphs=true"),
-        *(Part(name, (*PYTEST, "-k", f"not ({SLOW_TESTS})", f"tests/gpu/test_{name}_gpu.py")) for name in FILES),
+        *(tested(name, name, f"not ({LONG_TEST} or {SLOW_TESTS})") for name in FILES),
+        tested("attention_lengths", "attention", LONG_TEST),
         Part("run_stopped", stopped.arguments),
         sample("run_compiled", *BF16, "compile=true"),
         sample("run_offloaded", "parallel.strategy=fsdp", "parallel.offload=parameters"),
@@ -128,16 +136,16 @@ def measurements(minutes: float) -> list[Part]:
     figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
     if minutes < 25:
         return [Part("figures", (*figures, "{out}/gpu.json"), 600)]
-    large = ("gpt2_sample", LLAMA_1B, *BF16, "evaluation.every=null", "training.max_steps=4")
+    large = ("gpt2_sample", LLAMA_1B, *BF16, UNEVALUATED, "training.max_steps=4")
     stopped = training("large_resumed", *large, "training.stop_at_step=2")
-    long = ("bert_sample", "evaluation.every=null", "training.max_steps=100000")
+    long = ("bert_sample", UNEVALUATED, "training.max_steps=100000")
     blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
     return [
         Part("large_stopped", stopped.arguments),  # the checkpoint of a large model
         training("large_resumed", *large),
         Part("figures", (*figures, "{out}/gpu.json"), 420),
         Part("variants", (*figures, "{out}/variants.json", "--variants", *variants), 240),
-        replace(training("sampled", *long), limit_seconds=120),  # killed after its first samples
+        replace(training("sampled", *long), limit_seconds=60),  # killed after its first samples
         Part("why", ("-m", "trainer", "why", "{out}/sampled")),
         Part("blocks", blocks, 240),
         Part("speed", (*PYTEST, "-k", SLOW_TESTS, "tests/gpu/test_attention_gpu.py"), 600),
@@ -199,9 +207,16 @@ class Runner:
         state = "ok" if worst <= tolerance else "failed"
         self.note(f"{other} beside {one}: losses differ by {worst:.1e} at most, {state}")
 
-    def _losses(self, name: str) -> dict[int, float]:
+    def _losses(self, name: str) -> dict[tuple[int, bool], float]:
+        """Return the losses of a run by step, and whether they are those of an evaluation."""
         text = (self._out / name / "metrics.jsonl").read_text(encoding="utf-8")
-        return {line["step"]: line["loss"] for line in map(json.loads, text.splitlines()) if "loss" in line}
+        lines = list(map(json.loads, text.splitlines()))
+        return {
+            (line["step"], evaluated): found["loss"]
+            for line in lines
+            for evaluated, found in ((False, line), (True, line.get("eval", {})))
+            if "loss" in found
+        }
 
     def note(self, line: str) -> None:
         with self._lock, (self._out / "summary.txt").open("a", encoding="utf-8") as summary:

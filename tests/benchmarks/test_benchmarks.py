@@ -147,9 +147,8 @@ def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
 
 def test_the_parts_of_the_first_minutes_name_files_that_exist():
     named = {part.name for part in checks()}
-    assert {
-        file.name[len("test_") : -len("_gpu.py")] for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")
-    } <= named
+    files = {argument for part in checks() for argument in part.arguments if argument.startswith("tests/gpu/")}
+    assert files == {f"tests/gpu/{file.name}" for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {name for pair in SAME_LOSSES for name in pair[:2]} <= named | {"run_resumed"}
 
 

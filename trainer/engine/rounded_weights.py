@@ -17,8 +17,8 @@ from trainer.engine.precision import COMPUTE_DTYPES, products
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 
-_User = tuple[nn.Module, str]
-"""A module and the name of its parameter."""
+_User = tuple[Tensor, dict[str, Any], str]
+"""A parameter, the attributes of a module that has it, and its name there."""
 
 
 class RoundedWeights:
@@ -34,34 +34,35 @@ class RoundedWeights:
 
     def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, together: bool = True) -> None:
         self._dtype = dtype
-        self._users: dict[Tensor, list[_User]] = {}
+        self._users: list[_User] = []
+        found: dict[Tensor, None] = {}  # in order
         groups: dict[str, list[Tensor]] = {}
         for number, model in enumerate(models):
             for name, module in products(model):
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype == torch.float32:  # others are stored in 16 bits
-                        if parameter not in self._users and parameter.requires_grad:
+                        if parameter not in found and parameter.requires_grad:
                             group = f"{number}.{_layer(name) if together else name}"
                             groups.setdefault(group, []).append(parameter)
-                        self._users.setdefault(parameter, []).append((module, key))
+                        found[parameter] = None
+                        self._users.append((parameter, vars(module), key))
         self._groups = list(groups.values())
         self._trained = [parameter for group in self._groups for parameter in group]
-        self._frozen = [parameter for parameter in self._users if not parameter.requires_grad]
+        self._frozen = [parameter for parameter in found if not parameter.requires_grad]
         self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Let the modules compute with rounded weights inside of this context."""
         # An attribute of the object hides the parameter, which stays a parameter of the module.
-        for parameter, copy in zip((*self._trained, *self._frozen), (*self._recorded(), *self._kept()), strict=True):
-            for module, key in self._users[parameter]:
-                vars(module)[key] = copy
+        copies = dict(zip((*self._trained, *self._frozen), (*self._recorded(), *self._kept()), strict=True))
+        for parameter, attributes, key in self._users:
+            attributes[key] = copies[parameter]
         try:
             yield
         finally:
-            for users in self._users.values():
-                for module, key in users:
-                    del vars(module)[key]
+            for _, attributes, key in self._users:
+                del attributes[key]
 
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
         def run(microbatch: Microbatch) -> Tensor:
