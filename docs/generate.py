@@ -54,8 +54,11 @@ GPUS = ROOT / "docs" / "gpu"
 FAULTS = ROOT / "docs" / "faults.json"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-# Notes that repeat the reference of the key, or a sentence of the page.
-_STATED = re.compile(r'one of .*|("\w+"(, | or |$)){2,}|with a unit: .*|a time with its unit: .*|one interval .*')
+# Notes that repeat the reference of the key.
+_STATED = re.compile(
+    r'one of .*|("\w+"(, | or |$)){2,}|with a unit: .*|a time with its unit: .*|one interval .*|an integer is .*'
+    r"|a number below .*|a list: .*|ranks share .*|null, not 0, .*|one seed .*|all dropout .*|letters, .*|adamw, .*"
+)
 _BY_DEFAULT = "default_ratio"
 
 
