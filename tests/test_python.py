@@ -21,7 +21,9 @@ from tests.helpers.processes import ROOT, environment, finish, kill, start
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base import extensions
 from trainer.base.errors import ExitCode, error_of_values, error_to_values
+from trainer.models.describe import describe
 from trainer.models.families import table  # noqa: F401  # refuses its own names
+from trainer.training import assembly, checking
 
 
 def script(folder: Path, text: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -175,7 +177,11 @@ class TestRanks:
 
 
 class TestAssembly:
-    def test_a_model_is_adapted_before_the_engine_takes_it(self, tmp_path):
+    def test_a_model_is_described_once_and_adapted_before_the_engine_takes_it(self, tmp_path, monkeypatch):
+        described = []
+        for module in (assembly, checking):
+            monkeypatch.setattr(module, "describe", lambda *words: described.append(words) or describe(*words))
+
         def freeze(model: nn.Module) -> None:
             model.base_model.requires_grad_(False)
 
@@ -186,6 +192,7 @@ class TestAssembly:
             changed = {name for name, part in parts.engine.held().items() if not torch.equal(part, before[name])}
             assert set(parts.evaluate()) == {"loss", "accuracy", "f1_macro"}
             parts.export(tmp_path / "model")
+        assert len(described) == 1
         assert changed == {"classifier.weight", "classifier.bias"}
         assert (tmp_path / "model" / "README.md").exists()
         with pytest.raises(ReferenceError):  # nothing holds the ranks together any more

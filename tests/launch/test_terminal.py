@@ -63,9 +63,10 @@ def test_each_part_of_a_run_has_a_bar(tmp_path):
     terminal = Terminal("run", write_tiny_run(tmp_path, **CONSOLE), "training.max_steps=2", "evaluation.every=2 steps")
     assert terminal.finish() == ExitCode.DONE
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.output)
-    parts = ["checking the model", "loading the data", "preparing `[^`]*train.jsonl` +━+ +40/40"]
+    parts = ["loading the data", "preparing `[^`]*train.jsonl` +━+ +40/40"]
     parts += [
         "preparing `[^`]*validation.jsonl` +━+ +17/17",
+        "checking the model",
         "building the model",
         "training +━+",
         "evaluation at step 2",

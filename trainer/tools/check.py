@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
@@ -20,13 +21,11 @@ from trainer.checkpoint.memory_folder import KEPT, room_in
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.configuration import load_config
-from trainer.models.describe import ModelUse, describe
 from trainer.models.sentence_folder import embedding_notes
 from trainer.models.tensor_split import context_notes
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
@@ -88,7 +87,7 @@ def check_parts(plan: RunPlan) -> Checked:
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if recipe.checkpoint.memory is not None:
         with problems.collect():
-            notes += _memory_notes(recipe, local.has_model)
+            notes += _memory_notes(recipe, model.whole if model else None)
     if local.has_teacher:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
@@ -96,18 +95,14 @@ def check_parts(plan: RunPlan) -> Checked:
     return Checked(tuple(problems.messages), tuple(notes), model, data, most)
 
 
-def _memory_notes(recipe: Recipe, has_model: bool) -> list[str]:
+def _memory_notes(recipe: Recipe, model: nn.Module | None) -> list[str]:
     """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run."""
     assert recipe.checkpoint.memory is not None
     folder = Path(recipe.checkpoint.memory.folder)
     if not os.access(folder, os.W_OK):
         return [f"`checkpoint.memory.folder` is {folder}, which cannot be written here; each host of the run needs it"]
-    if not has_model or recipe.model.adapter is not None or recipe.model.freeze:
+    if model is None or recipe.model.adapter is not None or recipe.model.freeze:
         return []  # the weights in a checkpoint are few, or their number is unknown
-    task = build_task(recipe.task)
-    is_known = not isinstance(task, NamedClasses) or task.class_names is not None
-    options = task.model_options() if is_known else {}
-    model = describe(recipe.model, recipe.training, ModelUse(task.auto_class_name, options)).on_meta()
     in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
     needed = KEPT * sum(
         parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)

@@ -334,9 +334,9 @@ def assemble(
         UsageError: the model cannot be reached, or cannot be laid out like this.
     """
     recipe, task = plan.recipe, data.task
+    described = data.described or describe_model(recipe, data)
     reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
     with reading as node:
-        described = describe_model(recipe, data)
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, node) for cut in cuts]
         if has_groups(recipe):

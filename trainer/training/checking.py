@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
 from trainer.models.configuration import load_config
-from trainer.models.describe import ModelUse, describe
+from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
@@ -28,37 +28,43 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
+from trainer.training.assembly import describe_model
 from trainer.training.row_encoding import require_fit, with_folder
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.teaching import check_teacher
 
 
 def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> PreparedData:
-    """Return the prepared data of a run, after a check of its model; the problems of both are reported together.
+    """Return the prepared data of a run with the description of its model, after a check of this model.
 
-    A model of an unknown family is checked when it is built, because it may need real weights for this.
+    The problems of both are reported together. A model of an unknown family is checked when it is built, because it may
+    need real weights for this.
 
     Raises:
         TrainerError: the data cannot be prepared, or the model cannot be built.
         RecipeError: there are several problems.
     """
     recipe = plan.recipe
+    observer = observer or Observer()
     problems = Problems()
-    data = None
+    data = described = None
     check_needs(recipe, problems)
-    if LocalParts.of(recipe).has_model:
-        with problems.collect():
-            if load_config(recipe.model, {}).model_type in FAMILIES:
-                check_model(plan)
     with problems.collect():
         data = prepare_data(recipe, observer=observer)
         require_fitting_rows(data.train, plan.batch)
+    observer.preparing("checking the model")
+    is_here = LocalParts.of(recipe).has_model
+    if data is not None or is_here:
+        with problems.collect():
+            described = _describe_alone(recipe) if data is None else describe_model(recipe, data)
+            if is_here and described.config.model_type in FAMILIES:
+                _check(plan, described, problems)
     if data is not None and recipe.distillation is not None:
         with problems.collect():
             check_teacher(plan, data.task, data.preparation)
     problems.raise_all()
     assert data is not None
-    return data
+    return replace(data, described=described)
 
 
 def check_needs(recipe: Recipe, problems: Problems) -> None:
@@ -75,11 +81,15 @@ def check_needs(recipe: Recipe, problems: Problems) -> None:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """The contents of each pipeline stage, None without a pipeline; notes for the user; and groups of parameters."""
+    """A whole model on `meta`, the contents of its pipeline stages, notes for the user, and groups of parameters.
 
-    stages: list[StageContents] | None
-    notes: tuple[str, ...]
-    groups: ParameterGroups
+    `whole` is None if it cannot be built, `stages` without a pipeline.
+    """
+
+    whole: nn.Module | None = None
+    stages: list[StageContents] | None = None
+    notes: tuple[str, ...] = ()
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
 
 
 def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None) -> CheckedModel:
@@ -94,51 +104,64 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
             missing, or the model cannot be cut over the plan's tensor ranks or stages.
         RecipeError: several of these hold.
     """
-    recipe, parallel, step = plan.recipe, plan.recipe.parallel, plan.recipe.model.unfreeze_at_step
-    task = build_task(recipe.task)
-    known = options
-    if known is None:  # transformers' default number of classes stands in
-        unknown = isinstance(task, NamedClasses) and task.class_names is None
-        options = {} if unknown else task.model_options()
-    problems = found or Problems()
+    recipe, problems, checked = plan.recipe, found or Problems(), CheckedModel()
     if not isinstance(recipe.task, ImageKeys):
         with problems.collect():
             require_fit(recipe, load_config(recipe.model, {}))
-    stages = described = model = None
+    with problems.collect():
+        checked = _check(plan, _describe_alone(recipe, options), problems, has_options=options is not None)
+    if found is None:
+        problems.raise_all()
+    return checked
+
+
+def _describe_alone(recipe: Recipe, options: Mapping[str, Any] | None = None) -> ModelDescription:
+    """Describe the model of a recipe without its data; transformers' number of classes stands in for an unknown one."""
+    task = build_task(recipe.task)
+    if options is None:
+        unknown = isinstance(task, NamedClasses) and task.class_names is None
+        options = {} if unknown else task.model_options()
+    added = with_folder(task, recipe).added_module()
+    use = ModelUse(task.auto_class_name, options, unused=task.unused_modules, added=added)
+    return describe(recipe.model, recipe.training, use)
+
+
+def _check(plan: RunPlan, described: ModelDescription, problems: Problems, has_options: bool = False) -> CheckedModel:
+    """Check a described model, and collect its problems.
+
+    Args:
+        has_options: whether the task's options are known, so that the sizes of the weights in the files are compared.
+    """
+    recipe, parallel, step = plan.recipe, plan.recipe.parallel, plan.recipe.model.unfreeze_at_step
+    stages = model = None
     lacking: list[str] = []
     notes: list[str] = []
     groups = ParameterGroups()
     with problems.collect():
-        added = with_folder(task, recipe).added_module()
-        use = ModelUse(task.auto_class_name, options or {}, unused=task.unused_modules, added=added)
-        described = describe(recipe.model, recipe.training, use)
-    if described is not None:
-        with problems.collect():
-            lacking = check_weights(described, has_options=known is not None)
-        with problems.collect():
-            model = described.on_meta()
-    if described is not None and model is not None:
-        with problems.collect():
-            described.adapt(model, lacking)
-            notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
-            groups = parameter_groups(model, recipe)
-            late = sum(model.get_parameter(name).numel() for name in groups.late)
-            notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
-    if model is not None and recipe.data.packing:
+        lacking = check_weights(described, has_options)
+    with problems.collect():
+        model = described.on_meta()
+    if model is None:
+        return CheckedModel()
+    with problems.collect():
+        described.adapt(model, lacking)
+        notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
+        groups = parameter_groups(model, recipe)
+        late = sum(model.get_parameter(name).numel() for name in groups.late)
+        notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
+    if recipe.data.packing:
         with problems.collect():
             check_packing(model)
-    if model is not None and parallel.tensor_ranks > 1:
+    if parallel.tensor_ranks > 1:
         with problems.collect():
             check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
-    if model is not None and plan.pipeline is not None:
+    if plan.pipeline is not None:
         with problems.collect():
             split = split_stages(model, plan.pipeline.num_stages, parallel.pipeline.split, parallel.pipeline.schedule)
             stages = [
                 StageContents(split.layers_of(stage), size) for stage, size in enumerate(stage_sizes(model, split))
             ]
-    if found is None:
-        problems.raise_all()
-    return CheckedModel(stages, tuple(notes), groups)
+    return CheckedModel(model, stages, tuple(notes), groups)
 
 
 def _trained_notes(model: nn.Module) -> list[str]:

@@ -65,13 +65,11 @@ def train(
         open_session(recipe, environment, observer, callbacks) as session,
         extensions.around("run", resolved, environment) as tools,
     ):
-        show = session.observers.preparing
         meeting = meeting or meet_ranks(resolved, plan, environment, session.observers, callbacks)
-        show("checking the model")
         data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment, recipe.tf32)
         if plan.strategy.zero_stage:
-            show("compiling operations of DeepSpeed")
+            session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
             results = _train(plan, data, device, session, stop, tools, saves)

@@ -19,6 +19,7 @@ from trainer.data.sources import Split, Splits, Stream, load_splits, require_one
 from trainer.data.split import EncodedSplit
 from trainer.data.stream_order import StreamOrder
 from trainer.data.streamed_split import StreamedSplit, StreamSettings
+from trainer.models.describe import ModelDescription
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import FileData, Recipe
@@ -45,7 +46,8 @@ class PreparedData:
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
     step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
-    rows, encoded. `is_whole` is false if only the first rows of a split are here.
+    rows, encoded. `is_whole` is false if only the first rows of a split are here. `described` is the checked model of a
+    run; None: `assemble` describes it.
     """
 
     task: Task
@@ -58,6 +60,7 @@ class PreparedData:
     unit: str = "rows"
     stream: StreamedSplit | None = None
     is_whole: bool = True
+    described: ModelDescription | None = None
 
     @property
     def num_train_rows(self) -> int:
@@ -129,11 +132,11 @@ def prepare_data(
         UnknownClassesError: the first rows of a large file cannot tell the classes, but all is well with its columns.
     """
     observer = observer or Observer()
+    observer.preparing("loading the data")
     problems = Problems()
     preparation = splits = None
     with problems.collect():
         preparation = load(recipe)
-    observer.preparing("loading the data")
     task: Task = build_task(recipe.task)
     label = getattr(recipe.task, "label", None)
     with problems.collect():

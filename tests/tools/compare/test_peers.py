@@ -11,12 +11,13 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
+from trainer.models.fill import build_model
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.compare.peers import PEERS, FlatBatches, PeerTraining, build_peer_model, name_ranks
-from trainer.training.assembly import assemble, train_batches
+from trainer.tools.compare.peers import PEERS, FlatBatches, PeerTraining, name_ranks, with_torchs_dropout
+from trainer.training.assembly import assemble, describe_model, train_batches
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data
 
@@ -36,7 +37,7 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     training = assemble(plan, mesh, data)
     found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
     for peer in peers:
-        model = build_peer_model(recipe, data)
+        model = build_model(describe_model(with_torchs_dropout(recipe), data)).model
         of_peer = found[peer] = []
         one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
         PEERS[peer].train(

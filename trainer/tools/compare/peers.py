@@ -48,7 +48,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
-from trainer.training.assembly import describe_model, train_batches
+from trainer.training.assembly import train_batches
 from trainer.training.checking import prepare_checked
 from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.run_data import PreparedData
@@ -417,7 +417,8 @@ class PeerMeasurement:
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         redirect_output(self.output)
         require_able(self.peer, resolved.recipe, environment.world_size)
-        plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+        recipe = with_torchs_dropout(resolved.recipe)
+        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
 
         def prepare() -> PreparedData:
             if self.peer == "deepspeed":
@@ -430,15 +431,16 @@ class PeerMeasurement:
         return ExitCode.DONE
 
 
-def build_peer_model(recipe: Recipe, data: PreparedData) -> nn.Module:
-    """Build the recipe's model with torch's dropout, with the same weights at each call and on each rank."""
-    torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
-    return build_model(describe_model(recipe.model_copy(update={"training": torchs}), data)).model
+def with_torchs_dropout(recipe: Recipe) -> Recipe:
+    """Return the recipe with torch's dropout, as a peer computes it."""
+    training = recipe.training.model_copy(update={"layout_invariant_dropout": False})
+    return recipe.model_copy(update={"training": training})
 
 
 def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
     recipe, task = plan.recipe, data.task
-    model = build_peer_model(recipe, data).to(mesh.device)
+    assert data.described is not None, "it was checked"
+    model = build_model(data.described).model.to(mesh.device)
     total = plan.total_steps(data.num_train_rows)
     training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
