@@ -59,7 +59,7 @@ class PreferenceLoss(Section):
 
 
 class Preference(VocabularyKeys):
-    """Prefer one answer of a prompt to another one: DPO and its kin; KTO learns from single answers with a label.
+    """Prefer one answer of a prompt to another one: DPO and similar losses; KTO learns from single labelled answers.
 
     A column holds texts, or messages, which the tokenizer's chat template writes.
     """
