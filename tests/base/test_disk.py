@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,14 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         replace_text(tmp_path / "file", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_writers_of_one_file_wait_for_each_other(tmp_path):
+    texts = [f"{number}\n" * 2000 for number in range(40)]
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda text: replace_text(tmp_path / "file", text), texts))
+    assert (tmp_path / "file").read_text() in texts
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_only_regular_files_are_opened_and_those_of_two_names_only_read(tmp_path):
