@@ -262,8 +262,11 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
         patched.setattr("trainer.data.streams.index._line_runs", lambda shard: pytest.fail("read again"))
         assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
     (kept,) = cache.glob("index-*.json")
-    for damage in ("", "[1, [[0, -1]]]", "[1, [[5, 1], [5, 1]]]", '{"a": 1}', "[[1]]", "[[5, 1], [9, 1]]"):
-        kept.write_text(damage)
+    whole = kept.read_text()
+    assert '"' not in whole, "no text of a shard"
+    damages = ["", whole[:-9], "\0" * len(whole), "[" * 100_000, "é", whole.replace("0, ", "1, ", 1)]
+    for damage in damages:
+        kept.write_text(damage, encoding="latin-1")
         assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
 
 

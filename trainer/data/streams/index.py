@@ -72,15 +72,13 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
     """
     kept = cache / f"index-{digest_of([shard.place, shard.size, shard.stamp, shard.file_format])[:32]}.json"
     try:
-        checksum, pairs = json.loads(read_plain(kept))
-        index = _index(shard, pairs, int(checksum))
-        if (np.diff(index.ends, prepend=0) < 1).any() or (np.diff(index.starts, prepend=-1) < 1).any():
+        digest, _, content = read_plain(kept).decode().partition("\n")
+        if digest != digest_of(content):
             raise ValueError
-    except (OSError, ValueError, TypeError):
-        pairs, checksum = _row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard)
-        index = _index(shard, pairs, checksum)
-        replace_text(kept, json.dumps([checksum, pairs]))
-    return index
+    except (OSError, ValueError):
+        content = json.dumps(_row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard))
+        replace_text(kept, f"{digest_of(content)}\n{content}")
+    return _index(shard, *json.loads(content))
 
 
 def _index(shard: Shard, pairs: Sequence[tuple[int, int]], checksum: int) -> ShardIndex:
