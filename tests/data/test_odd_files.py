@@ -132,3 +132,10 @@ def test_pipes_and_folders_are_no_files(tmp_path):
         spooled(str(tmp_path / "pipe.jsonl")).__enter__()
     with pytest.raises(DataError, match=r"is a folder; for a data set in a folder set `data.source` to \"hub\""):
         load_splits(FileData(source="files", train=str(tmp_path)))
+
+
+def test_another_file_with_the_time_of_the_first_one(tmp_path):
+    for text in ("one", "two"):
+        load(tmp_path / "a.csv", f"text\n{text}\n")
+        os.utime(tmp_path / "a.csv", (1, 1))
+        assert load_splits(FileData(source="files", train=str(tmp_path / "a.csv"))).train.rows["text"][:] == [text]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
+from trainer.base.digests import digest_of
 from trainer.base.errors import DataError
 from trainer.base.text import size
 
@@ -150,6 +151,9 @@ def load_with_datasets(
     import datasets
 
     data_files = [str(path.absolute()) for path in files.paths]
+    # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
+    found = [path.stat() for path in files.paths]
+    options["name"] = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
     load = functools.partial(datasets.load_dataset, name, split="train", data_files=data_files, **options)
     if files.most_rows is None:
         dataset: Dataset = load_all(load) if load_all else load()
