@@ -139,3 +139,18 @@ def test_another_file_with_the_time_of_the_first_one(tmp_path):
         load(tmp_path / "a.csv", f"text\n{text}\n")
         os.utime(tmp_path / "a.csv", (1, 1))
         assert load_splits(FileData(source="files", train=str(tmp_path / "a.csv"))).train.rows["text"][:] == [text]
+
+
+@pytest.mark.parametrize("name", ["json-train", "trainer-map-*"])
+def test_a_damaged_file_in_the_cache_of_datasets_is_written_again(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("trainer.data.mapped_rows._IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n')
+    for kept in (None, -9, 0):
+        for made in (tmp_path / "cache").rglob(f"{name}.arrow"):
+            content = made.read_bytes()[:kept]
+            made.unlink()  # `datasets` may still have it mapped
+            made.write_bytes(content)
+        read = load_splits(FileData(source="files", train=str(file), map={"columns": {"twice": "{text}{text}"}}))
+        assert read.train.rows["twice"][:] == ["aa"]

@@ -14,6 +14,7 @@ from trainer.base.digests import digest_of, file_digest
 from trainer.base.errors import DataError
 from trainer.base.nulls import item_of
 from trainer.data import row_map
+from trainer.data.formats.base import or_again
 from trainer.data.hashing import hash_rows
 from trainer.data.row_map import RowMap
 from trainer.recipe import row_texts
@@ -136,4 +137,5 @@ def _made(made: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None, where: 
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"trainer-map-{key}.arrow"
     with FileLock(f"{file}.lock"):  # ranks of a host share the file
-        return write(cache_file_name=str(file), new_fingerprint=key)
+        options = {"cache_file_name": str(file), "new_fingerprint": key}
+        return or_again(lambda: write(**options), lambda: write(**options, load_from_cache_file=False))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from trainer.base.digests import digest_of
 from trainer.base.errors import DataError
@@ -19,6 +19,7 @@ from trainer.base.text import size
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
+Result = TypeVar("Result")
 Row: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = "tuple[Dataset | None, list[str]]"
 DAMAGED = (OSError, EOFError, zlib.error)
@@ -154,7 +155,11 @@ def load_with_datasets(
     # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
     found = [path.stat() for path in files.paths]
     options["name"] = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
-    load = functools.partial(datasets.load_dataset, name, split="train", data_files=data_files, **options)
+
+    def load(**more: Any) -> Any:
+        read = functools.partial(datasets.load_dataset, name, split="train", data_files=data_files, **options, **more)
+        return or_again(read, lambda: read(download_mode="force_redownload"))
+
     if files.most_rows is None:
         dataset: Dataset = load_all(load) if load_all else load()
         return dataset
@@ -164,6 +169,18 @@ def load_with_datasets(
     # `datasets` would open the files that rows name, even if a row has the bytes of its image.
     first = list(rows.decode(False).take(files.most_rows))
     return datasets.Dataset.from_list(first, features=_undecoded(rows.features)) if first else None
+
+
+def or_again(read: Callable[[], Result], again: Callable[[], Result]) -> Result:
+    """Return the result of `read`, or that of `again` if a file in the cache of `datasets` is damaged."""
+    from pyarrow import ArrowInvalid
+
+    try:
+        return read()
+    except (OSError, ArrowInvalid) as error:
+        if getattr(error, "errno", None) is not None:  # of the file system; those of Arrow have no number
+            raise
+        return again()
 
 
 def json_chats() -> Any:
