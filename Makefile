@@ -75,6 +75,8 @@ fake-gpu: .fakegpu/libcuda.so.1
 .fakegpu/libcuda.so.1: tests/gpu/fake/no_driver.c constraints.txt
 	DEVICE=cuda TORCH_INDEX_URL=default HASHES=none EXTRAS="deepspeed lora quantization schedule-free dev" \
 	  PYTHON=$(PYTHON) docker/install.sh dependencies .fakegpu/venv
+	@.fakegpu/venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' || { \
+		echo "torch must be a build for CUDA; unset PIP_FIND_LINKS, remove .fakegpu, and start again" >&2; exit 1; }
 	gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
 
 dist:
