@@ -9,7 +9,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.base.nulls import given
 from trainer.recipe.schema import Generation
 from trainer.tasks.text.chats import (
     Tokens,
@@ -27,7 +26,7 @@ from trainer.tasks.text.chats import (
     turn_notes,
     without_end,
 )
-from trainer.tasks.text.columns import SEVERAL_TYPES, cell, filled, is_text, require_columns, require_kind, type_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, cell, cells_of, is_text, require_columns, require_kind, type_name
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.text.token_ids import LABELS, MASK, beside_ids, holds_ids, read_ids
@@ -192,22 +191,18 @@ class CausalLMTask(TokenLabels):
             DataError: a cell is null, a chat or a completion has no token to train, or it is cut by `max_length`.
             UsageError: the tokenizer has no end token or no chat template.
         """
-        columns = {}
-        for column in self.columns:
-            fix = "fill it, or leave the row out"
-            values = rows[column] if column == self.tools else filled(rows, column, where, first_row, fix)
-            columns[column] = given(values, [rows.features[column]])
+        cells = cells_of(rows, self.columns, where, first_row, nullable=self.tools)
         if self.continues:
-            return self._encode_prompts(rows, tokenizer, max_length, where, first_row)
+            return self._encode_prompts(rows, cells, tokenizer, max_length, where, first_row)
         if self.trains_all_tokens:
             if self._has_ids(rows.features):
                 return self._encode_ids(rows, max_length, where, first_row)
-            return self._encode_texts(columns[self._column], tokenizer, max_length)
+            return self._encode_texts(cells[self._column], tokenizer, max_length)
         found: list[tuple[str, Tokens]] = []
-        texts = [columns[column] for column in self.sources.values()]
+        texts = [cells[column] for column in self.sources.values()]
         for row, (first, *others) in enumerate(zip(*texts, strict=True)):
             place = cell(list(self.sources.values())[-1], first_row + row, where)
-            tools = None if self.tools is None else tools_of(columns[self.tools][row], tokenizer, place)
+            tools = None if self.tools is None else tools_of(cells[self.tools][row], tokenizer, place)
             if others:
                 own = [tokens_after(first, others[0], tokenizer, tools, place)]
             else:
@@ -216,7 +211,7 @@ class CausalLMTask(TokenLabels):
         return features_of(found, max_length)
 
     def _encode_prompts(
-        self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+        self, rows: Dataset, cells: Mapping[str, Any], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
     ) -> Encoded:
         """Return the tokens of prompts; those of a long prompt are its last ones, which the generated text follows.
 
@@ -228,9 +223,9 @@ class CausalLMTask(TokenLabels):
         if holds_ids(feature):
             found = [ids for ids, _ in read_ids(rows, column, (), self.num_tokens, where, first_row)]
         else:
-            texts = given(rows[column], [feature])
+            texts = cells[column]
             if not special:
-                of_tools = [None] * len(rows) if tools is None else given(rows[tools], [rows.features[tools]])
+                of_tools = [None] * len(rows) if tools is None else cells[tools]
                 places = [cell(column, first_row + row, where) for row in range(len(rows))]
                 texts = [
                     chat_prompt(chat, tokenizer, place, tools_of(own, tokenizer, place))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.base.nulls import given
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation, PreferenceLoss
 from trainer.tasks.causal_lm import CausalLMTask
@@ -26,11 +25,10 @@ from trainer.tasks.text.chats import (
     tokens_after,
     tools_of,
 )
-from trainer.tasks.text.columns import cell, filled, require_columns
+from trainer.tasks.text.columns import cell, cells_of, require_columns
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
-_FILL = "fill it, or leave the row out"
 _ANSWER, _REFERENCE, _DESIRABLE = "answer", "reference", "desirable"
 """Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
 reference; and KTO's labels."""
@@ -128,12 +126,10 @@ class PreferenceTask(TokenLabels):
             DataError: a cell is null, empty or cut by `max_length`; a label is not true or false; a chat has no answer.
             UsageError: the tokenizer has no end token or no chat template.
         """
-        for column in self.columns:
-            if column != self.tools:
-                filled(rows, column, where, first_row, _FILL)
+        cells = cells_of(rows, self.columns, where, first_row, nullable=self.tools)
         found: list[tuple[str, Tokens]] = []
-        texts = [self._cells(rows, column) for column in self._text_columns().values()]
-        tools = [None] * len(rows) if self.tools is None else self._cells(rows, self.tools)
+        texts = [cells[column] for column in self._text_columns().values()]
+        tools = [None] * len(rows) if self.tools is None else cells[self.tools]
         before = None if self.label is None else self._answer_before(rows, where, first_row)
         for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
             places = [cell(column, first_row + row, where) for column in self.answer_columns.values()]
@@ -159,24 +155,18 @@ class PreferenceTask(TokenLabels):
         }
         paired["cut"] = [any(pair) for pair in paired["cut"]]
         if self.label is not None:
-            paired[_DESIRABLE] = _desirable(rows, self.label, where, first_row)
+            paired[_DESIRABLE] = _desirable(cells[self.label], self.label, where, first_row)
         else:
             for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
                 require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
         return paired
-
-    def _cells(self, rows: Dataset, column: str) -> list[Any]:
-        return list(given(rows[column], [rows.features[column]]))
 
     def _answer_before(self, rows: Dataset, where: str, first_row: int) -> Any:
         """Return the answer of the row before `rows`; the last row of the split comes before its first one."""
         (column,) = self.answer_columns.values()
         every, first = self.others or (rows, first_row)
         index = (first_row - first - 1) % len(every)
-        found = every.select([index])
-        filled(found, column, where, first + index, _FILL)
-        (answer,) = self._cells(found, column)
-        return answer
+        return cells_of(every.select([index]), [column], where, first + index)[column][0]
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs `[batch * 2, sequence]`: the model reads each answer by itself."""
@@ -285,8 +275,8 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
     return one[:number], one[number:], other[number:]
 
 
-def _desirable(rows: Dataset, column: str, where: str, first_row: int) -> list[int]:
-    for place, value in enumerate(rows[column]):
+def _desirable(values: Sequence[Any], column: str, where: str, first_row: int) -> list[int]:
+    for place, value in enumerate(values):
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(f"{cell(column, first_row + place, where)} must be true or false, but is {value!r}")
-    return [int(value) for value in rows[column]]
+    return [int(value) for value in values]

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.base.nulls import given
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.text.chats import (
@@ -20,7 +19,7 @@ from trainer.tasks.text.chats import (
     tokens_after,
     without_end,
 )
-from trainer.tasks.text.columns import cell, filled, finite_numbers, require_columns
+from trainer.tasks.text.columns import cell, cells_of, finite_numbers, require_columns
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
@@ -62,19 +61,15 @@ class RewardModelTask(ScoredTexts):
             DataError: a cell is null, an answer is empty, or a margin is no number.
             UsageError: the tokenizer has no end token or no chat template.
         """
-        for column in self.columns:
-            filled(rows, column, where, first_row, "fill it, or leave the row out")
-        texts = []
-        for column in self.answer_columns:
-            answers = given(rows[column], [rows.features[column]])
-            of = self.prompt
-            prompts = [None] * len(rows) if of is None else given(rows[of], [rows.features[of]])
-            texts.append(
-                [
-                    self._tokens(prompt, answer, tokenizer, cell(column, first_row + row, where))
-                    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-                ]
-            )
+        cells = cells_of(rows, self.columns, where, first_row)
+        prompts = [None] * len(rows) if self.prompt is None else cells[self.prompt]
+        texts = [
+            [
+                self._tokens(prompt, answer, tokenizer, cell(column, first_row + row, where))
+                for row, (prompt, answer) in enumerate(zip(prompts, cells[column], strict=True))
+            ]
+            for column in self.answer_columns
+        ]
         of_rows = list(zip(*texts, strict=True))
         shortened = [[ids[:max_length] for ids in of_row] for of_row in of_rows]
         features: Encoded = {

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.nulls import given
 from trainer.base.text import listed
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
@@ -88,6 +89,22 @@ def filled(rows: Dataset, column: str, where: str, first_row: int, fix: str) -> 
     if None in values:
         raise DataError(f"{cell(column, first_row + values.index(None), where)} is null; {fix}")
     return values
+
+
+def cells_of(
+    rows: Dataset, columns: Sequence[str], where: str, first_row: int, nullable: str | None = None
+) -> dict[str, list[Any]]:
+    """Return the values of columns by name, without the nulls that Arrow writes for keys that an object lacks.
+
+    Raises:
+        DataError: a value of a column other than `nullable` is null.
+    """
+    found = {}
+    for column in columns:
+        fix = "fill it, or leave the row out"
+        values = rows[column] if column == nullable else filled(rows, column, where, first_row, fix)
+        found[column] = given(values, [rows.features[column]])
+    return found
 
 
 def tokenise(
