@@ -1648,7 +1648,7 @@ _COMPARING = [
     Defect(
         "warm_up_is_timed",
         "The first steps of a turn are timed.",
-        "tools/compare/results.py",
+        "tools/compare/trial_results.py",
         "turn.steps[warm_up(len(turn.steps)) :]",
         "turn.steps",
         ("tools/compare/test_compare.py::TestResults",),

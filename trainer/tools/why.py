@@ -26,7 +26,7 @@ from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schema import Interval
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.compare.contestants import Contestant, Kind, kind_of
-from trainer.tools.compare.results import warm_up
+from trainer.tools.compare.trial_results import warm_up
 from trainer.tools.compare.turns import Comparison, Trial, first_line
 from trainer.tools.plan.hardware import Devices, known_devices, parse_devices
 from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe

@@ -29,7 +29,7 @@ from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import contestants, kind_of
 from trainer.tools.compare.peers import PEERS, require_able
 from trainer.tools.compare.result_table import table
-from trainer.tools.compare.results import TOLERANCES, results, warm_up
+from trainer.tools.compare.trial_results import TOLERANCES, results, warm_up
 from trainer.tools.compare.turns import Comparison
 
 

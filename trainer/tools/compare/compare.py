@@ -23,7 +23,7 @@ from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import Contestant, contestants
 from trainer.tools.compare.peers import PEERS
 from trainer.tools.compare.result_table import table, write
-from trainer.tools.compare.results import results, with_plan
+from trainer.tools.compare.trial_results import results, with_plan
 from trainer.tools.compare.turns import TURNS, Comparison
 from trainer.tools.plan.hardware import parse_devices
 

@@ -15,7 +15,7 @@ from trainer.base.text import listed
 from trainer.observe.metrics_file import encode_number
 from trainer.observe.summary import format_bytes
 from trainer.tools.compare.probe import PARTS
-from trainer.tools.compare.results import Result
+from trainer.tools.compare.trial_results import Result
 from trainer.tools.compare.turns import first_line
 
 _NOISE = {False: 0.01, True: 0.05}

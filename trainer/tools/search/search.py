@@ -49,7 +49,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         raise UsageError("`trainer search` starts its own ranks; run it without a launcher")
     if find_spec("optuna") is None:
         raise UsageError(f"`trainer search` needs the package optuna; install it ({install_command('search')})")
-    from trainer.tools.search.result import lines, result_of, write_page
+    from trainer.tools.search.search_result import lines, result_of, write_page
     from trainer.tools.search.study import Rules, Study
     from trainer.tools.search.workers import Crew, Workers
 
