@@ -356,7 +356,7 @@ def _calls(text: Any, place: str) -> list[dict[str, Any]]:
     return [call if "function" in call else {"type": "function", "function": call} for call in found]
 
 
-def holds_sharegpt(values: Sequence[Any]) -> bool:
+def _holds_sharegpt(values: Sequence[Any]) -> bool:
     """Return whether the first chat of a column, a list or a message, has `from` and `value`."""
     chat = next((value for value in values if isinstance(value, list | dict) and value), None)
     first = chat[0] if isinstance(chat, list) else chat
@@ -374,7 +374,7 @@ def _shape(
         keys = _SHAREGPT.model_copy(update={"system": _SYSTEM}) if _SYSTEM in values else _SHAREGPT
         for name in wanted:
             source = _CONVERSATIONS if name in missing and name == _MESSAGES else name
-            if source in values and holds_sharegpt(values[source]):
+            if source in values and _holds_sharegpt(values[source]):
                 columns[name] = MappedColumn(column=source, chat=keys)
             elif source in values and source != name:
                 columns[name] = source

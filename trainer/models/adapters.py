@@ -105,7 +105,7 @@ def _begin(model: nn.Module, name: str, weight: Tensor, start: Start) -> None:
 
 def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
     if adapter.modules_to_save is None:
-        saved = head_parameters(model) | set(drawn)
+        saved = _head_parameters(model) | set(drawn)
     else:
         saved = matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     targets = _targets(model, adapter, saved)
@@ -256,7 +256,7 @@ def factor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def head_parameters(model: Any) -> set[str]:
+def _head_parameters(model: Any) -> set[str]:
     """Return the parameters outside of the base model, but not the head of a language model, which is no fresh one."""
     if any(mark in type(model).__name__ for mark in _LANGUAGE_HEADS) or model.base_model is model:
         return {name for name, _ in model.named_parameters() if is_added(name)}
@@ -274,7 +274,7 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
     linear = [name for name, module in modules.items() if _is_linear(module)]
     if adapter.targets == "all-linear":
         left_out = {f"{name}.weight" for name in linear if modules[name] is model.get_output_embeddings()}
-        left_out |= head_parameters(model) | set(saved)
+        left_out |= _head_parameters(model) | set(saved)
         return {name: modules[name] for name in linear if f"{name}.weight" not in left_out}
     found: dict[str, nn.Module] = {}
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}

@@ -48,7 +48,7 @@ def files_of_weights(model: nn.Module, adapter: Adapter | None, dtype: torch.dty
     weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     described = json.loads(_saved_config(model, dtype).to_json_string())
-    return plan_weights(described, without_added(weights) | buffers, adapter)[1]
+    return _plan_weights(described, without_added(weights) | buffers, adapter)[1]
 
 
 def save_model(
@@ -82,7 +82,7 @@ def save_model(
             raise _cannot_write(folder, error) from error
         return described
 
-    merged, planned = plan_weights(mesh.on_rank_zero(begin), without_added(tensors.shapes), adapter)
+    merged, planned = _plan_weights(mesh.on_rank_zero(begin), without_added(tensors.shapes), adapter)
     writing: _Writing | None = None
     error: Exception | None = None
     for number, file in enumerate(planned.files):
@@ -106,7 +106,7 @@ def save_model(
         raise _cannot_write(folder, failures[0]) from error
 
 
-def plan_weights(
+def _plan_weights(
     described: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], adapter: Adapter | None
 ) -> tuple[MergedWeights, WeightFiles]:
     """Return the weights of a `config.json` and their files, from the shapes of the tensors of a trained model."""

@@ -104,7 +104,7 @@ class StagePart:
         return tuple(t.clone() if t._is_view() or t.is_leaf else t for t in sent if t is not None)
 
 
-def plan_of(model: nn.Module) -> StagePlan:
+def _plan_of(model: nn.Module) -> StagePlan:
     """Return the stage plan of a model's family.
 
     Raises:
@@ -133,7 +133,7 @@ def split_stages(
         UsageError: there are fewer layers than stages, `starts` does not name layers in order, or the family does not
             support the schedule.
     """
-    plan = plan_of(model)
+    plan = _plan_of(model)
     # Layers share the first layer's position bias or the encoder's output. Torch's split backward would go through it
     # twice.
     if SCHEDULES[schedule].splits_backward and any(stack.first_layer or stack.result for stack in plan.stacks):
@@ -202,7 +202,7 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
 def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
     costs = dict.fromkeys(layers, 0.0)
     before = after = 0.0
-    plan = plan_of(model)
+    plan = _plan_of(model)
     for name, cost in _module_costs(model, plan):
         relative = relative_name(model, name)
         layer = next((layer for layer in layers if _within(relative, layer)), None)
@@ -245,7 +245,7 @@ class _StagedModel:
     def __init__(self, model: nn.Module, split: StageSplit) -> None:
         self.model = model
         self.split = split
-        self.plan = plan_of(model)
+        self.plan = _plan_of(model)
         self.stack_of = [
             next(stack for stack in self.plan.stacks if matches(stack.layers, layer)) for layer in split.layers
         ]

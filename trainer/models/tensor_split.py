@@ -82,7 +82,7 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
     problems.raise_all()
 
 
-def context_split(config: Any, degree: int) -> ContextSplit | None:
+def _context_split(config: Any, degree: int) -> ContextSplit | None:
     """Return the split of attention over the context ranks; None if the family has no context parallelism."""
     family = FAMILIES.get(config.model_type)
     if family is None or family.tensor is None or not family.tensor.context_parallel:
@@ -92,7 +92,7 @@ def context_split(config: Any, degree: int) -> ContextSplit | None:
 
 def context_notes(config: Any, degree: int) -> list[str]:
     """Return a note on the split of attention over the context ranks; none for one rank."""
-    split = context_split(config, degree) if degree > 1 else None
+    split = _context_split(config, degree) if degree > 1 else None
     return [] if split is None else [f"context {degree}: {split}"]
 
 
@@ -313,7 +313,7 @@ def _stacks(model: nn.Module, group: Group, context: bool) -> Stacks:
     kind: Callable[[Group], SequenceCut] = SequenceCut
     config: Any = model.config
     if context:
-        split = context_split(config, group_size(group))
+        split = _context_split(config, group_size(group))
         assert split is not None, "the check refuses other families"
         kind = partial(ContextCut, split=split)
         if split.ring > 1:

@@ -75,7 +75,7 @@ def _rules(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _rules(one)
 
 
-def has_languages(tokenizer: Any) -> bool:
+def _has_languages(tokenizer: Any) -> bool:
     """Return whether a tokenizer marks the language of a text, as those of mBART, M2M100 and NLLB do."""
     return hasattr(tokenizer, "src_lang")
 
@@ -88,7 +88,7 @@ def set_languages(tokenizer: Any, source: str | None, target: str | None) -> Non
     """
     given = {"task.source_language": source, "task.target_language": target}
     name = tokenizer.name_or_path
-    if not has_languages(tokenizer):
+    if not _has_languages(tokenizer):
         for key, language in given.items():
             if language is not None:
                 raise UsageError(f"`{key}` is {language!r}, but the tokenizer `{name}` marks no language; remove it")
@@ -121,7 +121,7 @@ def name_target_language(config: Any, tokenizer: Any) -> None:
     Raises:
         UsageError: targets have no single token for their language.
     """
-    if not has_languages(tokenizer):
+    if not _has_languages(tokenizer):
         return
     frame = tokenizer(text_target="")["input_ids"]
     languages = set(frame) - {tokenizer.eos_token_id}

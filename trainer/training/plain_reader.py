@@ -19,7 +19,7 @@ EMBEDDINGS = "sentence_embedding"
 
 
 def open_onnx(request: dict[str, Any]) -> Any:
-    """Return a function as `open_model` does, for the graph of a folder."""
+    """Return a function as `_open_model` does, for the graph of a folder."""
     from onnxruntime import InferenceSession
 
     session = InferenceSession(str(Path(request["folder"]) / ONNX_NAME), providers=["CPUExecutionProvider"])
@@ -32,7 +32,7 @@ def open_onnx(request: dict[str, Any]) -> Any:
     return computed
 
 
-def open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
+def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     """Return a function from the inputs of a batch, arrays by name, to the outputs of the model."""
     import torch
     import transformers
@@ -92,7 +92,7 @@ def batches(folder: Path, request: dict[str, Any]) -> Any:
         yield inputs
 
 
-def sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
+def _sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
     """Return the outputs of sentence-transformers for texts: embeddings, or the logits of pairs."""
     import torch
 
@@ -121,9 +121,9 @@ def main(folder: Path) -> None:
             AutoTokenizer.from_pretrained(request["folder"]), request["texts"], request["chats"]
         )
     if request["kind"] in ("sentence-transformers", "cross-encoder"):
-        np.savez(folder / "outputs-0.npz", **sentence_outputs(request))
+        np.savez(folder / "outputs-0.npz", **_sentence_outputs(request))
     else:
-        outputs = open_onnx(request) if request["kind"] == "onnx" else open_model(request, reply)
+        outputs = open_onnx(request) if request["kind"] == "onnx" else _open_model(request, reply)
         for number, inputs in enumerate(batches(folder, request)):
             np.savez(folder / f"outputs-{number}.npz", **outputs(inputs))
     reply["versions"] = {"python": platform.python_version()} | {name: version(name) for name in request["packages"]}

@@ -49,18 +49,18 @@ def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader | None, m
         name=plan.recipe.name,
         task=plan.recipe.task.type,
         step=tuple(rows),
-        splits=tuple(shown_split(name, split, data, length) for name, split in data.splits.items()),
-        classes=shown_classes(data),
+        splits=tuple(_shown_split(name, split, data, length) for name, split in data.splits.items()),
+        classes=_shown_classes(data),
     )
 
 
 def _step_rows(loader: TrainLoader, data: PreparedData, most: int) -> Iterator[ShownRow]:
     microbatch, ids = loader.batch(0).microbatches[0], loader.row_ids(0)
     places = [] if microbatch.filler else microbatch.rows.tolist()
-    return of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
+    return _of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
 
 
-def shown_split(name: str, split: EncodedSplit, data: PreparedData, max_length: int) -> ShownSplit:
+def _shown_split(name: str, split: EncodedSplit, data: PreparedData, max_length: int) -> ShownSplit:
     """Describe a split; `max_length` is that of the recipe."""
     lengths = split.lengths if split.tokens else np.zeros(0, int)
     longest = int(lengths.max(initial=0))
@@ -83,7 +83,7 @@ def lengths_histogram(lengths: IndexArray) -> tuple[tuple[int, int], ...]:
     return tuple((int(edge), int(count)) for edge, count in zip(edges[1:], counts, strict=True))
 
 
-def shown_classes(data: PreparedData) -> tuple[ShownClass, ...]:
+def _shown_classes(data: PreparedData) -> tuple[ShownClass, ...]:
     """Describe the classes of a task with one class for each row."""
     weights = getattr(data.task, "class_weights", None) or {}
     return tuple(ShownClass(name, rows, weights.get(name, 1.0)) for name, rows in class_counts(data.task, data.train))
@@ -97,7 +97,7 @@ def shown_rows(
     for row in rows:
         ids = np.array([row])
         batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking, epoch=0)
-        (shown,) = of_microbatch(batch, [row], data, split)
+        (shown,) = _of_microbatch(batch, [row], data, split)
         found.append(_with_rest(shown, split, uncut, data) if uncut is not None else shown)
     return tuple(found)
 
@@ -119,7 +119,7 @@ def _with_rest(shown: ShownRow, split: EncodedSplit, uncut: EncodedSplit, data: 
     return replace(shown, texts=tuple(texts))
 
 
-def of_microbatch(
+def _of_microbatch(
     batch: Microbatch, rows: Sequence[int], data: PreparedData, split: EncodedSplit
 ) -> Iterator[ShownRow]:
     """Yield the rows of a microbatch; `rows` are their indices in the split."""

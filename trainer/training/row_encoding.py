@@ -179,17 +179,15 @@ def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
     require_constant_rotations(config, longest, key)
 
 
-def resolve_task(recipe: Recipe, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
-    """Return the recipe's task, its classes in the order of a fine-tuned checkpoint, and notes for the user.
+def resolve_task(recipe: Recipe, task: Task, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
+    """Return the resolved task, its classes in the order of a fine-tuned checkpoint, and notes for the user.
 
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
-    task = fitted(build_task(recipe.task).resolve(train.rows, train.where), preparation)
+    task = fitted(task.resolve(train.rows, train.where), preparation)
     converted = task.conversion_notes(train.rows.features)
-    if not isinstance(task, NamedClasses):
-        return task, converted
-    if preparation.labels is None:
+    if not isinstance(task, NamedClasses) or preparation.labels is None:
         return task, converted
     ordered, notes = task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
     return ordered, [*converted, *notes]

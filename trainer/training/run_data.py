@@ -156,7 +156,7 @@ def prepare_data(
         elif preparation is None:
             task.resolve(splits.train.rows, splits.train.where)
         else:
-            resolved = resolve_task(recipe, preparation, splits.train)
+            resolved = resolve_task(recipe, task, preparation, splits.train)
     if preparation is None or resolved is None:
         other = splits.validation
         if other is not None and other.rows.features != splits.train.rows.features:  # else it has the same problems
@@ -182,7 +182,7 @@ def prepare_data(
     stream = None
     if splits.stream is not None and train is not None:
         with problems.collect():
-            require_steps(recipe, task, splits.stream)
+            _require_steps(recipe, task, splits.stream)
             if most_rows is None:
                 observer.preparing("reading the index of data.train")
                 stream = _streamed(recipe, splits, preparation, task, cache, train)
@@ -235,7 +235,7 @@ def _streamed(
     return StreamedSplit(splits.stream.sources, settings, encoder, head, len(splits.train.rows), cache)
 
 
-def require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
+def _require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
     """Refuse epochs of a stream if task or map change the number of rows, so that no epoch has known steps.
 
     Raises:

@@ -49,7 +49,7 @@ class PlacedTeacher:
     digest: str | None = None
 
 
-def described_teacher(recipe: Recipe) -> Model:
+def _described_teacher(recipe: Recipe) -> Model:
     """Return the teacher of a recipe as a `model` section."""
     assert recipe.distillation is not None
     return Model(name_or_path=recipe.distillation.teacher, revision=recipe.distillation.revision)
@@ -57,13 +57,13 @@ def described_teacher(recipe: Recipe) -> Model:
 
 def describe_teacher(recipe: Recipe, use: ModelUse) -> ModelDescription:
     """Describe the teacher of a recipe for the use by its task."""
-    return describe(described_teacher(recipe), recipe.training, use)
+    return describe(_described_teacher(recipe), recipe.training, use)
 
 
 def teacher_classes(recipe: Recipe) -> tuple[str, ...]:
     """Return the class names of the teacher, in the order of its head."""
     with _naming_the_teacher():
-        labels = load_config(described_teacher(recipe), {}).id2label
+        labels = load_config(_described_teacher(recipe), {}).id2label
     return tuple(str(labels[index]) for index in sorted(labels))
 
 
@@ -174,7 +174,7 @@ def _require_all(recipe: Recipe, lacking: Any) -> None:
 
 def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, config: Any) -> None:
     assert recipe.distillation is not None
-    described, name = described_teacher(recipe), recipe.distillation.teacher
+    described, name = _described_teacher(recipe), recipe.distillation.teacher
     if isinstance(recipe.task, ImageKeys):
         assert isinstance(preparation, ImagePreparation)
         own, other = preparation.processor, load_image_processor(described)

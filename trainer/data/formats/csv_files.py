@@ -37,7 +37,7 @@ class CsvReader(Reader):
 
     def load(self, files: Files) -> Loaded:
         paths, text, key = files.paths, files.text, files.key
-        delimiters = [text.delimiter or delimiter_of(path, text) for path in paths]
+        delimiters = [text.delimiter or _delimiter_of(path, text) for path in paths]
         first = delimiters[0]
         notes: list[str] = []
         for path, delimiter in zip(paths, delimiters, strict=True):
@@ -66,7 +66,7 @@ class CsvReader(Reader):
     def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
         text = TextOptions("utf-8-sig")
         with open_text(path, text.encoding) as file:
-            delimiter = delimiter_of(path, text)
+            delimiter = _delimiter_of(path, text)
             lines = text.cells(file, delimiter)
             names: list[str] = next((cells for cells in lines if cells), [])
             if len(set(names)) < len(names):
@@ -86,13 +86,13 @@ class CsvReader(Reader):
     def num_empty(self, path: Path) -> int:
         text = TextOptions("utf-8-sig")
         with open_text(path, text.encoding) as file:
-            lines = text.cells(file, delimiter_of(path, text))
+            lines = text.cells(file, _delimiter_of(path, text))
             is_one = len(next((cells for cells in lines if cells), [])) == 1  # an empty line is then a row
             return 0 if is_one else sum(not cells for cells in lines)
 
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         with open_text(path, text.encoding) as file:
-            rows = text.cells(file, text.delimiter or delimiter_of(path, text))
+            rows = text.cells(file, text.delimiter or _delimiter_of(path, text))
             is_header, last = True, 0
             for cells in rows:
                 if cells and not is_header:
@@ -100,7 +100,7 @@ class CsvReader(Reader):
                 is_header, last = is_header and not cells, rows.line_num
 
 
-def delimiter_of(path: Path, text: TextOptions) -> str:
+def _delimiter_of(path: Path, text: TextOptions) -> str:
     """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
     if ending(path) in (".tsv", ".tab"):
         return "\t"
@@ -168,7 +168,7 @@ def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) 
 
     if not text.quotes or len(rows.features) < 2:
         return []
-    delimiter = text.delimiter or delimiter_of(path, text)
+    delimiter = text.delimiter or _delimiter_of(path, text)
     for name, feature in rows.features.items():
         if "string" not in str(getattr(feature, "dtype", "")):
             continue

@@ -150,10 +150,10 @@ class ConllReader(Reader):
 
 def _rows(path: Path, encoding: str, where: str) -> Iterator[Row]:
     with open_text(path, encoding) as file:
-        yield from conll_rows(file, where)
+        yield from _conll_rows(file, where)
 
 
-def conll_rows(lines: Iterable[str], where: str) -> Iterator[dict[str, list[str]]]:
+def _conll_rows(lines: Iterable[str], where: str) -> Iterator[dict[str, list[str]]]:
     """Yield a row for each sentence: `words` from the first column and, if there are several, `tags` from the last.
 
     Tabs separate the columns of a line with a tab, and spaces those of other lines. Lines that begin with `-DOCSTART-`

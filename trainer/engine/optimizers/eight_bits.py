@@ -47,7 +47,7 @@ _PIECE = 2**20  # elements that are updated at once, in fp32
 _TINY, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def is_in_blocks(shape: tuple[int, ...]) -> bool:
+def _is_in_blocks(shape: tuple[int, ...]) -> bool:
     """Return whether the moments of a parameter of this whole shape have 8 bits."""
     return prod(shape) >= SMALLEST
 
@@ -84,7 +84,7 @@ class AdamW8bit(PartlyAdamW):
         groups = divided(
             trained.groups(section),
             IN_BLOCKS,
-            lambda parameter: is_in_blocks(trained.whole.placement(parameter).shape),
+            lambda parameter: _is_in_blocks(trained.whole.placement(parameter).shape),
         )
         return cls(groups, trained.whole, **adamw_options(section, trained))
 
@@ -98,7 +98,7 @@ class AdamW8bit(PartlyAdamW):
         return [f"moments in 8 bits are updated by operations of torch, because {obstacle}"]
 
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        if is_in_blocks(shape):
+        if _is_in_blocks(shape):
             return {STEP: (), **dict.fromkeys(MAPS, shape), SCALES: (2, num_blocks(shape))}
         return super().state_shapes(parameter, shape)
 

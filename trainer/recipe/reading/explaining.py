@@ -97,14 +97,14 @@ def explain(finding: Finding, root: Node) -> list[Problem]:
 
 def _must_be(path: KeyPath, rule: Schema, node: Node) -> Problem:
     value = node.plain()
-    text = f"`{dotted(path)}` must be {rule_in_words(rule)}, but is {shown_value(value)}{_remedy(value, rule)}"
+    text = f"`{dotted(path)}` must be {_rule_in_words(rule)}, but is {shown_value(value)}{_remedy(value, rule)}"
     return Problem(node.origin, text)
 
 
 def _missing(path: KeyPath, field: FieldInfo, rule: Schema, node: Node) -> Problem:
-    words = rule_in_words(rule)
+    words = _rule_in_words(rule)
     if field.discriminator:
-        words = f"an object with `{field.discriminator}` {rule_in_words(_tag_rule(field))}"
+        words = f"an object with `{field.discriminator}` {_rule_in_words(_tag_rule(field))}"
     description = rule.get("description", "").rstrip(".")
     meaning = f" ({description[:1].lower()}{description[1:]})" if description else ""
     return Problem(node.origin, f"`{dotted(path)}` is missing; it must be {words}{meaning}")
@@ -114,7 +114,7 @@ def _wrong_kind(path: KeyPath, field: FieldInfo, node: Node) -> Problem:
     path = (*path, str(field.discriminator))
     tag = node.members.get(str(field.discriminator))
     if tag is None:
-        return Problem(node.origin, f"`{dotted(path)}` is missing; it must be {rule_in_words(_tag_rule(field))}")
+        return Problem(node.origin, f"`{dotted(path)}` is missing; it must be {_rule_in_words(_tag_rule(field))}")
     return _must_be(path, _tag_rule(field), tag)
 
 
@@ -122,11 +122,11 @@ def _tag_rule(field: FieldInfo) -> Schema:
     return {"enum": list(kinds(field))}
 
 
-def rule_in_words(schema: Schema) -> str:
+def _rule_in_words(schema: Schema) -> str:
     """Return the rule of a JSON Schema in words that follow "must be"."""
     branches = schema.get("anyOf") or schema.get("oneOf")
     if branches:
-        return ", or ".join(dict.fromkeys(rule_in_words(branch) for branch in branches))
+        return ", or ".join(dict.fromkeys(_rule_in_words(branch) for branch in branches))
     if "const" in schema:
         return shown_value(schema["const"])
     if "enum" in schema:
@@ -146,9 +146,9 @@ def rule_in_words(schema: Schema) -> str:
         case "null":
             return "null"
         case "array":
-            return f"a list of {_item_count(schema)}, each {rule_in_words(schema['items'])}"
+            return f"a list of {_item_count(schema)}, each {_rule_in_words(schema['items'])}"
         case "object" if isinstance(schema.get("additionalProperties"), Mapping):
-            return f"an object of names, each with {rule_in_words(schema['additionalProperties'])}"
+            return f"an object of names, each with {_rule_in_words(schema['additionalProperties'])}"
     return "an object"
 
 

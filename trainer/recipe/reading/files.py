@@ -32,8 +32,8 @@ def read_file(path: Path, scalar: Scalar | None = None) -> tuple[Node, list[Prob
     if is_yaml(path):
         from trainer.recipe.reading.yaml_parser import core_scalar, parse_yaml
 
-        return parse_yaml(read_text(path), file_origin(path), scalar or core_scalar)
-    return parse(read_text(path), file_origin(path))
+        return parse_yaml(read_text(path), _file_origin(path), scalar or core_scalar)
+    return parse(read_text(path), _file_origin(path))
 
 
 def is_yaml(path: Path) -> bool:
@@ -48,7 +48,7 @@ def shown_path(path: Path) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(shown))
 
 
-def file_origin(path: Path) -> Origin:
+def _file_origin(path: Path) -> Origin:
     return Origin(shown_path(path), folder=Path(os.path.abspath(path)).parent)
 
 

@@ -73,7 +73,7 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
         os.getcwd()
     except OSError as error:
         raise RecipeError(f"the current folder cannot be used: {error.strerror}; change to another one") from error
-    file = find_recipe(source, Path())
+    file = _find_recipe(source, Path())
     root, problems = _read_layers(file)
     layer, override_problems = override_layer(overrides)
     root = merged(root, layer)
@@ -82,7 +82,7 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
     return resolve(file, with_default_kinds(root), problems + override_problems, needs_data)
 
 
-def find_recipe(source: str, folder: Path) -> Path:
+def _find_recipe(source: str, folder: Path) -> Path:
     """Return the file at a path relative to `folder`, or else of the shipped recipe of this name.
 
     Raises:
@@ -142,7 +142,7 @@ def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
             f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"
         )
     try:
-        base = find_recipe(extends.value, extends.origin.folder)
+        base = _find_recipe(extends.value, extends.origin.folder)
     except RecipeError as error:
         raise RecipeError(f"{extends.origin}: `extends` {shown_value(extends.value)}: {error}") from error
     if Path(os.path.realpath(base)) in chain:

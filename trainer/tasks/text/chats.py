@@ -90,7 +90,7 @@ def require_apart(answers: Sequence[Sequence[int]], is_cut: bool, max_length: in
         )
 
 
-def tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
+def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
     """Return the tokens of a prompt, its completion and the end token.
 
     The prompt has the tokens that it has alone, as when the model is asked to complete it.
@@ -170,11 +170,11 @@ def messages_of(value: Any) -> list[Any]:
 def tokens_after(prompt: Any, answer: Any, tokenizer: Tokenizer, tools: Tools, place: str) -> Tokens:
     """Return the tokens of a prompt with its answer, both texts or both messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
-        return tokens_of_pair(prompt, answer, tokenizer, place)
-    return tokens_of_answer(messages_of(prompt), messages_of(answer), tokenizer, tools, place)
+        return _tokens_of_pair(prompt, answer, tokenizer, place)
+    return _tokens_of_answer(messages_of(prompt), messages_of(answer), tokenizer, tools, place)
 
 
-def tokens_of_answer(
+def _tokens_of_answer(
     prompt: Sequence[Any], answer: Sequence[Any], tokenizer: Tokenizer, tools: Tools, place: str
 ) -> Tokens:
     """Return the tokens of a chat in the tokenizer's template, and those of the assistant's turns in its answer."""

@@ -216,7 +216,7 @@ def traffic_by_module(step: StepPlan, operation: str, axis: str) -> dict[str, in
     return dict(sums.most_common())
 
 
-def is_between_machines(made: RecipePlan, axis: str) -> bool:
+def _is_between_machines(made: RecipePlan, axis: str) -> bool:
     """Return whether the ranks along an axis are on several machines."""
     return link_of(made.plan.layout, axis, made.devices.number).across
 
@@ -225,7 +225,7 @@ def bytes_by_link(made: RecipePlan, step: StepPlan) -> dict[str, int]:
     """Return the bytes of the collectives of a step inside of a machine and between machines."""
     sums = {"inside": 0, "between": 0}
     for (_, axis), (_, count) in traffic_by_axis(step).items():
-        sums["between" if is_between_machines(made, axis) else "inside"] += count
+        sums["between" if _is_between_machines(made, axis) else "inside"] += count
     return sums
 
 
@@ -293,7 +293,7 @@ def rank_as_object(made: RecipePlan, step: StepPlan) -> Mapping[str, Any]:
                 "axis": axis,
                 "calls": calls,
                 "bytes": count,
-                "link": "between" if is_between_machines(made, axis) else "inside",
+                "link": "between" if _is_between_machines(made, axis) else "inside",
                 "modules": traffic_by_module(step, operation, axis),
             }
             for (operation, axis), (calls, count) in traffic_by_axis(step).items()

@@ -143,7 +143,7 @@ class _Simulation:
         with self.opened(built, longer) as (engine, ledger, batch):
             positions(batch.microbatches)  # the loop counts them before a step, which then has them
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
-            label_model(ledger, engine, built, self.offload)
+            _label_model(ledger, engine, built, self.offload)
             gc.collect(0)  # cycles of the first step
             ledger.restart()
             resident = dict(ledger.alive)
@@ -170,7 +170,7 @@ class _Simulation:
             in_buckets = ledger.alive.get(GRADIENTS, 0)  # of DDP, which `_fill_gradients` makes again
             _fill_gradients(engine, ledger)
             _step(engine)  # makes the state of the optimizer
-            label_model(ledger, engine, built, self.offload)
+            _label_model(ledger, engine, built, self.offload)
             _fill_gradients(engine, ledger)
             with torch.no_grad():
                 ledger.restart()
@@ -207,7 +207,7 @@ class _Simulation:
                 teacher = _teacher(plan, task, self.mesh, ledger)
                 engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
-            label_model(ledger, engine, built, self.offload)
+            _label_model(ledger, engine, built, self.offload)
             if not copies_ahead:
                 ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
             yield engine, ledger, batch
@@ -324,7 +324,7 @@ def _allocate(model: nn.Module) -> None:
                 module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
 
 
-def label_model(
+def _label_model(
     ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[PlacedModel], offload: Offload
 ) -> None:
     """Count the tensors of an engine that stay between two steps to their components; `offload` is on the host."""

@@ -165,7 +165,7 @@ SUMS, SHARDS, TENSOR, STAGES = "sums", "shards", "tensor", "stages"
 """The kinds of collectives beside which the lost seconds of ranks are measured."""
 
 
-def waiting_kind(operation: str, axis: str) -> str:
+def _waiting_kind(operation: str, axis: str) -> str:
     """Return the kind of a collective: between stages, of tensor ranks, a sum, or of shards of parameters."""
     if axis == "tp":
         return TENSOR
@@ -239,7 +239,7 @@ class _Estimate:
             if one.axis == "tp" and one.operation in POINT_TO_POINT:
                 # Around a ring, keys and values, or their gradients, are sent and received together: one wait.
                 calls = calls / 2 if one.operation == "send" else 0.0
-            seconds += calls * self._speed.waiting.get(waiting_kind(one.operation, one.axis), 0.0)
+            seconds += calls * self._speed.waiting.get(_waiting_kind(one.operation, one.axis), 0.0)
         return seconds
 
     def _exposed(self, step: StepPlan, compute: Mapping[str, float], phases: Iterable[str] = PHASES) -> float:
