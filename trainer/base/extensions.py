@@ -7,9 +7,12 @@ names only, so that it can never name code.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
@@ -98,13 +101,14 @@ def resolved(value: Any) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def load(points: Iterable[EntryPoint] | None = None) -> None:
+def load() -> None:
     """Load the entry points of installed packages, each once in a process.
 
     Raises:
         UsageError: An entry point cannot be loaded, or its registrations are refused.
     """
-    for point in sorted(entry_points(group=GROUP) if points is None else points, key=lambda point: point.name):
+    folders = [folder or os.curdir for folder in sys.path]
+    for point in _installed(tuple((name, os.stat(name).st_mtime_ns) for name in folders if os.path.exists(name))):
         if point.name in _packages:
             continue
         package = f"{point.dist.name} {point.dist.version}" if point.dist else "a package without a name"
@@ -121,6 +125,15 @@ def load(points: Iterable[EntryPoint] | None = None) -> None:
         finally:
             _loading.pop()
         _packages[point.name] = package
+
+
+@cache
+def _installed(folders: tuple[tuple[str, int], ...]) -> Sequence[EntryPoint]:
+    """Return the entry points in folders of packages, given with the times of their last changes.
+
+    Metadata of every package is read, which takes longer than a recipe. `trainer search` loads a recipe per trial.
+    """
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
 def needed_elsewhere() -> list[tuple[str, str, str]]:

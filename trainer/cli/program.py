@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from inspect import signature
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     forbid_telemetry()
     arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
     try:
-        typer.main.get_command(app).main(list(arguments), prog_name="trainer")
+        _command().main(list(arguments), prog_name="trainer")
         sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -71,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it, as in `trainer schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return ExitCode.DONE
+
+
+@cache
+def _command() -> Any:
+    """Return the command of all verbs; building it takes longer than reading a recipe."""
+    return typer.main.get_command(app)
 
 
 def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:
