@@ -128,10 +128,11 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 
 @contextmanager
-def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
+def shapes_only(cuda: bool, fused: bool = True, autocast: bool = True) -> Iterator[None]:
     """Make every new tensor a fake one.
 
-    With `cuda`, autocast has the types of CUDA, and with `fused` the project's kernels run, as on newer GPUs.
+    With `cuda`, autocast has the types of CUDA, and with `fused` the project's kernels run, as on newer GPUs. Steps
+    without `autocast` are simulated faster.
 
     Raises:
         UsageError: an operation needs the values of a tensor, or has no rule for shapes.
@@ -148,7 +149,7 @@ def shapes_only(cuda: bool, fused: bool = True) -> Iterator[None]:
         stack.enter_context(replaced(DeviceMesh, __getitem__=_part_of_mesh(DeviceMesh.__getitem__)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(simulated_device(cuda, fused))
-        if cuda:
+        if cuda and autocast:
             stack.enter_context(_AutocastOfCuda())
             stack.enter_context(_autocast_of_recomputation())
         try:

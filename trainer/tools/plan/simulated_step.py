@@ -188,7 +188,7 @@ class _Simulation:
         stacks = self.stacks or [[] for _ in built]
         copies_ahead = self.cuda and plan.copies_ahead
         with (
-            shapes_only(self.cuda, self.fused),
+            shapes_only(self.cuda, self.fused, plan.recipe.precision != "fp32"),
             nullcontext(blank_batch(plan.recipe, task, built[0].model.config, plan.batch, self.length)) as rows,
             Ledger(answers=True, splits=splits) as ledger,
             labelled_deepspeed(ledger, plan),
@@ -235,7 +235,8 @@ def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
 
 def _share(engine: NativeEngine | ZeroEngine) -> int:
     """Return the bytes of a rank's share of a checkpoint, on average over the ranks that divide the same state."""
-    parts = engine.state().parts
+    with torch.no_grad():  # else each local part is a view for autograd, which is slow to simulate
+        parts = engine.state().parts
     return sum(box.view.nbytes // part.num_replicas for part in parts for box in part.boxes)
 
 
