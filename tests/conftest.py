@@ -79,6 +79,13 @@ def ranks() -> Iterator[RankPools]:
     pools.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> None:
+    """Keep objects of earlier modules, mostly of imports, out of the collector; each training runs it twice."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _own_interfaces() -> Iterator[None]:
     """Code under test may choose an interface for its process; the children of a later test would inherit it."""
