@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import trainer
 from tests.helpers.training import tiny_recipe
-from tests.tools.plan.measured import LENGTH, SMALL_BERT, planned, recipe_of
+from tests.tools.plan import measured
+from tests.tools.plan.measured import LENGTH, SMALL_BERT, Measured
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
 from trainer.tools.plan import hardware, reachable, recipe_plan
 from trainer.tools.plan.hardware import known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
@@ -37,6 +39,18 @@ RANK_VARIABLES = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "1",
 }
+
+
+FEW_ROWS = {"training": {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4}}
+"""Two microbatches. Plans of more take longer, and `test_truth.py` compares these with measurements."""
+
+
+def recipe_of(keys: Mapping[str, Any]) -> Recipe:
+    return measured.recipe_of({**FEW_ROWS, **keys})
+
+
+def planned(keys: Mapping[str, Any], world_size: int) -> Measured:
+    return measured.planned({**FEW_ROWS, **keys}, world_size, 0)
 
 
 @pytest.fixture
@@ -174,7 +188,7 @@ def test_no_change_is_proposed_twice_or_is_set_already():
 
 @pytest.mark.slow
 def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["plan", str(recipe), "--length", "64", "training.micro_batch_size=16", "--gpus"]
+    arguments = ["plan", str(recipe), "--length", "64", "training.micro_batch_size=8", "--gpus"]
     assert main([*arguments, "1x12GB", "--json"]) == 0
     needed = json.loads(capsys.readouterr().out)["needed_bytes"]
     assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB"]) == 0
@@ -187,7 +201,7 @@ def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[
     assert 1 <= len(overrides) <= 3
     # it replaces the user's own override of the key
     assert any(override.startswith("training.micro_batch_size=") for override in overrides)
-    own = arguments.pop(arguments.index("training.micro_batch_size=16"))
+    own = arguments.pop(arguments.index("training.micro_batch_size=8"))
     for override in overrides:
         words = override.split() if own.split("=")[0] in override else [own, *override.split()]
         assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", *words]) == 0
@@ -260,7 +274,7 @@ def test_recomputed_operations_have_the_types_of_the_device():
     ],
 )
 def test_one_rank_shards_nothing(strategy: str):
-    alone, sharded = (planned({"parallel": {"strategy": name}}, 1, 0) for name in ("ddp", strategy))
+    alone, sharded = (planned({"parallel": {"strategy": name}}, 1) for name in ("ddp", strategy))
     assert sharded.resident > 0.95 * alone.resident
 
 
@@ -300,7 +314,7 @@ def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Se
 
 def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
     """Return the bytes of one kind of collective in a step of the first rank."""
-    return planned(keys, world_size, 0).traffic[operation, axis][1]
+    return planned(keys, world_size).traffic[operation, axis][1]
 
 
 @pytest.mark.parametrize(
