@@ -24,13 +24,9 @@ def command_line(environment: LaunchEnvironment) -> str:
             words = process.cmdline()
             if any(Path(word).name in _LAUNCHERS for word in words[:3]):
                 own = words
-    return without_secrets(shlex.join(_readable(own)))
-
-
-def _readable(words: list[str]) -> list[str]:
-    if len(words) > 1 and Path(words[1]).name in _LAUNCHERS:
-        return [_shortest(words[1]), *words[2:]]
-    return words
+    if len(own) > 1 and Path(own[1]).name in _LAUNCHERS:
+        own = [_shortest(own[1]), *own[2:]]
+    return without_secrets(shlex.join(own))
 
 
 def _shortest(script: str) -> str:

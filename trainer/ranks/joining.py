@@ -62,8 +62,10 @@ def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendez
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
         with _lost_store():
-            if environment.has_agent_store:
-                store = PrefixStore(_this_start(store, environment, deadline), store)
+            if environment.has_agent_store:  # it may hold values of earlier starts
+                roll_call = RollCall(store, environment.rank, environment.world_size)
+                this_start = _await_all(environment, deadline, roll_call.wait, roll_call.missing)
+                store = PrefixStore(this_start, store)
             rendezvous = Rendezvous(store, environment, hosts_store, own_address)
             rendezvous.arrive(deadline)
     return rendezvous
@@ -430,12 +432,6 @@ def _lost_store(
         yield
     except dist.DistError as error:
         raise LostPeerError(text) from error
-
-
-def _this_start(store: Store, environment: LaunchEnvironment, deadline: float) -> str:
-    """Return a name of this start of the ranks, for a store that may hold values of earlier starts."""
-    roll_call = RollCall(store, environment.rank, environment.world_size)
-    return _await_all(environment, deadline, roll_call.wait, roll_call.missing)
 
 
 def _await_all(

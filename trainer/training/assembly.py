@@ -44,7 +44,6 @@ from trainer.models.tensor_split import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.records import Idling, RunInfo
-from trainer.observe.sampling import obstacle
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.node import ranks_of_node
 from trainer.parallel.placement import Placements
@@ -164,10 +163,6 @@ class Assembly:
     def meter(self) -> Meter:
         """Return the meter of the training. All ranks must call it."""
         return Meter(model_size(self.models, self.placements, self.mesh), total_peak_flops(self.recipe, self.mesh))
-
-    def samples(self) -> bool:
-        """Return whether steps of the training can be sampled."""
-        return obstacle(self.recipe.model_dump(mode="json"), self.mesh.device.type) is None
 
     def notes(self) -> list[str]:
         """Return notes for the user on model, data and engine."""

@@ -5,7 +5,7 @@ It comes from the encoded rows and from microbatches as a run collates them, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -43,21 +43,20 @@ def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader | None, m
 
     Without a loader, it has no microbatch.
     """
-    rows = [] if loader is None else list(_step_rows(loader, data, most))
-    length = plan.recipe.data.max_length
+    rows: Iterable[ShownRow] = ()
+    if loader is not None:
+        microbatch, ids = loader.batch(0).microbatches[0], loader.row_ids(0)
+        places = [] if microbatch.filler else microbatch.rows.tolist()
+        rows = _of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
+    length, weights = plan.recipe.data.max_length, getattr(data.task, "class_weights", None) or {}
+    classes = class_counts(data.task, data.train)  # of a task with one class for each row
     return Preview(
         name=plan.recipe.name,
         task=plan.recipe.task.type,
         step=tuple(rows),
         splits=tuple(_shown_split(name, split, data, length) for name, split in data.splits.items()),
-        classes=_shown_classes(data),
+        classes=tuple(ShownClass(name, number, weights.get(name, 1.0)) for name, number in classes),
     )
-
-
-def _step_rows(loader: TrainLoader, data: PreparedData, most: int) -> Iterator[ShownRow]:
-    microbatch, ids = loader.batch(0).microbatches[0], loader.row_ids(0)
-    places = [] if microbatch.filler else microbatch.rows.tolist()
-    return _of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
 
 
 def _shown_split(name: str, split: EncodedSplit, data: PreparedData, max_length: int) -> ShownSplit:
@@ -81,12 +80,6 @@ def lengths_histogram(lengths: IndexArray) -> tuple[tuple[int, int], ...]:
     # The ranges of numpy have no upper end, but the last one.
     counts = np.histogram(lengths - 0.5, edges)[0]
     return tuple((int(edge), int(count)) for edge, count in zip(edges[1:], counts, strict=True))
-
-
-def _shown_classes(data: PreparedData) -> tuple[ShownClass, ...]:
-    """Describe the classes of a task with one class for each row."""
-    weights = getattr(data.task, "class_weights", None) or {}
-    return tuple(ShownClass(name, rows, weights.get(name, 1.0)) for name, rows in class_counts(data.task, data.train))
 
 
 def shown_rows(

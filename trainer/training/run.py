@@ -17,7 +17,7 @@ from trainer.models.compiled import compilations
 from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
-from trainer.observe.sampling import Sampler
+from trainer.observe.sampling import Sampler, obstacle
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
@@ -104,7 +104,7 @@ def _train(
         mesh=mesh,
         observers=observers,
         meter=meter,
-        sampler=Sampler(meter, saves and parts.samples(), device.type),
+        sampler=Sampler(meter, saves and obstacle(recipe.model_dump(mode="json"), device.type) is None, device.type),
         saver=saver,
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,

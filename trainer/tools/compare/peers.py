@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from trainer.base.errors import ExitCode, UsageError
+from trainer.base.errors import UsageError
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.forward import denominator_of, without_cache
 from trainer.engine.learning_rate import learning_rate, learning_rate_factor
@@ -50,7 +50,7 @@ from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import train_batches
 from trainer.training.checking import prepare_checked
-from trainer.training.process_group import joined_ranks, open_mesh
+from trainer.training.process_group import run_on_ranks
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import run_info
 
@@ -417,18 +417,18 @@ class PeerMeasurement:
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         redirect_output(self.output)
         require_able(self.peer, resolved.recipe, environment.world_size)
-        recipe = with_torchs_dropout(resolved.recipe)
-        plan = plan_run(recipe, environment.world_size, environment.local_world_size)
 
-        def prepare() -> PreparedData:
+        def prepare(plan: RunPlan) -> PreparedData:
             if self.peer == "deepspeed":
                 ready_deepspeed(environment.local_rank)
             return prepare_checked(plan)
 
-        with joined_ranks(resolved, plan, environment, prepare) as (device, data):
+        def work(plan: RunPlan, mesh: ParallelMesh, data: PreparedData) -> None:
             name_ranks(environment)
-            _train(self.peer, plan, data, open_mesh(plan.layout, device), environment)
-        return ExitCode.DONE
+            _train(self.peer, plan, data, mesh, environment)
+
+        own = replace(resolved, recipe=with_torchs_dropout(resolved.recipe))
+        return run_on_ranks(own, environment, prepare, work)
 
 
 def with_torchs_dropout(recipe: Recipe) -> Recipe:
