@@ -191,12 +191,13 @@ class CausalLMTask(TokenLabels):
             DataError: a cell is null, a chat or a completion has no token to train, or it is cut by `max_length`.
             UsageError: the tokenizer has no end token or no chat template.
         """
-        cells = cells_of(rows, self.columns, where, first_row, nullable=self.tools)
+        has_ids = self._has_ids(rows.features)  # `read_ids` checks them for nulls itself
+        cells = {} if has_ids else cells_of(rows, self.columns, where, first_row, nullable=self.tools)
         if self.continues:
             return self._encode_prompts(rows, cells, tokenizer, max_length, where, first_row)
+        if has_ids:
+            return self._encode_ids(rows, max_length, where, first_row)
         if self.trains_all_tokens:
-            if self._has_ids(rows.features):
-                return self._encode_ids(rows, max_length, where, first_row)
             return self._encode_texts(cells[self._column], tokenizer, max_length)
         found: list[tuple[str, Tokens]] = []
         texts = [cells[column] for column in self.sources.values()]
