@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from scipy.stats import t
 
@@ -187,6 +188,24 @@ class TestTrials:
         assert trained.runs[1] == trained.runs[2]
         assert len(trained.runs) == 4
 
+    def test_a_full_disk_loses_no_trial(self, request_of, monkeypatch):
+        trained = Trained(by_dropout)
+        request = request_of(trained, f"{RATE}=1e-5..1e-2,log", "model.dropout=0.1")
+        write = JournalFileBackend.append_logs
+
+        def full(self: JournalFileBackend, logs: list[dict[str, Any]]) -> None:
+            if len(trained.runs) == 2:
+                raise OSError(28, "No space left on device")
+            write(self, logs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(JournalFileBackend, "append_logs", full)
+            with pytest.raises(TrainerError, match=r"No space left .*; make room, and start the same command again"):
+                search(request, print)
+        assert search(request, print) == ExitCode.DONE
+        assert [one["state"] for one in result(request)["trials"]] == ["complete"] * 3
+        assert trained.runs[1] == trained.runs[2]
+
     def test_another_search_does_not_join(self, request_of):
         search(request_of(Trained(by_dropout)), print)
         with pytest.raises(UsageError, match="other values of: axes"):
@@ -332,7 +351,8 @@ class TestStudy:
         with pytest.raises(UsageError, match=r"study\.log, has wrong values in|has a search with other values of"):
             assert [Study(tmp_path, None, self.RULES).trials, Study(tmp_path, None, self.RULES).score]
 
-    def test_a_kill_in_a_write_loses_only_its_line(self, tmp_path):
+    @pytest.mark.parametrize("restarts", [True, False])
+    def test_a_kill_in_a_write_loses_only_its_line(self, tmp_path, restarts):
         study = Study(tmp_path, None, self.RULES)
         trial = study.claim(1)
         assert trial is not None
@@ -340,8 +360,8 @@ class TestStudy:
         study.release(study.place(0))
         with (tmp_path / "study.log").open("ab") as journal:
             journal.write(b'{"op_code": 7, "trial')
-        again = Study(tmp_path, None, self.RULES)
-        assert again.claim(2) is not None
+        other = Study(tmp_path, None, self.RULES) if restarts else study
+        assert other.claim(2) is not None
         assert [one.value for one in Study(tmp_path, None, self.RULES).trials] == [0.5, None]
 
     @pytest.mark.parametrize("kind", ["link", "pipe"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.distribution import install_command
-from trainer.base.errors import ExitCode, UsageError
+from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.base.text import for_terminal
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
@@ -49,6 +49,8 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         raise UsageError("`trainer search` starts its own ranks; run it without a launcher")
     if find_spec("optuna") is None:
         raise UsageError(f"`trainer search` needs the package optuna; install it ({install_command('search')})")
+    from optuna.exceptions import StorageInternalError
+
     from trainer.tools.search.search_result import lines, result_of, write_page
     from trainer.tools.search.study import Rules, Study
     from trainer.tools.search.workers import Crew, Workers
@@ -64,10 +66,16 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     study = Study(folder, request.storage, rules)
     crew = Crew(request.recipe, common, metric, request.processes, request.at_once)
     workers = Workers(crew, study, lambda line: echo(for_terminal(line)))
-    code = workers.work(request.trials, request.seeds, request.test)
-    result = result_of(workers.ranked(request.seeds), study, metric)
-    replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n")
-    write_page(result, folder)
+    try:
+        code = workers.work(request.trials, request.seeds, request.test)
+        result = result_of(workers.ranked(request.seeds), study, metric)
+        replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n")
+        write_page(result, folder)
+    except (OSError, StorageInternalError) as error:
+        raise TrainerError(
+            f"the search in {folder} or its storage cannot be written ({error.__cause__ or error}); make room, and"
+            " start the same command again: it continues"
+        ) from error
     for line in lines(result):
         echo(for_terminal(line))
     echo(f"wrote     {folder / 'search.html'} and search.json")

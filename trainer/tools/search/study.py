@@ -97,8 +97,16 @@ class Rules:
         ]
 
 
+class _Journal(JournalFileBackend):  # type: ignore[misc]  # Optuna has no types here
+    """A journal whose lines stay whole if another process was killed in a write, or had no room for it."""
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        _drop_half_a_line(Path(self._file_path))
+        super().append_logs(logs)
+
+
 def _drop_half_a_line(file: Path) -> None:
-    """Remove a last line that a killed process has not written to its end, since Optuna would append to it."""
+    """Remove a last line that a process has not written to its end, since Optuna would append to it."""
     descriptor, lock = open_plain(file, os.O_RDWR), JournalFileSymlinkLock(str(file))
     with open(descriptor, "r+b") as journal:
         lock.acquire()
@@ -136,7 +144,7 @@ class Study:
             if storage is None and os.path.lexists(file):
                 _drop_half_a_line(file)
             self._study = optuna.create_study(
-                storage=JournalStorage(JournalFileBackend(str(file))) if storage is None else storage,
+                storage=JournalStorage(_Journal(str(file))) if storage is None else storage,
                 study_name=folder.name,
                 sampler=rules.make_sampler(0),
                 pruner=rules.make_pruner(),
