@@ -127,6 +127,10 @@ def test_blocks_and_ranks_change_nothing(monkeypatch):
         (["--range-max", "2"], None, "`--range-max` must be at least 3"),
         ([], {"a": "word1", "b": " "}, "column `b`, row 1 of .* must be a text, but is empty"),
         ([], {"a": "word1"}, "has no column `b`"),
+        ([], {"a": "word1", "b": "word2"}, "none of 1 pairs has so many among 1 documents; lower `--number`"),
+        (["-o", "{}/no/out.jsonl"], None, "`--output` must lie in a folder that exists"),
+        (["-o", "{}/folder.jsonl", "--overwrite"], None, "`--output` must name a file, but .* is a folder"),
+        (["-o", "{}/rows.jsonl", "--overwrite"], {"a": "word1", "b": "word2"}, "another file than `--input`"),
     ],
 )
 def test_errors_name_the_option_or_the_row(trained, tmp_path, capfd, options, row, problem):
@@ -134,8 +138,9 @@ def test_errors_name_the_option_or_the_row(trained, tmp_path, capfd, options, ro
     if row is not None:
         file = tmp_path / "rows.jsonl"
         file.write_text(json.dumps(row) + "\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    options = [option.format(tmp_path) for option in options]
     command = ["mine", str(trained / "run"), "--input", str(file), "-o", str(tmp_path / "out.jsonl"), *options]
-    assert main(command) != ExitCode.DONE
-
+    assert main(command) == ExitCode.USER
     assert re.search(problem, " ".join(capfd.readouterr().err.split()))
     assert not (tmp_path / "out.jsonl").exists()

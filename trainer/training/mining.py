@@ -95,6 +95,11 @@ class Mining:
             )
         self.limits.check()
         self.request.check_output()
+        if self._output.exists() and self._output.samefile(self.request.input):
+            raise UsageError(
+                "`--output` must name another file than `--input`, because it lacks other columns and pairs without"
+                f" negatives, but both are {self._output}; name another"
+            )
         preparation = load_preparation(plan.recipe)
         found = fitted(task, preparation)
         assert isinstance(found, EmbeddingTask)
@@ -166,7 +171,11 @@ class Mining:
             stored.append(F.normalize(answers["embeddings"][:, 0].float(), dim=-1) if answers else torch.empty(0))
 
     def _write(self, texts: _Texts, negatives: dict[int, list[int]], columns: tuple[str, str]) -> int:
-        """Write the output, and return the number of pairs that are left out."""
+        """Write the output, and return the number of pairs that are left out.
+
+        Raises:
+            DataError: no pair has enough negatives.
+        """
         output, left_out = self._output, 0
         try:
             with _folder_beside(output) as folder:
@@ -179,6 +188,12 @@ class Mining:
                             continue
                         row = self._row(columns, texts.queries[query], texts.documents[document], wrong)
                         file.write(json_line(row))
+                if left_out == len(texts.pairs):
+                    raise DataError(
+                        f"{self.request.where} must hold a pair with {self.limits.number} negatives, but none of"
+                        f" {left_out:,} pairs has so many among {len(texts.documents):,} documents; lower `--number`,"
+                        " relax the limits, or add documents"
+                    )
                 write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
                 made.replace(output)
         except OSError as error:

@@ -86,9 +86,13 @@ class Request:
         return f"`{self.shown_input}`"
 
     def check_output(self) -> None:
-        """Refuse an output in an unknown format, or one that exists."""
+        """Refuse an output in an unknown format, one that exists, and one that cannot be a file."""
         path = Path(self.output).absolute()
         row_format(path, "--output", OUTPUT_FORMATS)
+        if not path.parent.is_dir():
+            raise UsageError(f"`--output` must lie in a folder that exists, but {path.parent} does not; create it")
+        if path.is_dir():
+            raise UsageError(f"`--output` must name a file, but {path} is a folder; name a file in it")
         if path.exists() and not self.overwrite:
             raise UsageError(f"`--output` must name a new file, but {path} exists; name another, or add --overwrite")
 
@@ -260,8 +264,6 @@ class Output:
         self.num_done = self._num_parts * self._request.chunk_rows
 
     def _find_parts(self, output: Path) -> None:
-        if not output.parent.is_dir():
-            raise UsageError(f"`--output` must lie in a folder that exists, but {output.parent} does not; create it")
         if self._folder.is_symlink():
             raise UsageError(
                 f"`--output` must have its parts in a folder of its own, but {self._folder} is a link; remove the link"
