@@ -116,13 +116,18 @@ def recipe_text(values: Mapping[str, Any], comments: Mapping[str, str], title: s
         comments: the comment of a key, by its dotted path.
         title: the comment at the top.
     """
-    return "\n".join([f"# {title}", *_lines(values, comments, ""), ""])
+    return "\n".join([_comment(title), *_lines(values, comments, ""), ""])
+
+
+def _comment(text: str) -> str:
+    """Return a comment on one line; names of columns and files may hold line breaks."""
+    return "# " + "".join(one if one.isprintable() else " " for one in text)
 
 
 def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str) -> Iterator[str]:
     indent = "  " * path.count(".")
     for key, value in values.items():
-        comment = f"  # {comments[path + key]}" if path + key in comments else ""
+        comment = f"  {_comment(comments[path + key])}" if path + key in comments else ""
         is_section = isinstance(value, dict) and value
         yield f"{indent}{_scalar(key)}:{'' if is_section else ' ' + _flow(value)}{comment}"
         if is_section:
