@@ -83,6 +83,14 @@ def test_negatives_are_those_of_sentence_transformers(trained, tmp_path, options
     assert sorted_rows(found) == sorted_rows(expected)
 
 
+def test_what_a_killed_command_left_is_removed(trained, tmp_path):
+    left = tmp_path / ".saving-out.jsonl"
+    left.mkdir()
+    (left / "queries").write_bytes(bytes(999))
+    assert mined(trained, tmp_path / "out.jsonl", "--number", "2")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
+
+
 @pytest.mark.slow
 def test_two_ranks_find_the_same(trained, tmp_path):
     one = mined(trained, tmp_path / "one.jsonl", "--number", "2")

@@ -7,9 +7,9 @@ sentence-transformers.
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.base.disk import UNFINISHED
+from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.owned_lock import OwnedLock
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
@@ -119,7 +120,7 @@ class Mining:
 
         sizes, pairs = mesh.on_rank_zero(read)
         with ExitStack() as stack:
-            folder = mesh.on_rank_zero(lambda: stack.enter_context(_folder_beside(self._output)))
+            folder = mesh.on_rank_zero(lambda: str(stack.enter_context(_folder_beside(self._output))))
             queries = StoredRows(mesh, Path(folder, "queries"), int(sizes[0]))
             documents = StoredRows(mesh, Path(folder, "documents"), int(sizes[1]))
             self._embed(mesh, predictor, own, queries, None if texts is None else texts.queries)
@@ -179,7 +180,7 @@ class Mining:
         output, left_out = self._output, 0
         try:
             with _folder_beside(output) as folder:
-                lines, made = Path(folder) / "rows.jsonl", Path(folder) / output.name
+                lines, made = folder / "rows.jsonl", folder / f"made-{output.name}"
                 with lines.open("w", encoding="utf-8") as file:
                     for query, document in texts.pairs.tolist():
                         wrong = [texts.documents[number] for number in negatives[query]]
@@ -273,12 +274,32 @@ class StoredRows:
         return torch.frombuffer(content, dtype=torch.float32).view(stop - start, -1)
 
 
-def _folder_beside(output: Path) -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for temporary files, on the disk of the output."""
+@contextmanager
+def _folder_beside(output: Path) -> Iterator[Path]:
+    """Make a folder for temporary files on the disk of the output; that of a command that was killed is emptied.
+
+    Raises:
+        UsageError: another command has it.
+        TrainerError: it cannot be written.
+    """
+    folder = output.with_name(f"{UNFINISHED}{output.name}")
+    lock = OwnedLock(folder / "lock")
     try:
-        return tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=output.parent)
+        if folder.is_symlink() or not folder.is_dir():
+            remove(folder)
+        folder.mkdir(exist_ok=True)
+        if not lock.try_take():
+            raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
+        for path in folder.iterdir():
+            if path != lock.file:
+                remove(path)
     except OSError as error:
         raise _cannot_write(output, error) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _cannot_write(place: Path, error: OSError) -> TrainerError:
