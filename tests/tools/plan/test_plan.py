@@ -24,7 +24,7 @@ from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.tools.plan import hardware, reachable, recipe_plan
+from trainer.tools.plan import hardware, reachable, recipe_plan, simulated_step
 from trainer.tools.plan.hardware import known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED, traffic_by_axis
@@ -280,6 +280,13 @@ def test_recomputed_operations_have_the_types_of_the_device():
 def test_one_rank_shards_nothing(strategy: str):
     alone, sharded = (planned({"parallel": {"strategy": name}}, 1) for name in ("ddp", strategy))
     assert sharded.resident > 0.95 * alone.resident
+
+
+def test_a_share_of_a_checkpoint_is_no_work_of_a_step():
+    plan = plan_run(recipe_of({}), 2)
+    found = plan_step(plan, 0, LENGTH).totals.work
+    with mock.patch.object(simulated_step, "_share", return_value=0):
+        assert plan_step(plan, 0, LENGTH).totals.work == found
 
 
 def test_fsdp_shards_what_ddp_holds():

@@ -144,6 +144,7 @@ class _Simulation:
             positions(batch.microbatches)  # the loop counts them before a step, which then has them
             engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
             _label_model(ledger, engine, built, self.offload)
+            share = _share(engine)  # its operations are none of a step
             gc.collect(0)  # cycles of the first step
             ledger.restart()
             resident = dict(ledger.alive)
@@ -160,7 +161,7 @@ class _Simulation:
                 held=ledger.held,
                 gradients=ledger.most_gradients,
                 host=ledger.most_on_host,
-                share=_share(engine),
+                share=share,
             )
 
     def update(self) -> tuple[Peak, Totals]:
