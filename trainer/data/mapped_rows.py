@@ -74,14 +74,15 @@ def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
     def may_hold(feature: Any) -> bool:
         return isinstance(feature, dict) or type(feature).__name__ == "Json"
 
-    items = {name: item_of(feature) for name, feature in rows.features.items()}
+    features = rows.features  # a copy of all columns at each call
+    items = {name: item_of(feature) for name, feature in features.items()}
     chats = [
         name
         for name, item in items.items()
-        if may_hold(rows.features[name]) or may_hold(item) or item_of(item) is not None  # the last: lists of turns
+        if may_hold(features[name]) or may_hold(item) or item_of(item) is not None  # the last: lists of turns
     ]
     first = rows.select_columns(chats)[:_FIRST] if chats else {}
-    return {name: first.get(name, ()) for name in rows.features}
+    return {name: first.get(name, ()) for name in features}
 
 
 def _chosen(found: RowMap, rows: Dataset, where: str, first_row: int = 0) -> NDArray[np.int64]:

@@ -399,11 +399,10 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
                 f"`{key}` must name files with the same columns, but {mapped[0].where} has {here} and {split.where} has"
                 f" {there}; rename columns by `data.maps`, or in the files"
             )
-    features = first.features.copy()
+    types = [rows.features for rows in parts]  # each a copy of all columns
+    features = types[0].copy()
     for name in features:  # messages with keys of their own do not become others
-        features[name] = next(
-            (one for one in (rows.features[name] for rows in parts) if one == json_chats()), features[name]
-        )
+        features[name] = next((one[name] for one in types if one[name] == json_chats()), features[name])
     try:
         alike = [rows if rows.features == features else rows.cast(features) for rows in parts]
         joined: Dataset = datasets.concatenate_datasets(alike)
