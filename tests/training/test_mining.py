@@ -133,6 +133,7 @@ def test_blocks_and_ranks_change_nothing(monkeypatch):
     ("options", "row", "problem"),
     [
         (["--range-max", "2"], None, "`--range-max` must be at least 3"),
+        (["--margin", "nan"], None, "`--margin` must be a finite number"),
         ([], {"a": "word1", "b": " "}, "column `b`, row 1 of .* must be a text, but is empty"),
         ([], {"a": "word1"}, "has no column `b`"),
         ([], {"a": "word1", "b": "word2"}, "none of 1 pairs has so many among 1 documents; lower `--number`"),

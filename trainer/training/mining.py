@@ -7,6 +7,7 @@ sentence-transformers.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,7 +65,16 @@ class Limits:
         return self.skip + self.number * (1 if filters == (None,) * 3 else 10) + most_right
 
     def check(self) -> None:
-        """Refuse a range with fewer documents than negatives."""
+        """Refuse a range with fewer documents than negatives, and limits that compare with no number."""
+        given = {
+            "--margin": self.margin,
+            "--relative-margin": self.relative_margin,
+            "--max-score": self.highest,
+            "--min-score": self.lowest,
+        }
+        for name, limit in given.items():
+            if limit is not None and not math.isfinite(limit):
+                raise UsageError(f"`{name}` must be a finite number, but is {limit}; correct it, or leave it out")
         if self.among is not None and self.among - self.skip < self.number:
             raise UsageError(
                 f"`--range-max` must be at least {self.skip + self.number} (`--range-min` {self.skip} and `--number`"
