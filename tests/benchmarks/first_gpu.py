@@ -130,11 +130,11 @@ def checks() -> list[Part]:
     ]
 
 
-def measurements(minutes: float) -> list[Part]:
+def measurements(is_long: bool) -> list[Part]:
     """Return the parts that run alone, the most valuable first."""
     variants = ("short rows", "short rows, packed", "compiled")
     figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
-    if minutes < 25:
+    if not is_long:
         return [Part("figures", (*figures, "{out}/gpu.json"), 600)]
     large = ("gpt2_sample", LLAMA_1B, *BF16, UNEVALUATED, "training.max_steps=4")
     stopped = training("large_resumed", *large, "training.stop_at_step=2")
@@ -230,20 +230,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9, help="the limit; from 25 on, slow parts run too")
     parser.add_argument("--only", nargs="+", help="the names of the parts to run")
     options = parser.parse_args(arguments)
+    is_long = bool(options.only) or options.minutes >= 25
+    at_once = [*checks(), *(beside_cpu() if is_long else ())]
+    alone = [sample("run_resumed"), *measurements(is_long)]
+    chosen = options.only or [part.name for part in (*at_once, *alone)]
+    if unknown := set(chosen) - {part.name for part in (*at_once, *alone)}:
+        parser.error(f"--only names {', '.join(sorted(unknown))}, which are no parts; leave them out")
     options.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.out.resolve(), time.monotonic() + 60 * options.minutes - LEAST_SECONDS)
-
-    is_long = bool(options.only) or options.minutes >= 25
-
-    def chosen(parts: Sequence[Part]) -> list[Part]:
-        return [part for part in parts if not options.only or part.name in options.only]
-
     with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 1) * 3 // 4))) as pool:
-        list(pool.map(runner.run, chosen([*checks(), *(beside_cpu() if is_long else ())])))
-    for part in (*chosen([sample("run_resumed")]), *chosen(measurements(options.minutes))):
-        runner.run(part)
-    for names in (*SAME_LOSSES, *((f"{name}_cpu", name, LARGER.get(name, 1e-5)) for name in TRAININGS if is_long)):
-        if not options.only or set(names[:2]) <= set(options.only):
+        list(pool.map(runner.run, (part for part in at_once if part.name in chosen)))
+    for part in alone:
+        if part.name in chosen:
+            runner.run(part)
+    for names in (*SAME_LOSSES, *((f"{name}_cpu", name, LARGER.get(name, 1e-5)) for name in TRAININGS)):
+        if set(names[:2]) <= set(chosen):
             runner.compare(*names)
     return 0
 

@@ -16,7 +16,6 @@ The error of a row is in the results, and the others run. Rows for which no time
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import statistics
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_
 WARM_UP, STEPS = 4, 24
 TURNS = 2
 """The turns of a training and its peers. The fastest counts, because the host of a virtual machine is at times slow."""
+LIMIT_SECONDS = 150.0
+"""The longest part of the run."""
 CLASSIFICATION = {"type": "sequence_classification", "text": "text"}
 BASE = {"model_type": "bert", "vocab_size": 30522}
 LARGE = {**BASE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -153,7 +155,7 @@ def cases() -> Iterator[Case]:
     for variant in SHORT_ROWS[:2]:  # with a sliding window, and with causal attention
         yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
         yield Case("Llama 1B", LLAMA, 2048, 4, variant)
-    # Last, because DeepSpeed replaces functions of torch for all later trainings. On one rank, hsdp is fsdp.
+    # On one rank, hsdp is fsdp.
     for strategy, row in STRATEGIES.items():
         if not row.single_process and strategy not in ("ddp", "hsdp"):
             yield Case("BERT-base", BASE, 128, 128, strategy=strategy)
@@ -215,22 +217,23 @@ class Device:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def clear(self) -> None:
-        gc.collect()
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+    @classmethod
+    def of_ranks(cls) -> Device:
+        """Return the device of a process group of one rank."""
+        device = cls()
+        init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
+        return device
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self.is_gpu else None
 
 
-def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict[str, Any]:
+def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     """Train a case with the engine, and return its figures."""
+    device = Device.of_ranks()
     recipe = case.recipe()
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
     mesh = ParallelMesh(device.device)
-    device.clear()
     built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
     config: Any = built.model.config
     engine: Any = build_engine([built], task, mesh, plan, 1000)
@@ -253,8 +256,6 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     peak_bytes = device.peak_bytes()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         engine.train_step(batches[-1])
-    if hasattr(engine, "_engine"):
-        engine._engine.destroy()
     found = {
         "rows": case.rows,
         "step_seconds": step,
@@ -274,11 +275,11 @@ def train(case: Case, device: Device, planned: Mapping[str, Any] | None) -> dict
     return found
 
 
-def train_by_peer(case: Case, device: Device, peer: str) -> dict[str, Any]:
+def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
     """Train a case by another loop on the same batches with torch's dropout, and return its figures."""
+    device = Device.of_ranks()
     recipe = case.recipe()
     plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
-    device.clear()
     torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
     use = ModelUse(task.auto_class_name, task.model_options())
     model = build_model(describe(recipe.model, torchs, use)).model.to(device.device)
@@ -296,9 +297,9 @@ def train_by_peer(case: Case, device: Device, peer: str) -> dict[str, Any]:
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 
 
-def update(recipe: OptimizerSection, device: Device, tiny: bool) -> dict[str, Any]:
+def update(recipe: OptimizerSection, tiny: bool) -> dict[str, Any]:
     """Step the matrices of BERT-large's layers, without a training around it, and return the figures."""
-    device.clear()
+    device = Device()
     width = 64 if tiny else 1024
     shapes = [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)] * (1 if tiny else 24)
     matrices = [nn.Parameter(torch.zeros(shape, device=device.device)) for shape in shapes]
@@ -319,16 +320,41 @@ def update(recipe: OptimizerSection, device: Device, tiny: bool) -> dict[str, An
     }
 
 
+def apart(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of `work` in a process of its own, a fork.
+
+    Torch's profiler and DeepSpeed change a process, and later steps in it took up to 1.5 times as long. This process
+    must not use CUDA, which a fork cannot take over.
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def send() -> None:
+        try:
+            sender.send(work())
+        except Exception as error:  # the other parts are worth running
+            sender.send({"error": f"{type(error).__name__}: {str(error)[-600:]}"})
+
+    process = context.Process(target=send)
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv() if receiver.poll(LIMIT_SECONDS) else {"error": "it took too long"}
+    except EOFError:
+        process.join()
+        found = {"error": f"its process ended with {process.exitcode}"}
+    process.kill()
+    process.join()
+    return found
+
+
 def attempt(results: dict[str, Any], name: str, until: float, work: Callable[[], dict[str, Any]]) -> None:
     """Add the result of `work` under `name`, or the reason why there is none; keep a faster one of an earlier turn."""
     if time.monotonic() > until:
         results.setdefault(name, {"not_run": "no time was left"})
         return
     started = time.monotonic()
-    try:
-        found = work()
-    except Exception as error:  # the other parts are worth running
-        found = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
+    found = apart(work)
     found["seconds"] = round(time.monotonic() - started, 1)
     print(f"{name}: {json.dumps(found)[:160]}", flush=True)
     earlier = results.get(name)
@@ -347,8 +373,7 @@ def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: 
 
     `plans` is a file of an earlier run with the plans; None: they are made now.
     """
-    device = Device()
-    results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tiny": tiny}
+    results: dict[str, Any] = {**apart(lambda: {"device": Device().name}), "torch": torch.__version__, "tiny": tiny}
     results |= {part: {} for part in ("plans", "updates", "training", *TOOLS)}
 
     def save() -> None:
@@ -356,23 +381,21 @@ def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: 
 
     if plans is not None:
         results["plans"] = json.loads(plans.read_text())["plans"]
-    else:  # before the process group, because a plan makes its own
+    else:
         for name, case in chosen.items():
             if not case.recipe().cuda_graphs:  # a plan does not know them
                 attempt(results["plans"], name, until, partial(plan, case))
                 save()
-    init_process_group(device.device, 0, 1, dist.HashStore(), timedelta(minutes=1))
     for name, case in chosen.items():
         planned = results["plans"].get(name.replace(", CUDA graphs", ""))  # the same arithmetic
         for _ in range(TURNS if case.beside_peers else 1):
-            attempt(results["training"], name, until, partial(train, case, device, planned))
+            attempt(results["training"], name, until, partial(train, case, planned))
             for peer, tool in TOOLS.items() if case.beside_peers else ():
-                attempt(results[peer], name, until, partial(train_by_peer, case, device, tool))
+                attempt(results[peer], name, until, partial(train_by_peer, case, tool))
             save()
     for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
-        attempt(results["updates"], recipe.name, until, partial(update, recipe, device, tiny))
+        attempt(results["updates"], recipe.name, until, partial(update, recipe, tiny))
     save()
-    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -395,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 attempt(plans, name, math.inf, partial(plan, case))
                 options.json.write_text(json.dumps({"plans": plans}, indent=2) + "\n")
         return 0
-    if not options.tiny and not torch.cuda.is_available():
+    if not options.tiny and not apart(lambda: {"is_gpu": Device().is_gpu})["is_gpu"]:
         parser.error("this machine has no GPU; --tiny checks the script without one")
     run(chosen, options.tiny, time.monotonic() + options.seconds, options.json, options.plans)
     return 0
