@@ -6,15 +6,15 @@ A folder may come from someone else: nothing here writes through a link, or read
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from uuid import uuid4
 
 from trainer.base.errors import UsageError, storage_error
 
@@ -98,41 +98,30 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     path.chmod(mode)
 
 
-def replace_text(path: Path, text: str | Iterable[str]) -> None:
+def replace_text(path: Path, text: str | Iterable[str], alone: bool = True) -> None:
     """Write a text, perhaps in parts, atomically: a kill at any moment leaves either the old file or the new one.
 
-    Of several processes that write the same file, one waits for the other.
+    Args:
+        alone: whether no other process writes this file. Else each writes a temporary file of its own, which a kill
+            leaves behind.
 
     Raises:
         OSError: it cannot be written; the old file is unchanged.
     """
     new = path.with_name(f"{UNFINISHED}{path.name}")
-    with _alone_in(path.parent):
-        remove(new)  # of a process that was killed here, or a link
-        try:
-            with new.open("x", encoding="utf-8", newline="") as file:
-                file.writelines([text] if isinstance(text, str) else text)
-            sync(new)
-            os.replace(new, path)
-        except BaseException:
-            with suppress(OSError):
-                remove(new)
-            raise
-        sync(path.parent)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, where the file system has one; the kernel releases that of a killed process."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    if not alone:
+        new = path.with_name(f"{UNFINISHED}{uuid4().hex}-{path.name}")
+    remove(new)  # of a process that was killed here, or a link
     try:
-        with suppress(OSError):  # NFS cannot lock a folder
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):  # a child that was forked meanwhile holds the descriptor, too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        with new.open("x", encoding="utf-8", newline="") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+        sync(new)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            remove(new)
+        raise
+    sync(path.parent)
 
 
 def write_over(path: Path, text: str, option: str) -> None:

@@ -77,7 +77,7 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
             raise ValueError
     except (OSError, ValueError):
         content = json.dumps(_row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard))
-        replace_text(kept, f"{digest_of(content)}\n{content}")
+        replace_text(kept, f"{digest_of(content)}\n{content}", alone=False)
     return _index(shard, *json.loads(content))
 
 
