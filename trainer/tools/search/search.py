@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.base.disk import replace_text
 from trainer.base.distribution import install_command
-from trainer.base.errors import ExitCode, TrainerError, UsageError
+from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.base.text import for_terminal
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
@@ -69,13 +69,16 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     try:
         code = workers.work(request.trials, request.seeds, request.test)
         result = result_of(workers.ranked(request.seeds), study, metric)
-        replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n")
+        replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n", alone=False)
         write_page(result, folder)
+    except BrokenPipeError:  # of the terminal
+        raise
     except (OSError, StorageInternalError) as error:
-        raise TrainerError(
-            f"the search in {folder} or its storage cannot be written ({error.__cause__ or error}); make room, and"
-            " start the same command again: it continues"
-        ) from error
+        problem = (
+            f"the search in {folder} or its storage cannot be written ({error.__cause__ or error}); make room, or"
+            " change its permissions, and start the same command again: it continues"
+        )
+        raise (storage_error(problem, error) if isinstance(error, OSError) else TrainerError(problem)) from error
     for line in lines(result):
         echo(for_terminal(line))
     echo(f"wrote     {folder / 'search.html'} and search.json")

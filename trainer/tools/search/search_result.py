@@ -129,7 +129,7 @@ def write_page(result: Mapping[str, Any], folder: Path) -> None:
         scores = [(name, format_decimal(decode_number(value))) for name, value in test["metrics"].items()]
         title = f"Trial {test['trial']} on {test['split']}"
         sections.append(Section("Third split", [Table(("metric", "value"), scores, title)]))
-    replace_text(folder / "search.html", render(f"Search in {folder.name}", sections))
+    replace_text(folder / "search.html", render(f"Search in {folder.name}", sections), alone=False)
 
 
 def _keys(result: Mapping[str, Any]) -> Iterator[go.Figure]:

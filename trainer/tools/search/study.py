@@ -111,7 +111,11 @@ def _drop_half_a_line(file: Path) -> None:
     with open(descriptor, "r+b") as journal:
         lock.acquire()
         try:
-            journal.truncate(journal.read().rfind(b"\n") + 1)
+            end = journal.seek(0, os.SEEK_END)
+            journal.seek(max(0, end - 1))
+            if journal.read() not in (b"", b"\n"):
+                journal.seek(0)
+                journal.truncate(journal.read().rfind(b"\n") + 1)
         finally:
             lock.release()
 
