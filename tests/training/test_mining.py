@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,24 @@ def test_what_a_killed_command_left_is_removed(trained, tmp_path):
     (left / "queries").write_bytes(bytes(999))
     assert mined(trained, tmp_path / "out.jsonl", "--number", "2")
     assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
+
+
+def test_two_commands_do_not_write_one_output(trained, tmp_path, capsys):
+    script = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        " print(flush=True); time.sleep(60)"
+    )
+    left = tmp_path / ".saving-out.jsonl"
+    left.mkdir()
+    with subprocess.Popen([sys.executable, "-c", script, str(left / "lock")], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            command = ["mine", str(trained / "run"), "--input", str(trained / "train.jsonl")]
+            assert main([*command, "-o", str(tmp_path / "out.jsonl")]) == ExitCode.USER
+        finally:
+            other.kill()
+    assert "another command is writing" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.base.owned_lock import OwnedLock
+from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
@@ -298,7 +298,7 @@ def _folder_beside(output: Path) -> Iterator[Path]:
         if folder.is_symlink() or not folder.is_dir():
             remove(folder)
         folder.mkdir(exist_ok=True)
-        if not lock.try_take():
+        if not _takes(lock):
             raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
         for path in folder.iterdir():
             if path != lock.file:
@@ -310,6 +310,16 @@ def _folder_beside(output: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
+
+
+def _takes(lock: OwnedLock) -> bool:
+    """Take a lock, and return whether this command may go on; a file system without locks tells of no other one."""
+    try:
+        return lock.try_take()
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return True
 
 
 def _cannot_write(place: Path, error: OSError) -> TrainerError:
