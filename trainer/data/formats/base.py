@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from filelock import FileLock
+
 from trainer.base.digests import digest_of
 from trainer.base.errors import DataError
 from trainer.base.text import size
@@ -154,11 +156,20 @@ def load_with_datasets(
     data_files = [str(path.absolute()) for path in files.paths]
     # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
     found = [path.stat() for path in files.paths]
-    options["name"] = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
+    stamp = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
+    lock = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-{stamp}.lock"
 
     def load(**more: Any) -> Any:
-        read = functools.partial(datasets.load_dataset, name, split="train", data_files=data_files, **options, **more)
-        return or_again(read, lambda: read(download_mode="force_redownload"))
+        read = functools.partial(
+            datasets.load_dataset, name, stamp, split="train", data_files=data_files, **options, **more
+        )
+
+        def again() -> Any:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):  # of several ranks, one writes it
+                return or_again(read, lambda: read(download_mode="force_redownload"))
+
+        return or_again(read, again)
 
     if files.most_rows is None:
         dataset: Dataset = load_all(load) if load_all else load()

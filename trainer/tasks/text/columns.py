@@ -99,11 +99,11 @@ def cells_of(
     Raises:
         DataError: a value of a column other than `nullable` is null.
     """
-    found = {}
+    found, features = {}, rows.features  # a copy of all columns
+    fix = "fill it, or leave the row out"
     for column in columns:
-        fix = "fill it, or leave the row out"
         values = rows[column] if column == nullable else filled(rows, column, where, first_row, fix)
-        found[column] = given(values, [rows.features[column]])
+        found[column] = given(values, [features[column]])
     return found
 
 
