@@ -17,8 +17,8 @@ from trainer.engine.precision import COMPUTE_DTYPES, products
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 
-_User = tuple[Tensor, dict[str, Any], str]
-"""A parameter, the attributes of a module that has it, and its name there."""
+_User = tuple[int, dict[str, Any], str]
+"""The place of a copy, the attributes of a module that has its parameter, and the parameter's name there."""
 
 
 class RoundedWeights:
@@ -34,7 +34,7 @@ class RoundedWeights:
 
     def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, together: bool = True) -> None:
         self._dtype = dtype
-        self._users: list[_User] = []
+        users: list[tuple[Tensor, dict[str, Any], str]] = []
         found: dict[Tensor, None] = {}  # in order
         groups: dict[str, list[Tensor]] = {}
         for number, model in enumerate(models):
@@ -45,19 +45,21 @@ class RoundedWeights:
                             group = f"{number}.{_layer(name) if together else name}"
                             groups.setdefault(group, []).append(parameter)
                         found[parameter] = None
-                        self._users.append((parameter, vars(module), key))
+                        users.append((parameter, vars(module), key))
         self._groups = list(groups.values())
         self._trained = [parameter for group in self._groups for parameter in group]
         self._frozen = [parameter for parameter in found if not parameter.requires_grad]
+        place = {parameter: number for number, parameter in enumerate((*self._trained, *self._frozen))}
+        self._users: list[_User] = [(place[parameter], attributes, key) for parameter, attributes, key in users]
         self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Let the modules compute with rounded weights inside of this context."""
         # An attribute of the object hides the parameter, which stays a parameter of the module.
-        copies = dict(zip((*self._trained, *self._frozen), (*self._recorded(), *self._kept()), strict=True))
-        for parameter, attributes, key in self._users:
-            attributes[key] = copies[parameter]
+        copies = [*self._recorded(), *self._kept()]
+        for place, attributes, key in self._users:
+            attributes[key] = copies[place]
         try:
             yield
         finally:
