@@ -76,7 +76,7 @@ fake-gpu: .fakegpu/libcuda.so.1
 	DEVICE=cuda TORCH_INDEX_URL=default HASHES=none EXTRAS="deepspeed lora quantization schedule-free dev" \
 	  PYTHON=$(PYTHON) docker/install.sh dependencies .fakegpu/venv
 	@.fakegpu/venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' || { \
-		echo "torch must be a build for CUDA; unset PIP_FIND_LINKS, remove .fakegpu, and start again" >&2; exit 1; }
+		echo "torch must be a build for CUDA; let pip find no CPU wheel (PIP_FIND_LINKS), remove .fakegpu, and start again" >&2; exit 1; }
 	gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
 
 dist:
