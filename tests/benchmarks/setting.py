@@ -17,9 +17,9 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.assembly import describe_model, train_batches
+from trainer.training.assembly import train_batches
 from trainer.training.process_group import open_mesh
-from trainer.training.run_data import PreparedData, prepare_data
+from trainer.training.run_data import PreparedData, describe_model, prepare_data
 
 MODELS: dict[str, dict[str, int]] = {
     "small": {},  # the model of the sample

@@ -20,10 +20,10 @@ from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table
-from trainer.training.assembly import batches_of, describe_model
+from trainer.training.assembly import batches_of
 from trainer.training.preview import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.training.row_encoding import TextPreparation
-from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
+from trainer.training.run_data import PreparedData, UnknownClassesError, describe_model, prepare_data
 
 _MOST_ROWS = 20_000  # of each split; more would be encoded for minutes
 _MOST_UNCUT = 1_000  # rows that are encoded without a maximum length

@@ -32,7 +32,6 @@ from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
 from trainer.models.configuration import computed_facts
-from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
 from trainer.models.generation import set_generation
@@ -58,7 +57,7 @@ from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.preview import step_of_run
 from trainer.training.referencing import with_reference
-from trainer.training.run_data import PreparedData
+from trainer.training.run_data import PreparedData, describe_model
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
 from trainer.training.validation import Validation
@@ -295,20 +294,6 @@ def batches_of(
         masking=data.masking,
         **options,
     )
-
-
-def describe_model(recipe: Recipe, data: PreparedData) -> ModelDescription:
-    """Describe the model of a recipe for its task and data."""
-    task = data.task
-    use = ModelUse(
-        task.auto_class_name,
-        task.model_options(),
-        data.preparation.padding_token,
-        task.unused_modules,
-        task.packs_documents,
-        added=task.added_module(),
-    )
-    return describe(recipe.model, recipe.training, use)
 
 
 def assemble(

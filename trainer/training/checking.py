@@ -28,9 +28,8 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
-from trainer.training.assembly import describe_model
 from trainer.training.row_encoding import require_fit, with_folder
-from trainer.training.run_data import PreparedData, prepare_data
+from trainer.training.run_data import PreparedData, describe_model, prepare_data
 from trainer.training.teaching import check_teacher
 
 

@@ -19,7 +19,7 @@ from trainer.data.sources import Split, Splits, Stream, load_splits, require_one
 from trainer.data.split import EncodedSplit
 from trainer.data.stream_order import StreamOrder
 from trainer.data.streamed_split import StreamedSplit, StreamSettings
-from trainer.models.describe import ModelDescription
+from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import FileData, Recipe
@@ -110,6 +110,20 @@ class PreparedData:
 
 class UnknownClassesError(Exception):
     """Error of a check that reads the first rows of a large training split, which may lack some classes."""
+
+
+def describe_model(recipe: Recipe, data: PreparedData) -> ModelDescription:
+    """Describe the model of a recipe for its task and data."""
+    task = data.task
+    use = ModelUse(
+        task.auto_class_name,
+        task.model_options(),
+        data.preparation.padding_token,
+        task.unused_modules,
+        task.packs_documents,
+        added=task.added_module(),
+    )
+    return describe(recipe.model, recipe.training, use)
 
 
 def prepare_data(

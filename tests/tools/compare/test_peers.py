@@ -17,9 +17,9 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.compare.peers import PEERS, FlatBatches, PeerTraining, name_ranks, with_torchs_dropout
-from trainer.training.assembly import assemble, describe_model, train_batches
+from trainer.training.assembly import assemble, train_batches
 from trainer.training.process_group import open_mesh
-from trainer.training.run_data import prepare_data
+from trainer.training.run_data import describe_model, prepare_data
 
 STEPS = 2
 IN_CI = ("bert_sample_mlm", "qa_sample")
