@@ -37,7 +37,6 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.engine.builders import build_engine
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.models.describe import ModelUse, describe
 from trainer.models.fill import build_model
 from trainer.models.place import planned_cuts
 from trainer.observe.meter import peak_flops
@@ -46,7 +45,7 @@ from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tools.compare.peers import PEERS, PeerTraining
+from trainer.tools.compare.peers import PEERS, PeerTraining, with_torchs_dropout
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
 
@@ -232,7 +231,8 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     """Train a case with the engine, and return its figures."""
     device = Device.of_ranks()
     recipe = case.recipe()
-    plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
+    plan = plan_run(recipe, 1)
+    task = planned_task(plan)
     mesh = ParallelMesh(device.device)
     built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
     config: Any = built.model.config
@@ -278,11 +278,9 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
 def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
     """Train a case by another loop on the same batches with torch's dropout, and return its figures."""
     device = Device.of_ranks()
-    recipe = case.recipe()
-    plan, task = plan_run(recipe, 1), planned_task(plan_run(recipe, 1))
-    torchs = recipe.training.model_copy(update={"layout_invariant_dropout": False})
-    use = ModelUse(task.auto_class_name, task.model_options())
-    model = build_model(describe(recipe.model, torchs, use)).model.to(device.device)
+    recipe = with_torchs_dropout(case.recipe())
+    plan = plan_run(recipe, 1)
+    task, model = planned_task(plan), build_model(planned_model(plan)).model.to(device.device)
     batches = random_batches(case, recipe, task, model.config)
     times: list[float] = []
 
