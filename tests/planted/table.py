@@ -25,7 +25,7 @@ _BASE = [
         "text_replaced_in_place",
         "A file that is rewritten is written in its place, so a kill leaves half of it.",
         "base/disk.py",
-        'new = path.with_name(f"{UNFINISHED}{path.name}")',
+        """new = path.with_name(f"{UNFINISHED}{'' if alone else uuid4().hex}{path.name}")""",
         "new = path",
         ("observe/test_metrics_file.py",),
     ),

@@ -108,19 +108,22 @@ def replace_text(path: Path, text: str | Iterable[str], alone: bool = True) -> N
     Raises:
         OSError: it cannot be written; the old file is unchanged.
     """
-    new = path.with_name(f"{UNFINISHED}{path.name}")
-    if not alone:
-        new = path.with_name(f"{UNFINISHED}{uuid4().hex}-{path.name}")
+    new = path.with_name(f"{UNFINISHED}{'' if alone else uuid4().hex}{path.name}")
     remove(new)  # of a process that was killed here, or a link
     try:
         with new.open("x", encoding="utf-8", newline="") as file:
             file.writelines([text] if isinstance(text, str) else text)
-        sync(new)
-        os.replace(new, path)
+        move_over(new, path)
     except BaseException:
         with suppress(OSError):
             remove(new)
         raise
+
+
+def move_over(new: Path, path: Path) -> None:
+    """Put a complete file in the place of `path`, so that a loss of power leaves one of the two."""
+    sync(new)
+    os.replace(new, path)
     sync(path.parent)
 
 

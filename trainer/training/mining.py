@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.base.disk import UNFINISHED, remove
+from trainer.base.disk import UNFINISHED, move_over, remove
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
@@ -131,19 +131,21 @@ class Mining:
         sizes, pairs = mesh.on_rank_zero(read)
         with ExitStack() as stack:
             folder = mesh.on_rank_zero(lambda: str(stack.enter_context(_folder_beside(self._output))))
-            queries = StoredRows(mesh, Path(folder, "queries"), int(sizes[0]))
-            documents = StoredRows(mesh, Path(folder, "documents"), int(sizes[1]))
+            places = [Path(folder, name) for name in ("queries", "documents")]
+            queries, documents = (StoredRows(mesh, *one) for one in zip(places, sizes.tolist(), strict=True))
             self._embed(mesh, predictor, own, queries, None if texts is None else texts.queries)
             of_documents = replace(own, text_columns=(document,))
             self._embed(mesh, predictor, of_documents, documents, None if texts is None else texts.documents)
             gathered = mesh.gather(mine(queries, documents, pairs, self.limits, mesh.rank, mesh.world_size))
 
-        def write() -> int:
-            assert texts is not None
-            assert gathered is not None
-            return self._write(texts, dict(zip_rows(gathered)), (query, document))
+            def write() -> int:
+                assert texts is not None
+                assert gathered is not None
+                for place in places:  # makes room for the output
+                    remove(place)
+                return self._write(Path(folder), texts, dict(zip_rows(gathered)), (query, document))
 
-        left_out = mesh.on_rank_zero(write)
+            left_out = mesh.on_rank_zero(write)
         if mesh.rank == 0:
             for note in predictor.notes():
                 print_note(note)
@@ -181,32 +183,34 @@ class Mining:
             answers, _ = predictor.answers(mesh.on_rank_zero(chunk), torch.arange(start, start + number), start, task)
             stored.append(F.normalize(answers["embeddings"][:, 0].float(), dim=-1) if answers else torch.empty(0))
 
-    def _write(self, texts: _Texts, negatives: dict[int, list[int]], columns: tuple[str, str]) -> int:
+    def _write(self, folder: Path, texts: _Texts, negatives: dict[int, list[int]], columns: tuple[str, str]) -> int:
         """Write the output, and return the number of pairs that are left out.
+
+        Args:
+            folder: holds files until the output is complete.
 
         Raises:
             DataError: no pair has enough negatives.
         """
         output, left_out = self._output, 0
         try:
-            with _folder_beside(output) as folder:
-                lines, made = folder / "rows.jsonl", folder / f"made-{output.name}"
-                with lines.open("w", encoding="utf-8") as file:
-                    for query, document in texts.pairs.tolist():
-                        wrong = [texts.documents[number] for number in negatives[query]]
-                        if len(wrong) < self.limits.number:
-                            left_out += 1
-                            continue
-                        row = self._row(columns, texts.queries[query], texts.documents[document], wrong)
-                        file.write(json_line(row))
-                if left_out == len(texts.pairs):
-                    raise DataError(
-                        f"{self.request.where} must hold a pair with {self.limits.number} negatives, but none of"
-                        f" {left_out:,} pairs has so many among {len(texts.documents):,} documents; lower `--number`,"
-                        " relax the limits, or add documents"
-                    )
-                write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
-                made.replace(output)
+            lines, made = folder / "rows.jsonl", folder / f"made-{output.name}"
+            with lines.open("w", encoding="utf-8") as file:
+                for query, document in texts.pairs.tolist():
+                    wrong = [texts.documents[number] for number in negatives[query]]
+                    if len(wrong) < self.limits.number:
+                        left_out += 1
+                        continue
+                    row = self._row(columns, texts.queries[query], texts.documents[document], wrong)
+                    file.write(json_line(row))
+            if left_out == len(texts.pairs):
+                raise DataError(
+                    f"{self.request.where} must hold a pair with {self.limits.number} negatives, but none of"
+                    f" {left_out:,} pairs has so many among {len(texts.documents):,} documents; lower `--number`,"
+                    " relax the limits, or add documents"
+                )
+            write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
+            move_over(made, output)
         except OSError as error:
             raise _cannot_write(output, error) from error
         return left_out

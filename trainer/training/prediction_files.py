@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock, Timeout
 
 from trainer.base.digests import digest_of, file_digest, source_digest
-from trainer.base.disk import UNFINISHED, no_file, read_plain, remove, replace_text, sync
+from trainer.base.disk import UNFINISHED, move_over, no_file, read_plain, remove, replace_text
 from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.data.chunked_rows import (
@@ -354,9 +353,7 @@ class Output:
             remove(new)  # of a command that was killed here, or a link
             file_format = row_format(self._path, "--output", OUTPUT_FORMATS)
             write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
-            sync(new)
-            os.replace(new, self._path)
-            sync(self._path.parent)
+            move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)
         print_note(f"wrote {self.num_done:,} rows to {self._path}")
 
