@@ -7,7 +7,6 @@ memory: an earlier stream must have been waited for, directly or through other s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -164,27 +163,32 @@ def test_a_wait_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch, wait: 
 
 
 def test_torch_calls_the_hooks_of_rounded_weights_in_order(monkeypatch: pytest.MonkeyPatch):
-    """The types before the first gather; the gradient's type behind the copy of each gather, on the stream of it."""
-    uses, order = Uses(), []
+    """The types before the first gather; the gradients' type behind the backward pass, on the stream that computes."""
+    uses, types, gradients = Uses(), [], []
 
     def set_types(dtype: torch.dtype, parameter: Any, *arguments: Any) -> None:
         gathered_in(dtype, parameter, *arguments)
-        order.append(("types", parameter._param_fqn, uses.streams == {uses.compute}))
+        types.append((parameter._param_fqn, uses.streams == {uses.compute}))
 
-    def set_gradient(parameter: Any, *arguments: Any) -> None:
-        with_fp32_gradient(parameter, *arguments)
-        (gathered,) = parameter.all_gather_outputs
-        stream, _, name = uses.writes[StorageWeakRef(gathered.untyped_storage())]
-        is_there = (stream, name) == (uses.compute, "split_with_sizes_copy") and uses.current is uses.compute
-        assert parameter._unsharded_param.untyped_storage()._cdata == gathered.untyped_storage()._cdata
-        order.append(("gradient", parameter._param_fqn, is_there and gathered.dtype == torch.bfloat16))
+    def cast(parameters: Any, reduce: Any, *arguments: Any) -> None:
+        rounded = [one for one in parameters if one._unsharded_param.grad.dtype == torch.bfloat16]
+        computes = uses.current is uses.compute
 
-    gathered_in, with_fp32_gradient = sharded._gathered_in, sharded._with_fp32_gradient
+        def note_and_reduce() -> None:
+            for one in rounded:
+                exact = one.unsharded_accumulated_grad
+                stream, _, name = uses.writes[StorageWeakRef(exact.untyped_storage())]
+                is_there = (stream, name) == (uses.compute, "_foreach_copy_") and exact.dtype == torch.float32
+                gradients.append((one._param_fqn, computes and is_there and one._unsharded_param.grad is None))
+            reduce()
+
+        with_fp32_gradients(parameters, note_and_reduce, *arguments)
+
+    gathered_in, with_fp32_gradients = sharded._gathered_in, sharded._with_fp32_gradients
     monkeypatch.setattr(sharded, "_gathered_in", set_types)
-    monkeypatch.setattr(sharded, "_with_fp32_gradient", set_gradient)
+    monkeypatch.setattr(sharded, "_with_fp32_gradients", cast)
     steps("fsdp", uses, num_steps=1, precision="bf16")
-    assert all(in_order for *_, in_order in order)
-    number = Counter((kind, name) for kind, name, _ in order)
-    names = {name for _, name in number}
+    assert all(in_order for _, in_order in (*types, *gradients))
+    names = [name for name, _ in types]
     assert len(names) == 2 * (2 * 6 + 2)  # weights and biases of two layers, the pooler and the classifier
-    assert number == Counter({("types", name): 1 for name in names} | {("gradient", name): 2 for name in names})
+    assert sorted(names) == sorted(name for name, _ in gradients)

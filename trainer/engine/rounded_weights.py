@@ -100,6 +100,14 @@ def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, together: bool 
     return RoundedWeights(models, dtype, together) if dtype else None
 
 
+def in_fp32(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in fp32, cast by one operation; those in fp32 are returned themselves."""
+    exact = [one if one.dtype == torch.float32 else torch.empty_like(one, dtype=torch.float32) for one in tensors]
+    if rounded := [one for one in tensors if one.dtype != torch.float32]:
+        torch._foreach_copy_([new for new, old in zip(exact, tensors, strict=True) if new is not old], rounded)
+    return exact
+
+
 class _Rounded(torch.autograd.Function):
     """The rounding of weights. Autograd keeps nothing of it, so several backward passes may run through it."""
 
@@ -110,10 +118,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        rounded = [gradient for gradient in gradients if gradient is not None]
-        exact = [torch.empty_like(gradient, dtype=torch.float32) for gradient in rounded]
-        torch._foreach_copy_(exact, rounded)
-        found = iter(exact)
+        found = iter(in_fp32([gradient for gradient in gradients if gradient is not None]))
         return None, *(None if gradient is None else next(found) for gradient in gradients)
 
 

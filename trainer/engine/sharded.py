@@ -11,7 +11,7 @@ gathered in fp32. Gradients are summed in the type of `parallel.communication.gr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
+from trainer.engine.rounded_weights import in_fp32
 from trainer.models.families.table import layers_of
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
@@ -131,11 +132,13 @@ def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> No
     chosen = {parameter for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for parameter in group.fsdp_params if group else ():
+        if group is None:
+            continue
+        group.post_backward = partial(_with_fp32_gradients, group.fsdp_params, group.post_backward)
+        for parameter in group.fsdp_params:
             if parameter.sharded_param in chosen:
                 parameter.sharded_param.grad_dtype = torch.float32
                 parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
-                parameter.init_unsharded_param = partial(_with_fp32_gradient, parameter, parameter.init_unsharded_param)
 
 
 def _gathered_in(
@@ -146,10 +149,19 @@ def _gathered_in(
     parameter.orig_dtype = torch.float32  # the type of the sharded gradient, also of a weight that is stored in bf16
 
 
-def _with_fp32_gradient(parameter: Any, gather: Callable[[], None]) -> None:
-    """Accumulate the gradient of a gathered parameter in fp32, the type of all gradients that are summed together."""
-    gather()
-    parameter._unsharded_param.grad_dtype = torch.float32
+@torch.no_grad()
+def _with_fp32_gradients(parameters: Sequence[Any], reduce: Callable[[], None], *_: Any) -> None:
+    """Return the gradients of a group's gathered parameters to fp32 at once, then reduce them as torch does.
+
+    Torch reduces gradients of one type only. Of several passes before a reduction, it adds each to the sum so far.
+    """
+    gathered = [one for one in parameters if hasattr(one, "_unsharded_param")]
+    found = [one for one in gathered if one._unsharded_param.grad is not None]
+    for one, gradient in zip(found, in_fp32([one._unsharded_param.grad for one in found]), strict=True):
+        one._unsharded_param.grad = None
+        so_far = one.unsharded_accumulated_grad
+        one.unsharded_accumulated_grad = gradient if so_far is None else so_far.add_(gradient)
+    reduce()
 
 
 @contextmanager
