@@ -134,13 +134,15 @@ def measurements(is_long: bool) -> list[Part]:
     """Return the parts that run alone, the most valuable first."""
     variants = ("short rows", "short rows, packed", "compiled")
     figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
+    profile = Part("profile", ("-m", "tests.benchmarks.gpu_profile", "--json", "{out}/profile.json"), 90)
     if not is_long:
-        return [Part("figures", (*figures, "{out}/gpu.json"), 600)]
+        return [profile, Part("figures", (*figures, "{out}/gpu.json"), 600)]
     large = ("gpt2_sample", LLAMA_1B, *BF16, UNEVALUATED, "training.max_steps=4")
     stopped = training("large_resumed", *large, "training.stop_at_step=2")
     long = ("bert_sample", UNEVALUATED, "training.max_steps=100000")
     blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
     return [
+        profile,
         Part("large_stopped", stopped.arguments),  # the checkpoint of a large model
         training("large_resumed", *large),
         Part("figures", (*figures, "{out}/gpu.json"), 420),

@@ -21,7 +21,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -227,31 +227,39 @@ class Device:
         return torch.cuda.max_memory_allocated() if self.is_gpu else None
 
 
+def begun(case: Case, device: Device) -> tuple[Any, list[RankBatch]]:
+    """Return the engine of a case and its batches, of which the first `WARM_UP` only warm up."""
+    recipe = case.recipe()
+    plan = plan_run(recipe, 1)
+    task, mesh = planned_task(plan), ParallelMesh(device.device)
+    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
+    engine = build_engine([built], task, mesh, plan, 1000)
+    batches = random_batches(case, recipe, task, built.model.config)
+    return engine, [batch.pin_memory() for batch in batches] if device.is_gpu else batches
+
+
+def run_steps(engine: Any, batches: Iterable[RankBatch]) -> tuple[Callable[[], Any], float]:
+    """Begin a step for each batch, and read its loss one step late; return the last reading and the host's seconds."""
+    started, read = time.perf_counter(), None
+    for batch in batches:
+        before, read = read, engine.begin_step(batch)
+        if before is not None:
+            before()
+    assert read is not None, "there is no batch"
+    return read, time.perf_counter() - started
+
+
 def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     """Train a case with the engine, and return its figures."""
     device = Device.of_ranks()
-    recipe = case.recipe()
-    plan = plan_run(recipe, 1)
-    task = planned_task(plan)
-    mesh = ParallelMesh(device.device)
-    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
-    config: Any = built.model.config
-    engine: Any = build_engine([built], task, mesh, plan, 1000)
-    batches = random_batches(case, recipe, task, config)
-    if device.is_gpu:
-        batches = [batch.pin_memory() for batch in batches]
+    engine, batches = begun(case, device)
     started = device.now()
     engine.train_step(batches[0])
     first = device.now() - started
     for batch in batches[1:WARM_UP]:
         engine.train_step(batch)
-    started, read = device.now(), None
-    for batch in batches[WARM_UP:-1]:
-        before, read = read, engine.begin_step(batch)
-        if before is not None:
-            before()
-    issued = time.perf_counter() - started
-    assert read is not None
+    started = device.now()
+    read, issued = run_steps(engine, batches[WARM_UP:-1])
     last, step = read(), (device.now() - started) / (STEPS - 1)
     peak_bytes = device.peak_bytes()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -270,7 +278,7 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         peak = peak_flops(device.name, case.precision)
         found["mfu"] = None if peak is None else planned["flops"] / step / peak
-        if not recipe.cuda_graphs:  # a plan does not know the memory of graphs
+        if not case.recipe().cuda_graphs:  # a plan does not know the memory of graphs
             found["planned_peak_bytes"] = planned["peak_bytes"]
     return found
 

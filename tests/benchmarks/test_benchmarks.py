@@ -6,13 +6,18 @@ import json
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
 from tests.benchmarks import memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
+from tests.benchmarks.gpu_profile import main as gpu_profile
+from tests.benchmarks.gpu_profile import waits_counted
 from tests.benchmarks.operations import STORED, Count, cases, figures, ours, plain
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes, warm
@@ -117,6 +122,26 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     ratios = [row["rows_per_second"] / found[peer][name]["rows_per_second"] for peer in ("plain", "transformers")]
     assert shown.startswith(f"| {shown_name} | {row['rows_per_second']:,.0f} | - | "), shown
     assert shown.endswith(f" | {ratios[0]:.2f} | {ratios[1]:.2f} |"), shown
+
+
+def test_a_profile_names_the_lines_that_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with waits_counted(SimpleNamespace(is_gpu=True)) as waits:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        warnings.warn("another warning", UserWarning, stacklevel=1)
+    ((line, number),) = waits.items()
+    assert (number, modes) == (2, ["warn", "default"])
+    assert line.startswith(f"{__file__}:")
+
+
+@pytest.mark.nightly
+def test_a_profile_runs_in_small_on_a_cpu(tmp_path: Path):
+    assert gpu_profile(["--tiny", "--json", str(tmp_path / "profile.json")]) == 0
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert all(row["step_seconds"] > row["busy_seconds"] / 2 > 0 for row in found.values())
+    assert all(any("mm" in one["name"] for one in row["operations"]) for row in found.values())
 
 
 def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
