@@ -14,6 +14,7 @@ A model that cannot be filled in parts (`CannotLoadPartsError`) is loaded whole 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, sizes_differ
 from trainer.models.draw import draw_weights
-from trainer.models.hub_files import CannotLoadPartsError, not_found, one_line, require_safe_shards
+from trainer.models.hub_files import CannotLoadPartsError, is_adapter, not_found, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.quantizing import quantized_in
@@ -178,6 +179,24 @@ def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Te
     stored = _fitted(described, StoredWeights(described.files()))
     renamed = _renamed(described.on_meta(), stored)[0]
     return {name: parts for name, key in renamed.items() if (parts := stored.quantized(key)) is not None}
+
+
+def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
+    """Return whether a rank holds the whole model while it builds its part, as far as this machine's files tell.
+
+    Args:
+        model: the model or a part of it, on `meta`.
+    """
+    in_folder = not recipe.is_random and os.path.isdir(str(recipe.name_or_path))
+    return (in_folder and is_adapter(recipe)) or _made_with(model) is not None
+
+
+def _made_with(model: nn.Module) -> str | None:
+    """Return the name of a tensor on `meta` that is neither a parameter nor a buffer, and that no file holds."""
+    values = (
+        (f"{path}.{name}", value) for path, module in model.named_modules() for name, value in vars(module).items()
+    )
+    return next((path for path, value in values if isinstance(value, Tensor) and value.is_meta), None)
 
 
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
@@ -513,10 +532,8 @@ class _Parts:
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta if self.shards is None else name not in self.shards:
                 raise CannotLoadPartsError(f"it is not clear where {name} comes from")
-        for path, module in self.model.named_modules():
-            for attribute, value in vars(module).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    raise CannotLoadPartsError(f"{path}.{attribute} is a tensor that is made with the model")
+        if (path := _made_with(self.model)) is not None:
+            raise CannotLoadPartsError(f"{path} is a tensor that is made with the model")
 
     def fill_whole(self, name: str, whole: Tensor) -> None:
         """Fill the parameter `name` of the whole model with this rank's part of `whole`, if this model has it.

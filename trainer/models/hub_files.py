@@ -87,6 +87,15 @@ def find_file(recipe: Model, file: str) -> str | None:
     return found
 
 
+def is_adapter(recipe: Model) -> bool:
+    """Return whether a folder or a name on the hub is an adapter to another model, which is ignored without PEFT.
+
+    Raises:
+        OSError: the hub cannot be reached.
+    """
+    return is_peft_available() and find_file(recipe, "adapter_config.json") is not None
+
+
 def pretrained_files(recipe: Model, config: Any) -> list[str]:
     """Return the safetensors files of a folder or of the hub: one file, or several files with an index.
 
@@ -102,7 +111,7 @@ def pretrained_files(recipe: Model, config: Any) -> list[str]:
             raise CannotLoadPartsError(what)
     name, revision = str(recipe.name_or_path), recipe.revision or "main"
     try:
-        if is_peft_available() and find_file(recipe, "adapter_config.json") is not None:  # without PEFT, it is ignored
+        if is_adapter(recipe):
             raise CannotLoadPartsError("it is an adapter to another model")
         if (single := find_file(recipe, SAFE_WEIGHTS_NAME)) is not None:
             return [single]

@@ -22,6 +22,9 @@ from tests.tools.plan import measured
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, Measured
 from trainer.base.errors import UsageError
 from trainer.cli import main
+from trainer.models.describe import ModelDescription
+from trainer.models.fill import build_model
+from trainer.models.place import ModelCut, StageChoice
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan import hardware, reachable, recipe_plan, simulated_step
@@ -29,7 +32,7 @@ from trainer.tools.plan.hardware import known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED, traffic_by_axis
 from trainer.tools.plan.simulated_rank import shapes_only
-from trainer.tools.plan.simulated_step import plan_step
+from trainer.tools.plan.simulated_step import plan_step, planned_model
 
 RANK_VARIABLES = {
     "RANK": "0",
@@ -122,6 +125,22 @@ def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert "too much" in shown
     assert main([*words, "5"]) == 2
     assert "`--host-memory` is '5'" in capsys.readouterr().err
+
+
+def test_a_model_that_is_loaded_whole_counts_whole_on_the_host(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_run(recipe_of({"parallel": {"pipeline": {"stages": 2}}}), 2)
+    loaded, made = plan_step(plan, 0, LENGTH).loaded, ModelDescription.made
+
+    def with_a_tensor(described: ModelDescription) -> nn.Module:
+        model = made(described)
+        model.made_with_it = torch.zeros(1)
+        return model
+
+    monkeypatch.setattr(ModelDescription, "made", with_a_tensor)
+    built = build_model(planned_model(plan), ModelCut(choice=StageChoice(0, 2)))
+    assert any("every rank held the whole model" in note for note in built.notes)
+    whole = sum(4 * parameter.numel() for parameter in planned_model(plan).on_meta().parameters())
+    assert plan_step(plan, 0, LENGTH).loaded == whole > loaded
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])

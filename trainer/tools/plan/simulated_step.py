@@ -21,6 +21,7 @@ from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
 from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.fill import is_loaded_whole
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.quantizing import weights_of_parts
 from trainer.models.teacher import Teacher
@@ -227,11 +228,20 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
 
 
 def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
-    """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks."""
-    whole = sum(parameter.nbytes for part in built for parameter in part.model.parameters())
+    """Return the bytes of the weights that a rank builds on the host: its shard, but not if ZeRO-3 has tensor ranks.
+
+    If it cannot read parts of the weights, it holds the whole model before it cuts its last part.
+    """
+    if is_loaded_whole(plan.recipe.model, built[-1].model):
+        return sum(map(_weights, [planned_model(plan).on_meta(), *(part.model for part in built[:-1])]))
+    whole = sum(_weights(part.model) for part in built)
     if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
         return whole
     return -(-whole // plan.layout.dp_shard)
+
+
+def _weights(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _share(engine: NativeEngine | ZeroEngine) -> int:
