@@ -24,6 +24,7 @@ from trainer.models.configuration import load_config, max_positions
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
@@ -510,15 +511,5 @@ def write_recipe(file: Path, recipe: str, overrides: Sequence[str]) -> None:
         UsageError: the file exists, or cannot be written.
     """
     base = os.path.relpath(recipe, file.parent) if Path(recipe).is_file() else recipe
-    written: dict[str, Any] = {"extends": base}
-    for word in overrides:
-        path, _, text = word.partition("=")
-        *sections, key = path.split(".")
-        place = written
-        for section in sections:
-            place = place.setdefault(section, {})
-        try:
-            place[key] = json.loads(text)
-        except ValueError:
-            place[key] = text
+    written = {"extends": base, **override_layer(overrides)[0].plain()}
     write_new(file, json.dumps(written, indent=2) + "\n", "--write")
