@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, TimeoutError  # the builtin one only from Python 3.11 on
 from typing import TYPE_CHECKING
 
 from trainer.tools.doctor.finding import Finding, Result, problem, warning
@@ -32,44 +33,40 @@ def examine(machine: Machine, deep: bool = False, checks: Sequence[Check] = CHEC
     Args:
         deep: whether to run the checks that use the GPUs.
     """
-    begun = [_Making(check, machine) for check in checks if deep or not check.deep]
-    return [making.result() for making in begun]
+    begun = [(check, time.monotonic(), _begin(check, machine)) for check in checks if deep or not check.deep]
+    return [_result(*one) for one in begun]
 
 
-class _Making:
-    """A check in its own thread, which is abandoned if it hangs."""
+def _begin(check: Check, machine: Machine) -> Future[Finding]:
+    """Make a check in a thread of its own, which is abandoned if it hangs."""
+    finding: Future[Finding] = Future()
+    threading.Thread(target=lambda: finding.set_result(_finding(check, machine)), daemon=True).start()
+    return finding
 
-    def __init__(self, check: Check, machine: Machine) -> None:
-        self._check = check
-        self._machine = machine
-        self._finding: Finding | None = None
-        self._end = time.monotonic() + check.seconds
-        self._thread = threading.Thread(target=self._make, daemon=True)
-        self._thread.start()
 
-    def result(self) -> Result:
-        self._thread.join(max(0.0, self._end - time.monotonic()))
-        finding = self._finding or problem(
-            f"no answer within {self._check.seconds:.0f} s",
+def _result(check: Check, begun: float, finding: Future[Finding]) -> Result:
+    try:
+        found = finding.result(max(0.0, begun + check.seconds - time.monotonic()))
+    except TimeoutError:
+        found = problem(
+            f"no answer within {check.seconds:.0f} s",
             "a network drive, a name server or a driver hangs: check the system log",
         )
-        return Result(self._check.name, self._check.group, finding.status, finding.value, finding.remedy)
+    return Result(check.name, check.group, found.status, found.value, found.remedy)
 
-    def _without_facts(self, error: ProbeError) -> Finding:
-        """Report one cause once: the check that asked has the problem, and the others refer to it."""
-        if self._check.asks is error.kind:
+
+def _finding(check: Check, machine: Machine) -> Finding:
+    try:
+        return check.examine(machine)
+    except ProbeError as error:
+        # One cause is reported once: the check that asked has the problem, and the others refer to it.
+        if check.asks is error.kind:
             return problem(str(error), error.kind.remedy)
-        first = next((check.name for check in CHECKS if check.asks is error.kind), self._check.name)
+        first = next((other.name for other in CHECKS if other.asks is error.kind), check.name)
         return warning("not checked", f"fix the check `{first}` first")
-
-    def _make(self) -> None:
-        try:
-            self._finding = self._check.examine(self._machine)
-        except ProbeError as error:
-            self._finding = self._without_facts(error)
-        except ImportError as error:
-            self._finding = problem(f"not checked: {error}", "fix the check `dependencies` first")
-        except Exception as error:
-            self._finding = problem(
-                f"the check itself failed: {type(error).__name__}: {error}", "this is a bug of trainer: report it"
-            )
+    except ImportError as error:
+        return problem(f"not checked: {error}", "fix the check `dependencies` first")
+    except Exception as error:
+        return problem(
+            f"the check itself failed: {type(error).__name__}: {error}", "this is a bug of trainer: report it"
+        )

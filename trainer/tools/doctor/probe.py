@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -17,11 +18,11 @@ Kind = TypeVar("Kind", bound=Facts)
 
 
 class ProbeError(Exception):
-    """The facts of `kind` are not available, for the reason in the message."""
+    """The facts of `kind` are not available, for the reason in the message; `ends`: nor are those of later kinds."""
 
-    def __init__(self, message: str, kind: type[Facts]) -> None:
+    def __init__(self, message: str, kind: type[Facts], ends: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.ends = kind, ends
 
 
 class Probe:
@@ -32,13 +33,12 @@ class Probe:
     """
 
     def __init__(self, deep: bool) -> None:
-        self._kinds = tuple(kind for kind in KINDS if deep or kind is not ExerciseFacts)
-        self._known: dict[type[Facts], Facts | ProbeError] = {}
-        self._arrived = {kind: threading.Event() for kind in self._kinds}
+        kinds = tuple(kind for kind in KINDS if deep or kind is not ExerciseFacts)
+        self._facts: dict[type[Facts], Future[Facts]] = {kind: Future() for kind in kinds}
         context = multiprocessing.get_context("fork")
         receive, send = context.Pipe(duplex=False)
-        limit = sum(kind.limit for kind in self._kinds)
-        self._process = context.Process(target=answer, args=(send, self._kinds, limit), daemon=True)
+        limit = sum(kind.limit for kind in kinds)
+        self._process = context.Process(target=answer, args=(send, kinds, limit), daemon=True)
         self._process.start()
         send.close()
         threading.Thread(target=self._collect, args=(receive,), daemon=True).start()
@@ -49,12 +49,9 @@ class Probe:
         Raises:
             ProbeError: they are not available.
         """
-        self._arrived[kind].wait()
-        known = self._known[kind]
-        if isinstance(known, ProbeError):
-            raise known
-        assert isinstance(known, kind)
-        return known
+        found = self._facts[kind].result()
+        assert isinstance(found, kind)
+        return found
 
     def close(self) -> None:
         """End the process and its children."""
@@ -66,33 +63,28 @@ class Probe:
         self._process.join(1)
 
     def _collect(self, connection: Connection) -> None:
-        for index, kind in enumerate(self._kinds):
+        ended: ProbeError | None = None
+        for kind, facts in self._facts.items():
             try:
-                answer = self._receive(connection, kind)
-            except ProbeError as ended:
-                missed, error = self._kinds[index:], ended
-            else:
-                self._put(kind, answer if isinstance(answer, Facts) else ProbeError(answer, kind))
-                if isinstance(answer, Facts) or kind is not TorchFacts:
-                    continue
-                missed, error = self._kinds[1:], ProbeError(answer, kind)  # all other questions need torch
-            self.close()
-            for other in missed:
-                self._put(other, error)
-            return
+                if ended is not None:
+                    raise ended
+                facts.set_result(self._receive(connection, kind))
+            except ProbeError as error:
+                facts.set_exception(error)
+                if error.ends and ended is None:
+                    self.close()
+                    ended = error
 
-    def _receive(self, connection: Connection, kind: type[Facts]) -> Facts | str:
+    def _receive(self, connection: Connection, kind: type[Facts]) -> Facts:
         try:
-            if connection.poll(kind.limit):
-                answer: Facts | str = connection.recv()
-                return answer
+            if not connection.poll(kind.limit):
+                raise ProbeError(f"{kind.question} did not end within {kind.limit:.0f} s", kind, ends=True)
+            answer: Facts | str = connection.recv()
         except (EOFError, OSError):
             self._process.join(1)
             code = self._process.exitcode
             how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-            raise ProbeError(f"{kind.question} ended the process {how}", kind) from None
-        raise ProbeError(f"{kind.question} did not end within {kind.limit:.0f} s", kind)
-
-    def _put(self, kind: type[Facts], known: Facts | ProbeError) -> None:
-        self._known[kind] = known
-        self._arrived[kind].set()
+            raise ProbeError(f"{kind.question} ended the process {how}", kind, ends=True) from None
+        if isinstance(answer, str):
+            raise ProbeError(answer, kind, ends=kind is TorchFacts)  # all other questions need torch
+        return answer
