@@ -10,8 +10,8 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,33 @@ class Node:
         return self.value
 
 
+class Reading:
+    """The reading of one text: its origin, and the problems after which it could continue."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.problems: list[Problem] = []
+
+    def at(self, line: int, column: int) -> Origin:
+        """Return a place of the text; line and column count from 1."""
+        return replace(self.origin, line=line, column=column)
+
+    def report(self, path: KeyPath, place: Origin, text: str) -> None:
+        """Add the problem of the value at a path; `text` follows its name."""
+        self.problems.append(Problem(place, f"`{dotted(path)}` {text}" if path else f"the recipe {text}"))
+
+    def key(self, members: Mapping[str, Node], key: str, path: KeyPath, place: Origin) -> None:
+        """Report a key that its object has already; `path` ends with it."""
+        if key in members:
+            self.report(path, place, f"is a duplicate key in one object; first at {members[key].key_origin}")
+
+    def usable(self, text: str, path: KeyPath, place: Origin) -> str:
+        """Return a text in characters that can be encoded, and report others."""
+        if (problem := unusable_text(text)) is not None:
+            self.report(path, place, f"holds {shortened(json.dumps(text))}, which {problem}")
+        return printable(text)
+
+
 def parse(text: str, origin: Origin, path: KeyPath = (), places: bool = True) -> tuple[Node, list[Problem]]:
     """Return the tree of `text`, and its duplicate keys and invalid values.
 
@@ -115,13 +142,12 @@ class _Token:
     start: int
 
 
-class _Parser:
+class _Parser(Reading):
     """Recursive descent with one token of lookahead."""
 
     def __init__(self, text: str, origin: Origin, path: KeyPath, places: bool) -> None:
-        self.problems: list[Problem] = []
+        super().__init__(origin)
         self._text = text
-        self._origin = origin
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
         self._path = list(path)  # of the current value
         self._places = places
@@ -181,8 +207,7 @@ class _Parser:
             if not self._take(":"):
                 raise self._expected('":" after the key')
             self._path.append(key)
-            if key in members:
-                self._report(place, duplicate(members[key]))
+            self.key(members, key, tuple(self._path), place)
             members.setdefault(key, self._value(key_origin=place))
             self._path.pop()
             if not self._take(",") and self._token.text != "}":
@@ -226,22 +251,16 @@ class _Parser:
             text: str = json.loads(token.text)
         except json.JSONDecodeError as error:
             raise self._error(token.start + error.pos, f"{error.msg} in a string") from error
-        if unusable_text(text):
-            self._report(self._place(token.start), holds_unusable(text))
-        return printable(text)
+        return self.usable(text, tuple(self._path), self._place(token.start))
 
     def _not_finite(self, token: _Token) -> None:
-        self._report(self._place(token.start), not_finite(token.text))
-
-    def _report(self, place: Origin, text: str) -> None:
-        self.problems.append(problem_at(tuple(self._path), place, text))
+        self.report(tuple(self._path), self._place(token.start), not_finite(token.text))
 
     def _place(self, position: int) -> Origin:
         if not self._places:
-            return self._origin
+            return self.origin
         line = bisect_right(self._line_starts, position)
-        column = position - self._line_starts[line - 1] + 1
-        return Origin(self._origin.source, line, column, self._origin.folder)
+        return self.at(line, position - self._line_starts[line - 1] + 1)
 
     def _error(self, position: int, text: str) -> RecipeError:
         return RecipeError(str(Problem(self._place(position), text)))
@@ -252,21 +271,8 @@ class _Parser:
         return self._error(self._token.start, f"expected {expected}, found `{shortened(self._token.text)}`")
 
 
-def problem_at(path: KeyPath, place: Origin, text: str) -> Problem:
-    """Return the problem of the value at a path; `text` follows its name."""
-    return Problem(place, f"`{dotted(path)}` {text}" if path else f"the recipe {text}")
-
-
-def duplicate(first: Node) -> str:
-    return f"is a duplicate key in one object; first at {first.key_origin}"
-
-
 def not_finite(text: str) -> str:
     return f"must be a finite number, but is {text}"
-
-
-def holds_unusable(text: str) -> str:
-    return f"holds {shortened(json.dumps(text))}, which {unusable_text(text)}"
 
 
 def unusable_text(text: str) -> str | None:

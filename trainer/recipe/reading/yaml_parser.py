@@ -22,12 +22,8 @@ from trainer.recipe.reading.parser import (
     Node,
     Origin,
     Problem,
-    duplicate,
-    holds_unusable,
+    Reading,
     not_finite,
-    printable,
-    problem_at,
-    unusable_text,
 )
 
 MAX_NODES = 100_000
@@ -88,11 +84,11 @@ def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple
     try:
         root = yaml.compose(text, Loader=_Composer)
         if root is None:
-            raise RecipeError(f"{Origin(origin.source, 1, 1)}: empty")
+            raise RecipeError(f"{tree.at(1, 1)}: empty")
         return tree.node(root, ()), tree.problems
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        place = Origin(origin.source, before.count("\n") + 1, len(before) - before.rfind("\n"), origin.folder)
+        place = tree.at(before.count("\n") + 1, len(before) - before.rfind("\n"))
         raise RecipeError(f"{place}: the character U+{error.character:04X} is not allowed in YAML") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,17 +114,16 @@ class _Composer(yaml.BaseLoader):  # type: ignore[misc]
         return node
 
 
-class _Tree:
+class _Tree(Reading):
     """The nodes of PyYAML as a tree of JSON values."""
 
     def __init__(self, origin: Origin, scalar: Scalar) -> None:
-        self.problems: list[Problem] = []
-        self._origin = origin
+        super().__init__(origin)
         self._scalar = scalar
         self._left = MAX_NODES
 
     def place(self, mark: yaml.Mark) -> Origin:
-        return Origin(self._origin.source, mark.line + 1, mark.column + 1, self._origin.folder)
+        return self.at(mark.line + 1, mark.column + 1)
 
     def node(self, node: yaml.Node, path: KeyPath, key_origin: Origin | None = None) -> Node:
         """Return the tree of a node at a path; aliases are copies."""
@@ -152,28 +147,21 @@ class _Tree:
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
-            key, place = self._text(key_node.value, key_node, path), self.place(key_node.start_mark)
+            place = self.place(key_node.start_mark)
+            key = self.usable(key_node.value, path, place)
             if key == "<<" and key_node.style is None:
                 text = "merges the keys of an anchor, which recipes do not support; write the keys, or use `extends`"
-                self._report((*path, key), place, text)
+                self.report((*path, key), place, text)
                 continue
-            if key in members:
-                self._report((*path, key), place, duplicate(members[key]))
+            self.key(members, key, (*path, key), place)
             members.setdefault(key, self.node(value_node, (*path, key), place))
         return members
 
     def _value(self, node: yaml.ScalarNode, path: KeyPath) -> bool | int | float | str | None:
+        place = self.place(node.start_mark)
         try:
             value = self._scalar(node)
         except ValueError as error:
-            self._report(path, self.place(node.start_mark), str(error))
+            self.report(path, place, str(error))
             return math.nan  # no rule reports it a second time
-        return self._text(value, node, path) if isinstance(value, str) else value
-
-    def _text(self, text: str, node: yaml.Node, path: KeyPath) -> str:
-        if unusable_text(text):
-            self._report(path, self.place(node.start_mark), holds_unusable(text))
-        return printable(text)
-
-    def _report(self, path: KeyPath, place: Origin, text: str) -> None:
-        self.problems.append(problem_at(path, place, text))
+        return self.usable(value, path, place) if isinstance(value, str) else value
