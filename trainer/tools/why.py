@@ -7,7 +7,6 @@ marked.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +27,7 @@ from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.compare.contestants import Contestant, Kind, kind_of
 from trainer.tools.compare.trial_results import warm_up
 from trainer.tools.compare.turns import Comparison, Trial, first_line
-from trainer.tools.plan.hardware import Devices, known_devices, parse_devices
+from trainer.tools.plan.hardware import Devices, device_named, parse_devices
 from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe
 from trainer.tools.report.report import Run, read_run
 from trainer.tools.report.time_parts import COMMUNICATION, HOST, WAITING, TimeParts, time_parts
@@ -161,9 +160,7 @@ def _recipe_file(run: Run, is_kept: bool) -> Iterator[str]:
 
 
 def _devices(run: Run, hardware: str | None, world_size: int) -> Devices | None:
-    words = re.split(r"[\s-]+", str(run.info.get("device", "")).upper())
-    names = [name for name in known_devices() if name.upper().split("-")[0] in words]
-    name = hardware or (names[0] if names else None)
+    name = hardware or device_named(str(run.info.get("device", "")))
     return None if name is None else parse_devices(f"{world_size}x{name}")
 
 

@@ -28,7 +28,7 @@ from trainer.models.place import ModelCut, StageChoice
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan import hardware, reachable, recipe_plan, simulated_step
-from trainer.tools.plan.hardware import known_devices, parse_devices
+from trainer.tools.plan.hardware import device_named, known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RESERVED, traffic_by_axis
 from trainer.tools.plan.simulated_rank import shapes_only
@@ -74,6 +74,24 @@ class TestDevices:
         found = parse_devices("8x80GiB")
         assert (found.number, found.memory_bytes) == (8, 80 * 2**30)
         assert parse_devices("12.5GB").memory_bytes == 12_500_000_000
+
+    @pytest.mark.parametrize(
+        ("name", "gigabytes", "known"),
+        [
+            ("NVIDIA H100 80GB HBM3", None, "H100"),
+            ("NVIDIA A100-SXM4-80GB", None, "A100-80"),
+            ("NVIDIA A100-PCIE-40GB", 42, "A100-40"),
+            ("NVIDIA A100", 84, "A100-80"),
+            ("NVIDIA A100", None, None),
+            ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10, None),
+            ("NVIDIA GeForce RTX 4090", 25, "RTX-4090"),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", 17, None),
+            ("NVIDIA GeForce RTX 3090", 25, None),
+            ("cpu", None, "CPU"),
+        ],
+    )
+    def test_torchs_name_finds_a_file(self, name: str, gigabytes: int | None, known: str | None):
+        assert device_named(name, gigabytes and gigabytes * 10**9) == known
 
     def test_every_file_has_a_memory_and_a_source(self):
         assert len(known_devices()) > 10

@@ -72,15 +72,10 @@ def devices_here() -> str:
     """Return the devices of this machine, as `trainer plan --gpus` takes them."""
     import torch
 
-    from trainer.tools.plan.hardware import known_devices
+    from trainer.tools.plan.hardware import device_named
 
     number = torch.cuda.device_count()
     if not number:
         return "CPU"
-    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    gigabytes = round(memory / 1e9)
-    for known in known_devices():
-        model, _, size = known.partition("-")
-        if model in name.split() and (not size.isdigit() or abs(int(size) - gigabytes) <= int(size) / 8):
-            return f"{number}x{known}"
-    return f"{number}x{memory // 2**30}GiB"
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return f"{number}x{device_named(torch.cuda.get_device_name(), memory) or f'{memory // 2**30}GiB'}"

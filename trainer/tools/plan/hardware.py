@@ -207,6 +207,20 @@ def known_devices() -> list[str]:
     return sorted(file.stem for file in _FILES.glob("*.json"))
 
 
+def device_named(name: str, memory_bytes: int | None = None) -> str | None:
+    """Return the known device by torch's name of it, "NVIDIA A100-SXM4-80GB"; None if no file describes it.
+
+    Devices of one model differ in memory: the name has it, or else `memory_bytes`, within an eighth.
+    """
+    words, gigabytes = re.split(r"[\s-]+", name.upper()), (memory_bytes or 0) / 1e9
+    for known in known_devices() if {"MIG", "LAPTOP"}.isdisjoint(words) else ():
+        missing = [part for part in known.upper().split("-") if part not in words and f"{part}GB" not in words]
+        sizes = [int(part) for part in missing if part.isdigit()]
+        if len(sizes) == len(missing) and all(abs(size - gigabytes) <= size / 8 for size in sizes):
+            return known
+    return None
+
+
 def parse_devices(
     text: str, link: str | None = None, network: str | None = None, host_memory: str | None = None
 ) -> Devices:
