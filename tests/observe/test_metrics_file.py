@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.observe.samples import run_info, step_record
 from trainer.base.errors import UsageError
+from trainer.observe.csv_files import TRAINING_FILE_NAME, CsvFiles
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, read_metrics
+from trainer.observe.observer import Observers
 from trainer.observe.records import EvaluationRecord
 
 
@@ -127,6 +129,31 @@ def test_a_start_from_the_first_step_begins_a_new_file(tmp_path):
     assert [record.step for record in metrics.steps] == [1, 2]
 
 
+def test_readers_leave_out_the_runs_before_the_last_one(tmp_path):
+    earlier = write(tmp_path / "earlier", range(1, 11)).read_bytes()
+    path = write(tmp_path, range(1, 8))
+    path.write_bytes(b"[damaged]\n" + earlier + path.read_bytes())
+    metrics = read_metrics(path)
+    assert len(metrics.runs) == 1
+    assert [record.step for record in metrics.steps] == list(range(1, 8))
+    files = Observers([MetricsFile(), CsvFiles()])
+    files.start(run_info(tmp_path, resumed_from=6))
+    files.close()
+    metrics = read_metrics(path)
+    assert [run["resumed_from"] for run in metrics.runs] == [None, 6]
+    assert [record.step for record in metrics.evaluations] == [5]
+    assert [line.split(",")[0] for line in (tmp_path / TRAINING_FILE_NAME).read_text().splitlines()[1:]] == list(
+        "123456"
+    )
+
+
+def test_a_damaged_line_of_the_last_run_is_counted_from_the_start_of_the_file(tmp_path):
+    path = write(tmp_path, range(1, 3))
+    path.write_bytes(path.read_bytes() * 2 + b'[damaged]\n{"step": 3}\n')
+    with pytest.raises(UsageError, match="line 7 of"):
+        read_metrics(path)
+
+
 def test_a_resumed_run_without_a_file_starts_one(tmp_path):
     metrics = read_metrics(write(tmp_path, range(7, 9), resumed_from=6))
     assert [record.step for record in metrics.steps] == [7, 8]
@@ -203,6 +230,6 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str):
     record.close()
     file = tmp_path / METRICS_FILE_NAME
     written = file.read_text()
-    file.write_text(f"{written}\n{line}\n{written}")
+    file.write_text(f"{written}\n{line}\n{written.splitlines()[1]}\n")
     with pytest.raises(UsageError, match=r"line \d+ of .* must be an object that holds `run` or `step`, but is"):
         read_metrics(file)

@@ -1281,8 +1281,8 @@ _OBSERVE = [
         "earlier_rows_lost",
         "The CSV files of a resumed run lack the rows of earlier starts.",
         "observe/csv_files.py",
-        "if file == name:",
-        "if not name:",
+        "in run_lines(self._folder / METRICS_FILE_NAME)",
+        "in ()",
         ("observe/test_csv_files.py",),
     ),
     Defect(

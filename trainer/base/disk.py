@@ -10,10 +10,10 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 from uuid import uuid4
 
 from trainer.base.errors import UsageError, storage_error
@@ -99,7 +99,14 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def replace_text(path: Path, text: str | Iterable[str], alone: bool = True) -> None:
-    """Write a text, perhaps in parts, atomically: a kill at any moment leaves either the old file or the new one.
+    """Write a text, perhaps in parts, as `replacing` does."""
+    with replacing(path, alone) as file:
+        file.writelines([text] if isinstance(text, str) else text)
+
+
+@contextmanager
+def replacing(path: Path, alone: bool = True) -> Iterator[TextIO]:
+    """Write a text file atomically: a kill at any moment leaves either the old file or the new one.
 
     Args:
         alone: whether no other process writes this file. Else each writes a temporary file of its own, which a kill
@@ -112,7 +119,7 @@ def replace_text(path: Path, text: str | Iterable[str], alone: bool = True) -> N
     remove(new)  # of a process that was killed here, or a link
     try:
         with new.open("x", encoding="utf-8", newline="") as file:
-            file.writelines([text] if isinstance(text, str) else text)
+            yield file
         move_over(new, path)
     except BaseException:
         with suppress(OSError):

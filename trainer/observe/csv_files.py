@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from trainer.observe.metrics_file import METRICS_FILE_NAME, GrowingFile, encode_numbers, parsed_lines, step_line
+from trainer.base.disk import replacing
+from trainer.observe.metrics_file import (
+    METRICS_FILE_NAME,
+    GrowingFile,
+    encode_numbers,
+    run_lines,
+    step_line,
+    written,
+)
 from trainer.observe.observer import Observer
 from trainer.observe.records import EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
@@ -46,7 +54,7 @@ def _row_of(line: Mapping[str, Any]) -> tuple[str, Row]:
 class CsvFiles(Observer):
     """Observer that appends to the files in the run's folder, after `MetricsFile` has written the same numbers.
 
-    A start, and a row with a new column, write a file again from `metrics.jsonl`.
+    A start, and a row with a new column, write the files again from `metrics.jsonl`.
 
     Every write raises `TrainerError` if the disk is full or the folder was deleted.
     """
@@ -64,41 +72,54 @@ class CsvFiles(Observer):
         """
         self._folder = run.folder
         self._columns = {TRAINING_FILE_NAME: dict.fromkeys(_TRAINING_COLUMNS), EVALUATION_FILE_NAME: {"step": None}}
-        for name, row in self._rows():
-            self._columns.setdefault(name, {}).update(dict.fromkeys(row))
-        for name in self._columns:
-            self._write(name)
+        self._write()
         if LOGGED_FILE_NAME not in self._files:  # most runs have none
             with suppress(OSError):
                 (run.folder / LOGGED_FILE_NAME).unlink(missing_ok=True)
 
-    def _rows(self) -> Iterator[tuple[str, Row]]:
-        for _, line in parsed_lines(self._folder / METRICS_FILE_NAME):
-            name, row = _row_of(line)
-            if name:
-                yield name, row
+    def _write(self) -> None:
+        self.close()
+        with written(self._folder):
+            while not self._has_written():
+                pass
+            self._files = {name: GrowingFile(self._folder / name) for name in self._columns}
 
-    def _write(self, name: str) -> None:
-        """Begin a file, with all rows of `metrics.jsonl`, which may be larger than memory."""
-        columns = self._columns[name]
+    def _has_written(self) -> bool:
+        """Write the files in one reading of `metrics.jsonl`, which may be larger than memory.
 
-        def lines() -> Iterator[str]:
-            yield _line(columns)
-            for file, row in self._rows():
-                if file == name:
-                    yield _line(row.get(column, "") for column in columns)
+        Returns:
+            Whether the first row of each file has the columns of all its rows. Otherwise, later columns are missing in
+            the file, and the next call writes them.
+        """
+        is_complete = True
+        with ExitStack() as stack:
+            files: dict[str, TextIO] = {}
+            headers: dict[str, tuple[str, ...]] = {}
 
-        self._files[name] = GrowingFile(self._folder / name, lines)
+            def begin(name: str) -> None:
+                headers[name] = tuple(self._columns[name])
+                files[name] = stack.enter_context(replacing(self._folder / name))
+                files[name].write(f"{_line(headers[name])}\n")
+
+            for _, line in run_lines(self._folder / METRICS_FILE_NAME):
+                name, row = _row_of(line)
+                if not name:
+                    continue
+                self._columns.setdefault(name, {}).update(dict.fromkeys(row))
+                if name not in files:
+                    begin(name)
+                is_complete &= len(self._columns[name]) == len(headers[name])
+                files[name].write(f"{_line(row.get(column, '') for column in headers[name])}\n")
+            for name in self._columns.keys() - files.keys():
+                begin(name)
+        return is_complete
 
     def _add(self, name: str, row: Row) -> None:
-        columns = self._columns.setdefault(name, {})
+        columns = self._columns.get(name, {})
         if row.keys() <= columns.keys():
             self._files[name].add(_line(row.get(column, "") for column in columns))
-            return
-        columns.update(dict.fromkeys(row))
-        if name in self._files:
-            self._files[name].close()
-        self._write(name)  # with this row, which `metrics.jsonl` has
+        else:
+            self._write()  # with this row, which `metrics.jsonl` has
 
     def step(self, record: StepRecord) -> None:
         self._add(TRAINING_FILE_NAME, step_line(record))

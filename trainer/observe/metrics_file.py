@@ -2,7 +2,7 @@
 
 Each line is one JSON object of one of these kinds:
 
-- `{"run": ...}` at each start and resumption;
+- `{"run": ...}` at each start and resumption; if `resumed_from` is null, readers leave out the lines before it;
 - a training line at each logging interval: the fields of `StepRecord` that are not None;
 - `{"step": ..., "eval": ...}` after each evaluation, with the `picture` of tasks that have one;
 - `{"step": ..., "logged": ...}` for the numbers that callbacks log, by their names;
@@ -19,8 +19,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -69,32 +69,31 @@ def encode_numbers(numbers: Mapping[str, float]) -> dict[str, float | str]:
     return {name: encode_number(value) for name, value in numbers.items()}
 
 
-class GrowingFile:
-    """A text file of whole lines; `add` passes each line to the operating system before it returns.
-
-    Args:
-        path: the path of the file; its folder is created.
-        lines: returns the first lines, without line breaks. They replace the old content atomically: a kill leaves the
-            old file or the new file.
+@contextmanager
+def written(place: Path) -> Iterator[None]:
+    """Write files of a run inside this context; `place` names one of them, or their folder, in an error.
 
     Raises:
         UsageError: the folder cannot be written.
-        TrainerError: the disk is full. Errors of `lines` are passed on.
+        TrainerError: the disk is full.
     """
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(
+            f"`checkpoint.folder` must be a folder that can be written, but `{error.filename2 or place}` cannot be"
+            f" ({error.strerror}); make room or choose another",
+            error,
+        ) from error
 
-    def __init__(self, path: Path, lines: Callable[[], Iterable[str]]) -> None:
+
+class GrowingFile:
+    """A text file of whole lines; `add` passes each line to the operating system before it returns."""
+
+    def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, (f"{line}\n" for line in lines()))
-            # No buffer: when the file is closed, a failed write would be repeated, and would fail again.
-            self._file: FileIO = path.open("ab", buffering=0)
-        except OSError as error:
-            raise storage_error(
-                f"`checkpoint.folder` must be a folder that can be written, but `{path}` cannot be"
-                f" ({error.strerror}); make room or choose another",
-                error,
-            ) from error
+        # No buffer: when the file is closed, a failed write would be repeated, and would fail again.
+        self._file: FileIO = path.open("ab", buffering=0)
 
     def add(self, line: str) -> None:
         """Write one line.
@@ -125,11 +124,20 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
     return encode_numbers({name: value for name, value in values.items() if value is not None})
 
 
-def parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line as text and as object, without an incomplete last line; a file may be larger than memory."""
+def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of the last run in a file as text and as object, without an incomplete last line.
+
+    A file may be larger than memory, and hold earlier runs if someone has joined files.
+    """
     cut: UsageError | None = None  # the error of a line that is no JSON, unless it is the last one
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), start=1):
+        earlier, place, offset = 0, 0, 0  # lines before the last run, its first byte, and that of each line
+        for index, content in enumerate(file):
+            if _begins_run(content):
+                earlier, place = index, offset
+            offset += len(content)
+        file.seek(place)
+        for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), earlier + 1):
             if not line:
                 continue
             if cut is not None:
@@ -146,6 +154,11 @@ def parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(parsed, dict) or not ("run" in parsed or type(parsed.get("step")) is int):
                 raise error
             yield line, parsed
+
+
+def _begins_run(line: bytes) -> bool:
+    """Return whether `MetricsFile` has written a line at the start of a run that resumes no other one."""
+    return line.startswith(b'{"run": {') and b'"resumed_from": null' in line
 
 
 def _integer(text: str) -> int:
@@ -187,7 +200,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
         OSError: the file does not exist.
     """
     metrics, number, last, before = Metrics(), 0, None, 0.0
-    for line, parsed in parsed_lines(path):
+    for line, parsed in run_lines(path):
         try:
             record = _record(parsed)
         except (TypeError, KeyError, AttributeError, ValueError):  # pydantic's errors are `ValueError`s
@@ -326,7 +339,10 @@ class MetricsFile(Observer):
             UsageError: the folder cannot be written, or the file to resume is not a metrics file.
         """
         path, lost = run.folder / METRICS_FILE_NAME, Counter[str]()
-        self._file = GrowingFile(path, lambda: _kept_lines(path, run.resumed_from, lost))
+        with written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(path, (f"{line}\n" for line in _kept_lines(path, run.resumed_from, lost)))
+            self._file = GrowingFile(path)
         self._write({"run": asdict(replace(run, lost_seconds=lost.total()))})
 
     def step(self, record: StepRecord) -> None:
@@ -387,7 +403,7 @@ def _kept_lines(path: Path, resumed_from: int | None, lost: Counter[str]) -> Ite
     Add the seconds of the others to `lost`.
     """
     if resumed_from is not None and os.path.lexists(path):
-        for line, parsed in parsed_lines(path):
+        for line, parsed in run_lines(path):
             if "run" in parsed or parsed["step"] <= resumed_from:
                 yield line
             else:
