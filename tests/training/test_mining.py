@@ -22,7 +22,7 @@ from trainer.base.errors import ExitCode
 from trainer.cli import main
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training import mining
+from trainer.training import mining, prediction_files
 from trainer.training.mining import Limits, mine, zip_rows
 from trainer.training.run import run
 
@@ -93,19 +93,21 @@ def test_what_a_killed_command_left_is_removed(trained, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
 
 
-def test_two_commands_do_not_write_one_output(trained, tmp_path, capsys):
+@pytest.mark.parametrize(("verb", "folder"), [("mine", ".saving-out.jsonl"), ("predict", "out.jsonl.parts")])
+def test_two_commands_do_not_write_one_output(trained, tmp_path, capsys, monkeypatch, verb, folder):
+    monkeypatch.setattr(prediction_files, "_LOCK_SECONDS", 0.0)
     script = (
         "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
         " print(flush=True); time.sleep(60)"
     )
-    left = tmp_path / ".saving-out.jsonl"
+    left = tmp_path / folder
     left.mkdir()
     with subprocess.Popen([sys.executable, "-c", script, str(left / "lock")], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
         try:
-            command = ["mine", str(trained / "run"), "--input", str(trained / "train.jsonl")]
-            assert main([*command, "-o", str(tmp_path / "out.jsonl")]) == ExitCode.USER
+            command = [verb, str(trained / "run"), "--input", str(trained / "train.jsonl")]
+            assert main([*command, "--output", str(tmp_path / "out.jsonl")]) == ExitCode.USER
         finally:
             other.kill()
     assert "another command is writing" in capsys.readouterr().err

@@ -64,12 +64,20 @@ class OwnedLock:
         self.file = file
         self._descriptor: int | None = None
 
-    def try_take(self) -> bool:
-        """Take the lock and write the record; returns False if another process has it.
+    def take(self, wait_seconds: float = 0.0) -> bool:
+        """Take the lock and write the record; returns False if another process still has it after `wait_seconds`.
 
         Raises:
             OSError: the file cannot be written, or the file system has no locks (`UNSUPPORTED`).
         """
+        end = time.monotonic() + wait_seconds
+        while not self._try_take():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def _try_take(self) -> bool:
         descriptor = open_plain(self.file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

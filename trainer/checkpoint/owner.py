@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from trainer.base.errors import TrainerError, UsageError, storage_error
@@ -39,13 +38,10 @@ class FolderOwner:
                     f"`checkpoint.folder` must hold no link where the run writes, but {place} leads to"
                     f" {str(place.readlink())!r}; remove the link, or name a folder on that disk"
                 )
-        end = time.monotonic() + self._wait_seconds
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            while not self._lock.try_take():
-                if time.monotonic() > end:
-                    raise TrainerError(self._in_use())
-                time.sleep(0.2)
+            if not self._lock.take(self._wait_seconds):
+                raise TrainerError(self._in_use())
         except OSError as error:
             if error.errno in UNSUPPORTED:
                 return (

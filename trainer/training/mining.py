@@ -21,7 +21,6 @@ from torch import Tensor
 
 from trainer.base.disk import UNFINISHED, move_over, remove
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
@@ -32,7 +31,7 @@ from trainer.recipe.schema import DataMap
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.predict import Predictor, table_bytes
-from trainer.training.prediction_files import Request, print_note
+from trainer.training.prediction_files import Request, hold, print_note
 from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation
 
@@ -297,13 +296,10 @@ def _folder_beside(output: Path) -> Iterator[Path]:
         TrainerError: it cannot be written.
     """
     folder = output.with_name(f"{UNFINISHED}{output.name}")
-    lock = OwnedLock(folder / "lock")
     try:
         if folder.is_symlink() or not folder.is_dir():
             remove(folder)
-        folder.mkdir(exist_ok=True)
-        if not _takes(lock):
-            raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
+        lock = hold(folder, output)
         for path in folder.iterdir():
             if path != lock.file:
                 remove(path)
@@ -314,16 +310,6 @@ def _folder_beside(output: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         lock.release()
-
-
-def _takes(lock: OwnedLock) -> bool:
-    """Take a lock, and return whether this command may go on; a file system without locks tells of no other one."""
-    try:
-        return lock.try_take()
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        return True
 
 
 def _cannot_write(place: Path, error: OSError) -> TrainerError:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from filelock import FileLock, Timeout
-
 from trainer.base.digests import digest_of, file_digest, source_digest
 from trainer.base.disk import UNFINISHED, move_over, no_file, read_plain, remove, replace_text
 from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
     OUTPUT_FORMATS,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 STANDARD = "-"
 """The name of the standard input and output."""
 
-_MANIFEST, _LOCK = "manifest.json", "lock"
+_MANIFEST = "manifest.json"
 _LOCK_SECONDS = 20.0  # ranks of a killed command leave within this time
 _SMALL_BYTES = 1 << 20
 
@@ -240,7 +239,7 @@ class Output:
         self._recipe = recipe
         self._path = None if request.output == STANDARD else Path(request.output).absolute()
         self._num_parts = 0
-        self._lock: FileLock | None = None
+        self._lock: OwnedLock | None = None
 
     def __enter__(self) -> Output:
         return self
@@ -267,12 +266,7 @@ class Output:
             raise UsageError(
                 f"`--output` must have its parts in a folder of its own, but {self._folder} is a link; remove the link"
             )
-        self._folder.mkdir(exist_ok=True)
-        self._lock = FileLock(self._folder / _LOCK)
-        try:
-            self._lock.acquire(timeout=_LOCK_SECONDS)
-        except Timeout as error:
-            raise UsageError(f"another command is writing {output}; wait for it, or name another --output") from error
+        self._lock = hold(self._folder, output, _LOCK_SECONDS)
         manifest = self._folder / _MANIFEST
         facts = self._facts()
         before = _read_manifest(manifest)
@@ -281,7 +275,7 @@ class Output:
                 changed = ", ".join(name for name in facts if before.get(name) != facts[name])
                 print_note(f"starts from the first row: {self._folder} belongs to a prediction with another {changed}")
             for path in self._folder.iterdir():
-                if path.name != _LOCK:
+                if path != self._lock.file:
                     path.unlink()
             replace_text(manifest, json.dumps(facts, indent=2) + "\n")
         while self._part(self._num_parts).exists():
@@ -375,6 +369,24 @@ class Output:
             raise TrainerError(
                 f"the predictions cannot be written to {self._request.output}: {error}; make room there"
             ) from error
+
+
+def hold(folder: Path, output: Path, wait_seconds: float = 0.0) -> OwnedLock:
+    """Make the folder of a command that writes `output`, and return its lock; a file system may have no locks.
+
+    Raises:
+        UsageError: another command has the folder.
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    lock = OwnedLock(folder / "lock")
+    try:
+        if not lock.take(wait_seconds):
+            raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    return lock
 
 
 def print_note(text: str) -> None:

@@ -240,7 +240,7 @@ class Study:
         if folder in self._own or OwnedLock(folder / OWNER_FILE).is_held():
             return False
         lock = OwnedLock(folder.with_name(f"{folder.name}.lock"))
-        if not lock.try_take():
+        if not lock.take():
             return False
         self._own[folder] = lock
         return True
