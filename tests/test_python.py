@@ -23,7 +23,7 @@ from trainer.base import extensions
 from trainer.base.errors import ExitCode, error_of_values, error_to_values
 from trainer.models.describe import describe
 from trainer.models.families import table  # noqa: F401  # refuses its own names
-from trainer.training import checking, run_data
+from trainer.training import describing
 
 
 def script(folder: Path, text: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -179,8 +179,7 @@ class TestRanks:
 class TestAssembly:
     def test_a_model_is_described_once_and_adapted_before_the_engine_takes_it(self, tmp_path, monkeypatch):
         described = []
-        for module in (checking, run_data):
-            monkeypatch.setattr(module, "describe", lambda *words: described.append(words) or describe(*words))
+        monkeypatch.setattr(describing, "describe", lambda *words: described.append(words) or describe(*words))
 
         def freeze(model: nn.Module) -> None:
             model.base_model.requires_grad_(False)

@@ -260,8 +260,9 @@ def assemble(
     set_threads(environment)
     plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
     prepare = partial(checking.prepare_checked, plan)
-    with process_group.joined_ranks(resolved, plan, environment, prepare) as (device, data):
-        parts = assembly.assemble(plan, process_group.open_mesh(plan.layout, device), data, adapt)
+    with process_group.joined_ranks(resolved, plan, environment, prepare) as (device, (data, models)):
+        mesh = process_group.open_mesh(plan.layout, device)
+        parts = assembly.assemble(plan, mesh, data, adapt, models=models)
         try:
             yield weakref.proxy(parts)  # nothing may hold the parts when the ranks leave the process group
         finally:

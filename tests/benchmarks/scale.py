@@ -184,9 +184,9 @@ def simulate(size: int, folder: str, answers: Any) -> None:
 
     context = simulated_mesh(plan, 0)
     with mock.patch.object(ParallelMesh, "gather", gathered), torch.random.fork_rng():
-        data = timed(lambda: prepare_checked(plan))
+        data, models = timed(lambda: prepare_checked(plan))
         mesh = timed(context.__enter__)
-        parts = timed(lambda: assemble(plan, mesh, data))
+        parts = timed(lambda: assemble(plan, mesh, data, models=models))
         timed(lambda: (parts.info(LaunchEnvironment("variables", world_size=size)), next(iter(parts.train_loader))))
         growth = status_bytes("VmHWM") - before
         parts.close()

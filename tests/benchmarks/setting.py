@@ -18,8 +18,9 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import train_batches
+from trainer.training.describing import describe_model
 from trainer.training.process_group import open_mesh
-from trainer.training.run_data import PreparedData, describe_model, prepare_data
+from trainer.training.run_data import PreparedData, prepare_data
 
 MODELS: dict[str, dict[str, int]] = {
     "small": {},  # the model of the sample
@@ -91,7 +92,7 @@ class Setting:
 
     def model(self) -> PlacedModel:
         """Build the model with its initial weights, the same at each call."""
-        return build_model(describe_model(self.recipe, self.data))
+        return build_model(describe_model(self.recipe, self.data.task, self.data.preparation.padding_token))
 
     def batches(self) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch; iteration collates them.

@@ -22,8 +22,8 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
 from trainer.tools import preview as tools_preview
 from trainer.training.data_notes import trained_notes
+from trainer.training.describing import describe_model
 from trainer.training.preview import kinds, lengths_histogram
-from trainer.training.run_data import describe_model
 
 
 def marked(text: ShownText, mark: str) -> str:
@@ -200,7 +200,7 @@ def kinds_of(keys: dict[str, Any]) -> tuple[Any, dict[tuple[str, str], int]]:
     """Return the kinds of a preview, and the parameters of an engine by whether they are trained, and their type."""
     recipe = tiny_recipe(**keys)
     with tiny_training(recipe) as training:
-        shown = kinds(plan_run(recipe, 1), describe_model(recipe, training.parts.data))
+        shown = kinds(plan_run(recipe, 1), describe_model(recipe, training.parts.task))
         whole = weights_of_parts([training.model])
         counted: dict[tuple[str, str], int] = {}
         for name, parameter in training.model.named_parameters():

@@ -21,9 +21,10 @@ from trainer.recipe.plan import RunPlan
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table
 from trainer.training.assembly import batches_of
+from trainer.training.describing import describe_model
 from trainer.training.preview import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.training.row_encoding import TextPreparation
-from trainer.training.run_data import PreparedData, UnknownClassesError, describe_model, prepare_data
+from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 
 _MOST_ROWS = 20_000  # of each split; more would be encoded for minutes
 _MOST_UNCUT = 1_000  # rows that are encoded without a maximum length
@@ -69,7 +70,7 @@ def preview_recipe(plan: RunPlan, rows: int = 3, split: str = "training", data_r
         preview,
         rows=shown_rows(shown, data, first, longer),
         splits=tuple(splits),
-        kinds=kinds(plan, describe_model(recipe, data)),
+        kinds=kinds(plan, describe_model(recipe, data.task)),
         notes=tuple(data.notes(recipe.data.max_length)),
     )
 

@@ -52,12 +52,13 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.certificate import NotTheTrainedModelError
+from trainer.training.describing import DescribedModels, describe_models
 from trainer.training.evaluator import Evaluator
 from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.preview import step_of_run
 from trainer.training.referencing import with_reference
-from trainer.training.run_data import PreparedData, describe_model
+from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
 from trainer.training.validation import Validation
@@ -302,6 +303,7 @@ def assemble(
     data: PreparedData,
     adapt: Callable[[nn.Module], None] | None = None,
     progress: Progress | None = None,
+    models: DescribedModels | None = None,
 ) -> Assembly:
     """Build the model and the engine. All ranks must call it.
 
@@ -309,12 +311,14 @@ def assemble(
         adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets
             each pipeline stage by itself, and must do the same on every rank.
         progress: the counters of the run; None: new ones.
+        models: those of a check; None: they are described here.
 
     Raises:
         UsageError: the model cannot be reached, or cannot be laid out like this.
     """
     recipe, task = plan.recipe, data.task
-    described = data.described or describe_model(recipe, data)
+    models = models or describe_models(recipe, task, data.preparation.padding_token)
+    described = models.model
     reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
     with reading as node:
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
@@ -326,18 +330,18 @@ def assemble(
             built = [replace(part, groups=groups) for part in built]
     if adapt is not None:
         built = [replace(part, origin=None) for part in built]
-    placed = load_teacher(plan, mesh, task, data.preparation.padding_token)
-    models = [part.model for part in built]
-    for model in models:
+    placed = load_teacher(plan, mesh, task, models.teacher)
+    own = [part.model for part in built]
+    for model in own:
         if task.generation is not None:
             tokenizer = data.preparation.text_tokenizer
             ends = task.end_tokens(tokenizer) if tokenizer else ()
             set_generation(model, task.generation, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)
-    model_files = _files_beside_weights(data, recipe, models[0]) if mesh.rank == 0 else {}
+    model_files = _files_beside_weights(data, recipe, own[0]) if mesh.rank == 0 else {}
     beside = {
-        "buffers": buffers_hash(models, mesh),
+        "buffers": buffers_hash(own, mesh),
         "normalisation": data.preparation.normalisation,
         "config": computed_facts(described.config),
     }

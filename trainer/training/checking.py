@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
 from trainer.models.configuration import load_config
-from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
@@ -28,15 +28,16 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
+from trainer.training.describing import DescribedModels, describe_model
 from trainer.training.row_encoding import require_fit, with_folder
-from trainer.training.run_data import PreparedData, describe_model, prepare_data
+from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.teaching import check_teacher
 
 
-def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> PreparedData:
-    """Return the prepared data of a run with the description of its model, after a check of this model.
+def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> tuple[PreparedData, DescribedModels]:
+    """Return the prepared data of a run and the descriptions of its models, after a check of these.
 
-    The problems of both are reported together. A model of an unknown family is checked when it is built, because it may
+    The problems of all are reported together. A model of an unknown family is checked when it is built, because it may
     need real weights for this.
 
     Raises:
@@ -46,7 +47,7 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     recipe = plan.recipe
     observer = observer or Observer()
     problems = Problems()
-    data = described = None
+    data = described = teacher = None
     check_needs(recipe, problems)
     with problems.collect():
         data = prepare_data(recipe, observer=observer)
@@ -55,15 +56,19 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> Prepared
     is_here = LocalParts.of(recipe).has_model
     if data is not None or is_here:
         with problems.collect():
-            described = _describe_alone(recipe) if data is None else describe_model(recipe, data)
+            if data is None:
+                described = _describe_alone(recipe)
+            else:
+                described = describe_model(recipe, data.task, data.preparation.padding_token)
             if is_here and described.config.model_type in FAMILIES:
                 _check(plan, described, problems)
     if data is not None and recipe.distillation is not None:
         with problems.collect():
-            check_teacher(plan, data.task, data.preparation)
+            teacher = check_teacher(plan, data.task, data.preparation)
     problems.raise_all()
     assert data is not None
-    return replace(data, described=described)
+    assert described is not None
+    return data, DescribedModels(described, teacher)
 
 
 def check_needs(recipe: Recipe, problems: Problems) -> None:
@@ -116,13 +121,10 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
 
 def _describe_alone(recipe: Recipe, options: Mapping[str, Any] | None = None) -> ModelDescription:
     """Describe the model of a recipe without its data; transformers' number of classes stands in for an unknown one."""
-    task = build_task(recipe.task)
-    if options is None:
-        unknown = isinstance(task, NamedClasses) and task.class_names is None
-        options = {} if unknown else task.model_options()
-    added = with_folder(task, recipe).added_module()
-    use = ModelUse(task.auto_class_name, options, unused=task.unused_modules, added=added)
-    return describe(recipe.model, recipe.training, use)
+    task = with_folder(build_task(recipe.task), recipe)
+    if options is None and isinstance(task, NamedClasses) and task.class_names is None:
+        options = {}
+    return describe_model(recipe, task, options=options)
 
 
 def _check(plan: RunPlan, described: ModelDescription, problems: Problems, has_options: bool = False) -> CheckedModel:

@@ -24,6 +24,7 @@ from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.checking import prepare_checked
+from trainer.training.describing import DescribedModels
 from trainer.training.loop import Ending, Loop
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
@@ -66,19 +67,20 @@ def train(
         extensions.around("run", resolved, environment) as tools,
     ):
         meeting = meeting or meet_ranks(resolved, plan, environment, session.observers, callbacks)
-        data = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
+        prepared = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
         device = open_device(environment, recipe.tf32)
         if plan.strategy.zero_stage:
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            results = _train(plan, data, device, session, stop, tools, saves)
+            results = _train(plan, *prepared, device, session, stop, tools, saves)
         return session.finish(results)
 
 
 def _train(
     plan: RunPlan,
     data: PreparedData,
+    models: DescribedModels,
     device: torch.device,
     session: Session,
     stop: StopRequest,
@@ -89,7 +91,7 @@ def _train(
     mesh = open_mesh(plan.layout, device)
     session.take_folder(mesh)
     observers.preparing("building the model")
-    parts = assemble(plan, mesh, data)
+    parts = assemble(plan, mesh, data, models=models)
     meter = parts.meter()
     saver = parts.saver(observers.note, session.owner.check, lambda: bool(stop.received), saves)
     try:

@@ -19,7 +19,6 @@ from trainer.data.sources import Split, Splits, Stream, load_splits, require_one
 from trainer.data.split import EncodedSplit
 from trainer.data.stream_order import StreamOrder
 from trainer.data.streamed_split import StreamedSplit, StreamSettings
-from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import FileData, Recipe
@@ -46,8 +45,7 @@ class PreparedData:
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
     step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
-    rows, encoded. `is_whole` is false if only the first rows of a split are here. `described` is the checked model of a
-    run; None: `assemble` describes it.
+    rows, encoded. `is_whole` is false if only the first rows of a split are here.
     """
 
     task: Task
@@ -60,7 +58,6 @@ class PreparedData:
     unit: str = "rows"
     stream: StreamedSplit | None = None
     is_whole: bool = True
-    described: ModelDescription | None = None
 
     @property
     def num_train_rows(self) -> int:
@@ -110,20 +107,6 @@ class PreparedData:
 
 class UnknownClassesError(Exception):
     """Error of a check that reads the first rows of a large training split, which may lack some classes."""
-
-
-def describe_model(recipe: Recipe, data: PreparedData) -> ModelDescription:
-    """Describe the model of a recipe for its task and data."""
-    task = data.task
-    use = ModelUse(
-        task.auto_class_name,
-        task.model_options(),
-        data.preparation.padding_token,
-        task.unused_modules,
-        task.packs_documents,
-        added=task.added_module(),
-    )
-    return describe(recipe.model, recipe.training, use)
 
 
 def prepare_data(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import PIL.Image
 
-from trainer.base.errors import Problems, RecipeError, UsageError
+from trainer.base.errors import Problems, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
 from trainer.engine.sharded import Sharding, shard
-from trainer.models.configuration import load_config, vocabulary_size
-from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.configuration import vocabulary_size
+from trainer.models.describe import ModelDescription
 from trainer.models.fill import build_model, check_weights
 from trainer.models.image_processor import load_image_processor
 from trainer.models.place import PlacedModel, tensor_cut
@@ -28,11 +26,12 @@ from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.parallel.shards.boxes import tensor_part, whole_part
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys, Model, Recipe
+from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
 from trainer.tasks.token_labels import TokenLabels
+from trainer.training.describing import describe_teacher, naming_the_teacher
 from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations, require_positions
 
 _SEGMENTS = "token_type_ids"
@@ -49,26 +48,13 @@ class PlacedTeacher:
     digest: str | None = None
 
 
-def _described_teacher(recipe: Recipe) -> Model:
-    """Return the teacher of a recipe as a `model` section."""
-    assert recipe.distillation is not None
-    return Model(name_or_path=recipe.distillation.teacher, revision=recipe.distillation.revision)
+def teacher_classes(config: Any) -> tuple[str, ...]:
+    """Return the class names of a teacher's configuration, in the order of its head."""
+    return tuple(str(config.id2label[index]) for index in sorted(config.id2label))
 
 
-def describe_teacher(recipe: Recipe, use: ModelUse) -> ModelDescription:
-    """Describe the teacher of a recipe for the use by its task."""
-    return describe(_described_teacher(recipe), recipe.training, use)
-
-
-def teacher_classes(recipe: Recipe) -> tuple[str, ...]:
-    """Return the class names of the teacher, in the order of its head."""
-    with _naming_the_teacher():
-        labels = load_config(_described_teacher(recipe), {}).id2label
-    return tuple(str(labels[index]) for index in sorted(labels))
-
-
-def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) -> None:
-    """Check a teacher's files against the student, without a read of its weights.
+def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) -> ModelDescription:
+    """Describe a teacher, and check its files against the student, without a read of its weights.
 
     Args:
         task: the task, perhaps without its classes.
@@ -79,42 +65,41 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
         RecipeError: several of these hold.
     """
     recipe, problems = plan.recipe, Problems()
-    with _naming_the_teacher():
-        described = describe_teacher(recipe, ModelUse(task.auto_class_name))
+    described = describe_teacher(recipe, task, None if preparation is None else preparation.padding_token)
+    with naming_the_teacher():
         model = described.on_meta()
-    with problems.collect(), _naming_the_teacher():
+    with problems.collect(), naming_the_teacher():
         _require_all(recipe, check_weights(described))
     with problems.collect():
-        _columns(recipe, task)
+        _columns(recipe, task, described.config)
     parallel = recipe.parallel
     if parallel.tensor_ranks > 1:
-        with problems.collect(), _naming_the_teacher():
+        with problems.collect(), naming_the_teacher():
             check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
     if preparation is not None:
-        with problems.collect(), _naming_the_teacher():
-            _require_same_inputs(recipe, task, preparation, described.config)
+        with problems.collect(), naming_the_teacher():
+            _require_same_inputs(recipe, task, preparation, described)
     problems.raise_all()
+    return described
 
 
-def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, padding_token: int | None) -> PlacedTeacher:
-    """Load the teacher of a recipe, if it has one. All ranks must call it.
+def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, described: ModelDescription | None) -> PlacedTeacher:
+    """Load the teacher of a plan. All ranks must call it.
 
     Args:
         task: the student's task, with its classes.
-        padding_token: the id of the tokenizer's padding token; None without a tokenizer.
+        described: the teacher; None: there is none.
 
     Raises:
         UsageError: the teacher cannot be loaded, is of another task, or cannot be cut over the tensor ranks.
     """
-    recipe = plan.recipe
-    if recipe.distillation is None:
+    if described is None:
         return PlacedTeacher()
     teacher, own = None, 0
     if has_teacher(plan, mesh):
-        with _naming_the_teacher():
-            use = ModelUse(task.auto_class_name, {}, padding_token, packed=task.packs_documents, is_trained=False)
-            built = build_model(describe_teacher(recipe, use), tensor_cut(plan, mesh))
-            _require_all(recipe, built.lacking)
+        with naming_the_teacher():
+            built = build_model(described, tensor_cut(plan, mesh))
+            _require_all(plan.recipe, built.lacking)
             teacher, placements = place_teacher(built, plan, mesh, task)
         parts = [
             tensor_part(f"teacher.{name}", p.detach(), placements[name], mesh)
@@ -141,16 +126,16 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
     model.to(mesh.device)
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
         placements = shard(model, placements, mesh, Sharding(recipe.precision))
-    columns = _columns(recipe, task)
+    columns = _columns(recipe, task, model.config)
     return Teacher(model, recipe.distillation, without_cache(model), columns, built.vocabulary), placements
 
 
-def _columns(recipe: Recipe, task: Task) -> list[int] | None:
+def _columns(recipe: Recipe, task: Task, config: Any) -> list[int] | None:
     """Return the teacher's class for each class of the student; None if they have the same order, or are tokens."""
     assert recipe.distillation is not None
     if not isinstance(task, NamedClasses) or task.class_names is None:
         return None
-    names = teacher_classes(recipe)
+    names = teacher_classes(config)
     columns = task.columns_of(names)
     if columns is None:
         raise UsageError(
@@ -172,12 +157,11 @@ def _require_all(recipe: Recipe, lacking: Any) -> None:
         )
 
 
-def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, config: Any) -> None:
-    assert recipe.distillation is not None
-    described, name = _described_teacher(recipe), recipe.distillation.teacher
+def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, described: ModelDescription) -> None:
+    config, name = described.config, described.recipe.name_or_path
     if isinstance(recipe.task, ImageKeys):
         assert isinstance(preparation, ImagePreparation)
-        own, other = preparation.processor, load_image_processor(described)
+        own, other = preparation.processor, load_image_processor(described.recipe)
         image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
         constants = [(p.scale, p.mean, p.std) for p in (own, other)]
         if constants[0] != constants[1] or not np.array_equal(own(image), other(image)):
@@ -188,7 +172,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
         return
     require_positions(recipe, config, "`distillation.teacher`")
     require_fitting_rotations(recipe, config, task)
-    student, teacher = preparation.text_tokenizer, load_tokenizer(described)
+    student, teacher = preparation.text_tokenizer, load_tokenizer(described.recipe)
     assert student is not None
     if student.get_vocab() != teacher.get_vocab():
         raise UsageError(
@@ -209,14 +193,3 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, c
             " a model with as many tokens"
         )
     task.for_configuration(config)
-
-
-@contextmanager
-def _naming_the_teacher() -> Iterator[None]:
-    """Let errors of the functions that load and check models name the teacher."""
-    key, problems = "`distillation.teacher`", Problems()
-    with problems.collect():
-        yield
-    if problems.messages:
-        own = [text.replace("`model.name_or_path`", key) for text in problems.messages]
-        raise RecipeError(*(text if key in text else f"{key}: {text}" for text in own))

@@ -18,8 +18,9 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.compare.peers import PEERS, FlatBatches, PeerTraining, name_ranks, with_torchs_dropout
 from trainer.training.assembly import assemble, train_batches
+from trainer.training.describing import describe_model
 from trainer.training.process_group import open_mesh
-from trainer.training.run_data import describe_model, prepare_data
+from trainer.training.run_data import prepare_data
 
 STEPS = 2
 IN_CI = ("bert_sample_mlm", "qa_sample")
@@ -37,7 +38,8 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     training = assemble(plan, mesh, data)
     found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
     for peer in peers:
-        model = build_model(describe_model(with_torchs_dropout(recipe), data)).model
+        described = describe_model(with_torchs_dropout(recipe), task, data.preparation.padding_token)
+        model = build_model(described).model
         of_peer = found[peer] = []
         one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
         PEERS[peer].train(

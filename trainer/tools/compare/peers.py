@@ -50,6 +50,7 @@ from trainer.recipe.schema import Embedding, Recipe
 from trainer.tasks.task import Task
 from trainer.training.assembly import train_batches
 from trainer.training.checking import prepare_checked
+from trainer.training.describing import DescribedModels
 from trainer.training.process_group import run_on_ranks
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import run_info
@@ -418,14 +419,14 @@ class PeerMeasurement:
         redirect_output(self.output)
         require_able(self.peer, resolved.recipe, environment.world_size)
 
-        def prepare(plan: RunPlan) -> PreparedData:
+        def prepare(plan: RunPlan) -> tuple[PreparedData, DescribedModels]:
             if self.peer == "deepspeed":
                 ready_deepspeed(environment.local_rank)
             return prepare_checked(plan)
 
-        def work(plan: RunPlan, mesh: ParallelMesh, data: PreparedData) -> None:
+        def work(plan: RunPlan, mesh: ParallelMesh, prepared: tuple[PreparedData, DescribedModels]) -> None:
             name_ranks(environment)
-            _train(self.peer, plan, data, mesh, environment)
+            _train(self.peer, plan, *prepared, mesh, environment)
 
         own = replace(resolved, recipe=with_torchs_dropout(resolved.recipe))
         return run_on_ranks(own, environment, prepare, work)
@@ -437,10 +438,16 @@ def with_torchs_dropout(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"training": training})
 
 
-def _train(peer: str, plan: RunPlan, data: PreparedData, mesh: ParallelMesh, environment: LaunchEnvironment) -> None:
+def _train(
+    peer: str,
+    plan: RunPlan,
+    data: PreparedData,
+    models: DescribedModels,
+    mesh: ParallelMesh,
+    environment: LaunchEnvironment,
+) -> None:
     recipe, task = plan.recipe, data.task
-    assert data.described is not None, "it was checked"
-    model = build_model(data.described).model.to(mesh.device)
+    model = build_model(models.model).model.to(mesh.device)
     total = plan.total_steps(data.num_train_rows)
     training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []

@@ -20,7 +20,7 @@ from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
-from trainer.models.describe import ModelDescription, ModelUse, describe
+from trainer.models.describe import ModelDescription
 from trainer.models.fill import is_loaded_whole
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.quantizing import weights_of_parts
@@ -51,8 +51,9 @@ from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelle
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import replaced, shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
+from trainer.training.describing import describe_model, describe_teacher
 from trainer.training.row_encoding import with_folder
-from trainer.training.teaching import describe_teacher, has_teacher, place_teacher, teacher_classes
+from trainer.training.teaching import has_teacher, place_teacher, teacher_classes
 
 _MICROBATCHES = 3
 _FP32_BYTES = 4
@@ -67,7 +68,9 @@ def planned_task(plan: RunPlan) -> Task:
     task = with_folder(build_task(plan.recipe.task), plan.recipe)
     weights = task.class_weights if isinstance(task, RowClasses) else None
     if isinstance(task, NamedClasses) and task.class_names is None:
-        names: Sequence[str] = ("0", "1") if plan.recipe.distillation is None else teacher_classes(plan.recipe)
+        names: Sequence[str] = ("0", "1")
+        if plan.recipe.distillation is not None:
+            names = teacher_classes(describe_teacher(plan.recipe, task).config)
         task = task.with_classes(tuple(weights if isinstance(weights, Mapping) else names), None)
     if isinstance(task, RowClasses) and task.class_names is not None and weights is not None:
         task = task.changed(class_weights=dict.fromkeys(task.class_names, 1.0))
@@ -76,10 +79,7 @@ def planned_task(plan: RunPlan) -> Task:
 
 def planned_model(plan: RunPlan) -> ModelDescription:
     """Describe the model of a recipe for its planned task."""
-    recipe, task = plan.recipe, planned_task(plan)
-    added = task.added_module()
-    use = ModelUse(task.auto_class_name, task.model_options(), unused=task.unused_modules, added=added)
-    return describe(recipe.model, recipe.training, use)
+    return describe_model(plan.recipe, planned_task(plan))
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
@@ -219,7 +219,7 @@ def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> T
     recipe = plan.recipe
     if recipe.distillation is None or not has_teacher(plan, mesh):
         return None
-    built = place_empty(describe_teacher(recipe, ModelUse(task.auto_class_name)), tensor_cut(plan, mesh))
+    built = place_empty(describe_teacher(recipe, task), tensor_cut(plan, mesh))
     with ledger.creating(TEACHER):
         _allocate(built.model)
         teacher, _ = place_teacher(built, plan, mesh, task)
