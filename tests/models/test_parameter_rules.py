@@ -17,7 +17,7 @@ from trainer.base.errors import UsageError
 from trainer.engine.learning_rate import learning_rate_factor
 from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import FAMILIES
-from trainer.models.parameter_rules import ParameterGroups, parameter_groups
+from trainer.models.parameter_rules import ParameterGroups
 from trainer.recipe.schema import Recipe
 
 HEADS = {
@@ -31,10 +31,10 @@ def groups_of(
     model: dict[str, Any] | None = None, head: str = "AutoModelForMaskedLM", **optimizer: Any
 ) -> ParameterGroups:
     recipe = tiny_recipe(model=model or {}, optimizer=optimizer)
-    described = describe(recipe.model, recipe.training, ModelUse(head))
+    described = describe(recipe.model, recipe.training, ModelUse(head), recipe.optimizer)
     whole = described.on_meta()
     described.adapt(whole)
-    return parameter_groups(whole, recipe)
+    return described.groups(whole)
 
 
 class TestMatching:

@@ -24,9 +24,10 @@ from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.hub_files import not_found, one_line, pretrained_files
 from trainer.models.invariance import check_invariance, sample_of
+from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
-from trainer.recipe.schema import Model, Training
+from trainer.recipe.schema import Model, OptimizerSection, Training
 
 _CANNOT_BUILD = (
     OSError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, AssertionError, SafetensorError
@@ -53,6 +54,7 @@ class ModelDescription:
     """A model of transformers that is not built yet.
 
     `attention` is the name of its attention function. `is_keyed`: its dropout is independent of the layout.
+    `optimizer` forms groups of its parameters; None: it has none.
     """
 
     recipe: Model
@@ -62,6 +64,7 @@ class ModelDescription:
     model_class: Any
     attention: str
     is_keyed: bool
+    optimizer: OptimizerSection | None = None
 
     @property
     def keyword_arguments(self) -> dict[str, Any]:
@@ -95,6 +98,10 @@ class ModelDescription:
                 module.requires_grad_(False)
         if self.use.added is not None:
             _require_learned(model)
+
+    def groups(self, model: nn.Module) -> ParameterGroups:
+        """Return the groups of the parameters of a whole model after `adapt`; see `parameter_groups`."""
+        return ParameterGroups() if self.optimizer is None else parameter_groups(model, self.recipe, self.optimizer)
 
     def files(self) -> list[str]:
         """Return the files of the pretrained weights; see `pretrained_files`."""
@@ -173,8 +180,10 @@ class ModelDescription:
         return not_found("model.name_or_path", str(self.recipe.name_or_path), error)
 
 
-def describe(recipe: Model, training: Training, use: ModelUse) -> ModelDescription:
-    """Describe the model of a recipe for a task.
+def describe(
+    recipe: Model, training: Training, use: ModelUse, optimizer: OptimizerSection | None = None
+) -> ModelDescription:
+    """Describe the model of a recipe for a task and, if it is trained, for its optimizer.
 
     Raises:
         UsageError: the configuration cannot be loaded, or transformers does not have the head for it.
@@ -185,7 +194,7 @@ def describe(recipe: Model, training: Training, use: ModelUse) -> ModelDescripti
     model_class = _get_model_class(config, auto_class._model_mapping)
     is_keyed = training.layout_invariant_dropout
     attention = _attention(model_class, is_keyed)
-    return ModelDescription(recipe, use, training.seed, config, model_class, attention, is_keyed)
+    return ModelDescription(recipe, use, training.seed, config, model_class, attention, is_keyed, optimizer)
 
 
 def _attention(model_class: Any, is_keyed: bool) -> str:

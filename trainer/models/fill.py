@@ -95,7 +95,7 @@ def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadP
     notes = [*notes, *described.check_invariance(model, keys), *prepared]
     if cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-    return place(model, replace(cut, shard=None), keys, notes, lacking)
+    return place(model, replace(cut, shard=None), keys, notes, lacking, described.groups(model))
 
 
 def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[str]]:
@@ -326,7 +326,8 @@ def _empty_parts(
     names = list(aliases(whole).values())
     known = {name for group in names for name in group}
     names += [group for group in aliases(model).values() if known.isdisjoint(group)]
-    return _Parts(place(model, cut, keys, notes, lacking), factors, names, starts), whole, sources
+    placed = place(model, cut, keys, notes, lacking, described.groups(model))
+    return _Parts(placed, factors, names, starts), whole, sources
 
 
 @contextmanager

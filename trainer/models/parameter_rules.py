@@ -19,7 +19,7 @@ from trainer.models.adapters import frozen_parameters, matched_parameters
 from trainer.models.families.family import matches
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import aliases
-from trainer.recipe.schema import OptimizerSection, Recipe
+from trainer.recipe.schema import Model, OptimizerSection
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,7 @@ class ParameterGroups:
     late: frozenset[str] = frozenset()
 
 
-def has_groups(recipe: Recipe) -> bool:
-    """Return whether parameters differ in learning rate, weight decay or first step."""
-    return _has_rules(recipe.optimizer) or recipe.model.unfreeze_at_step is not None
-
-
-def _has_rules(optimizer: OptimizerSection) -> bool:
-    return optimizer.groups is not None or optimizer.layer_decay is not None
-
-
-def parameter_groups(model: nn.Module, recipe: Recipe) -> ParameterGroups:
+def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerSection) -> ParameterGroups:
     """Return the groups of the parameters of a whole model, perhaps on `meta`.
 
     A group's own learning rate does not decay over layers.
@@ -57,10 +48,10 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> ParameterGroups:
         UsageError: a pattern matches nothing, two groups match one parameter, all matches of a group are frozen, or
             the layers of the model are unknown.
     """
-    optimizer, late = recipe.optimizer, frozenset[str]()
-    if recipe.model.unfreeze_at_step is not None and recipe.model.freeze is not None:
-        late = frozenset(frozen_parameters(model, recipe.model.freeze).values())
-    if not _has_rules(optimizer):
+    late = frozenset[str]()
+    if keys.unfreeze_at_step is not None and keys.freeze is not None:
+        late = frozenset(frozen_parameters(model, keys.freeze).values())
+    if optimizer.groups is None and optimizer.layer_decay is None:
         return ParameterGroups(late=late)
     rules = {name: ParameterRule("others", 1.0, optimizer.weight_decay) for name, _ in model.named_parameters()}
     if optimizer.layer_decay is not None:

@@ -142,6 +142,7 @@ def place(
     keys: DropoutKeys | None = None,
     notes: Sequence[str] = (),
     lacking: Sequence[str] = (),
+    groups: ParameterGroups = ParameterGroups(),  # noqa: B008  # it is frozen
 ) -> PlacedModel:
     """Cut `model` in place; for the other arguments see `PlacedModel`.
 
@@ -155,7 +156,7 @@ def place(
     if stage is not None and cut.choice is not None:
         own = placements or whole(model)
         placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in own.items()}
-    return PlacedModel(model, cut, placements, stage, keys, notes, lacking)
+    return PlacedModel(model, cut, placements, stage, keys, notes, lacking, groups=groups)
 
 
 def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> PlacedModel:  # it is frozen

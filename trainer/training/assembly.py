@@ -35,7 +35,6 @@ from trainer.models.configuration import computed_facts
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
 from trainer.models.generation import set_generation
-from trainer.models.parameter_rules import has_groups, parameter_groups
 from trainer.models.place import PlacedModel, planned_cuts
 from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
@@ -323,11 +322,6 @@ def assemble(
     with reading as node:
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, node) for cut in cuts]
-        if has_groups(recipe):
-            whole = described.on_meta()
-            described.adapt(whole, built[0].lacking)
-            groups = parameter_groups(whole, recipe)
-            built = [replace(part, groups=groups) for part in built]
     if adapt is not None:
         built = [replace(part, origin=None) for part in built]
     placed = load_teacher(plan, mesh, task, models.teacher)

@@ -18,7 +18,7 @@ from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
-from trainer.models.parameter_rules import ParameterGroups, parameter_groups
+from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import split_stages, stage_sizes
 from trainer.models.tensor_split import check_split
 from trainer.observe.observer import Observer
@@ -147,7 +147,7 @@ def _check(plan: RunPlan, described: ModelDescription, problems: Problems, has_o
     with problems.collect():
         described.adapt(model, lacking)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
-        groups = parameter_groups(model, recipe)
+        groups = described.groups(model)
         late = sum(model.get_parameter(name).numel() for name in groups.late)
         notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
     if recipe.data.packing:

@@ -37,7 +37,7 @@ def describe_model(
         task.packs_documents,
         added=task.added_module(),
     )
-    return describe(recipe.model, recipe.training, use)
+    return describe(recipe.model, recipe.training, use, recipe.optimizer)
 
 
 def describe_teacher(recipe: Recipe, task: Task, padding_token: int | None = None) -> ModelDescription:

@@ -112,7 +112,7 @@ class PeerTraining:
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
         named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
-        rules = parameter_groups(self.model, self.recipe).rules
+        rules = parameter_groups(self.model, self.recipe.model, self.recipe.optimizer).rules
         trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model), rules=rules)
         made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:

@@ -78,8 +78,8 @@ def planned_task(plan: RunPlan) -> Task:
 
 
 def planned_model(plan: RunPlan) -> ModelDescription:
-    """Describe the model of a recipe for its planned task."""
-    return describe_model(plan.recipe, planned_task(plan))
+    """Describe the model of a recipe for its planned task, without groups of parameters."""
+    return replace(describe_model(plan.recipe, planned_task(plan)), optimizer=None)
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
