@@ -30,9 +30,9 @@ from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.tools.compare.peers import PEERS, PeerTraining
+from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
-from trainer.training.validation import Validation
 
 
 def peer(name: str, setting: Setting, batches: Iterable[RankBatch]) -> None:
@@ -127,7 +127,7 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             recipe=recipe,
             engine=engine,
             loader=_Counted(batches, setting.total_steps),
-            validation=Validation(recipe, saver.progress, None, lambda: None),
+            validation=BestEvaluation(recipe, saver.progress, None, lambda: None),
             mesh=mesh,
             observers=observers,
             meter=meter,

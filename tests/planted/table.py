@@ -1165,7 +1165,7 @@ _ENGINE = [
         "engine/forward.py",
         "return ready, None if microbatch.filler else scores",
         "return ready, scores",
-        ("training/test_evaluator.py::test_the_rows_of_a_filler_do_not_count",),
+        ("training/test_whole_split.py::test_the_rows_of_a_filler_do_not_count",),
     ),
     Defect(
         "frozen_weights_in_the_optimizer",
@@ -1339,7 +1339,7 @@ _TRAINING = [
     Defect(
         "later_evaluation_of_equal_value_is_best",
         "An evaluation that only equals the best one replaces it.",
-        "training/validation.py",
+        "training/best_evaluation.py",
         "is_best = best is None or new > best",
         "is_best = best is None or new >= best",
         ("training/test_loop.py::TestBest",),
@@ -1355,7 +1355,7 @@ _TRAINING = [
     Defect(
         "patience_never_starts_again",
         "A better evaluation does not start the patience again.",
-        "training/validation.py",
+        "training/best_evaluation.py",
         "self.progress.evaluations_since_best = 0",
         "self.progress.evaluations_since_best += 0",
         ("training/test_loop.py::TestPatience",),
@@ -1363,18 +1363,18 @@ _TRAINING = [
     Defect(
         "evaluation_loss_over_rows",
         "The loss of an evaluation is divided by rows instead of labels.",
-        "training/evaluator.py",
+        "training/whole_split.py",
         "loss_sum / max(1, num_valid)",
         "loss_sum / max(1, self._num_rows)",
-        ("training/test_evaluator.py::test_the_loss_is_the_mean_over_valid_labels",),
+        ("training/test_whole_split.py::test_the_loss_is_the_mean_over_valid_labels",),
     ),
     Defect(
         "evaluation_batch_counted_twice",
         "Every tensor rank counts the rows of its evaluation.",
-        "training/evaluator.py",
+        "training/whole_split.py",
         '(loss_sum, num_valid, here.joined()) if self.mesh.index("tp") == 0 else (0.0, 0, {})',
         "(loss_sum, num_valid, here.joined())",
-        ("training/test_evaluator.py::test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one",),
+        ("training/test_whole_split.py::test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one",),
     ),
     Defect(
         "exit_code_after_a_signal",
@@ -1411,7 +1411,7 @@ _TRAINING = [
     Defect(
         "predictions_in_the_order_of_batches",
         "Predictions stay in the order of the batches.",
-        "training/evaluator.py",
+        "training/whole_split.py",
         "order = whole[_ROWS].argsort() if whole else None",
         "order = torch.arange(num_rows) if whole else None",
         (

@@ -35,9 +35,9 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
 from trainer.tasks.metrics.table import METRICS
-from trainer.training.evaluator import Evaluated
+from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.loop import Loop
-from trainer.training.validation import Validation
+from trainer.training.whole_split import Evaluated
 
 
 class Batches(list[RankBatch]):
@@ -147,7 +147,7 @@ def loop(
         recipe=whole,
         engine=world,
         loader=Batches(total_steps - progress.step),
-        validation=Validation(whole, progress, world if evaluated else None, world.keep_best),
+        validation=BestEvaluation(whole, progress, world if evaluated else None, world.keep_best),
         mesh=ParallelMesh(torch.device("cpu"), dp_replicate=world_size),
         observers=world,
         meter=(meter := Meter()),

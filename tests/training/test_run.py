@@ -31,8 +31,8 @@ from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training.assembly import assemble
-from trainer.training.evaluator import Evaluated
 from trainer.training.run import run
+from trainer.training.whole_split import Evaluated
 
 CLOCKS = {
     "step_seconds", "samples_per_second", "tokens_per_second", "peak_memory_bytes", "rank_memory_bytes", "mfu",
@@ -338,7 +338,7 @@ class TestResume:
         rows.write_text(json.dumps({"text": "word0", "label": "a"}) + "\n")
         perfect = Evaluated({"loss": 0.0, "accuracy": 1.0}, None)
         with pytest.MonkeyPatch.context() as patch:  # the only row is right from the start
-            patch.setattr("trainer.training.evaluator.Evaluator.evaluate", lambda self: perfect)
+            patch.setattr("trainer.training.whole_split.Evaluator.evaluate", lambda self: perfect)
             assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
         rows.write_text("".join(lines))
         assert train(recipe) == ExitCode.DONE

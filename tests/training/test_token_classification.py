@@ -23,7 +23,7 @@ from trainer.data.tokenised_split import encode_split
 from trainer.observe.observer import Observer
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
-from trainer.training.evaluator import Evaluator, cat_padded
+from trainer.training.whole_split import Evaluator, cat_padded
 
 SAMPLE = Path(__file__).parents[2] / "recipes" / "sample"
 MODEL = {**TINY_BERT, "vocab_size": 3000, "max_position_embeddings": 128, "initializer_range": 0.2}

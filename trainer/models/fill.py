@@ -270,13 +270,13 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
     return counted.num_bytes
 
 
-def check_weights(described: ModelDescription, has_options: bool = True) -> list[str]:
+def check_weights(described: ModelDescription, compares_sizes: bool = True) -> list[str]:
     """Check that the files of pretrained weights exist and fit the model; their values are not read.
 
     Returns the parameters that the files lack, as far as these can be compared.
 
     Args:
-        has_options: whether the task's options are known; if not, sizes are not compared.
+        compares_sizes: whether to compare sizes, which may depend on options of the task.
 
     Raises:
         UsageError: the files are missing, or of other sizes.
@@ -284,7 +284,7 @@ def check_weights(described: ModelDescription, has_options: bool = True) -> list
     if described.recipe.is_random:
         return []
     require_safe_shards(described.recipe, described.config)
-    if not has_options:
+    if not compares_sizes:
         return []
     with described.explained():
         try:

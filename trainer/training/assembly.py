@@ -50,9 +50,9 @@ from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
+from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.describing import DescribedModels, describe_models
-from trainer.training.evaluator import Evaluator
 from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.preview import step_of_run
@@ -60,7 +60,7 @@ from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
-from trainer.training.validation import Validation
+from trainer.training.whole_split import Evaluator
 
 _ROWS_SHOWN = 3
 """Rows of the first microbatch in the report of a run."""
@@ -154,10 +154,10 @@ class Assembly:
             raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
         return evaluator.evaluate().metrics
 
-    def validation(self, observers: Observer, keep_best: Callable[[], None]) -> Validation:
+    def validation(self, observers: Observer, keep_best: Callable[[], None]) -> BestEvaluation:
         """Return the evaluations of the training; `keep_best` exports the model after the best one."""
         rows = None if self.data.validation is None else self.data.validation.content_hash
-        return Validation(self.recipe, self.progress, self.evaluator(observers), keep_best, rows)
+        return BestEvaluation(self.recipe, self.progress, self.evaluator(observers), keep_best, rows)
 
     def meter(self) -> Meter:
         """Return the meter of the training. All ranks must call it."""

@@ -113,7 +113,7 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
         with problems.collect():
             require_fit(recipe, load_config(recipe.model, {}))
     with problems.collect():
-        checked = _check(plan, _describe_alone(recipe, options), problems, has_options=options is not None)
+        checked = _check(plan, _describe_alone(recipe, options), problems, compares_sizes=options is not None)
     if found is None:
         problems.raise_all()
     return checked
@@ -127,11 +127,13 @@ def _describe_alone(recipe: Recipe, options: Mapping[str, Any] | None = None) ->
     return describe_model(recipe, task, options=options)
 
 
-def _check(plan: RunPlan, described: ModelDescription, problems: Problems, has_options: bool = False) -> CheckedModel:
+def _check(
+    plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool = False
+) -> CheckedModel:
     """Check a described model, and collect its problems.
 
     Args:
-        has_options: whether the task's options are known, so that the sizes of the weights in the files are compared.
+        compares_sizes: whether to compare the sizes of weights in the files with the model, as the load does.
     """
     recipe, parallel, step = plan.recipe, plan.recipe.parallel, plan.recipe.model.unfreeze_at_step
     stages = model = None
@@ -139,7 +141,7 @@ def _check(plan: RunPlan, described: ModelDescription, problems: Problems, has_o
     notes: list[str] = []
     groups = ParameterGroups()
     with problems.collect():
-        lacking = check_weights(described, has_options)
+        lacking = check_weights(described, compares_sizes)
     with problems.collect():
         model = described.on_meta()
     if model is None:

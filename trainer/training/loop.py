@@ -38,7 +38,7 @@ from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.training.bad_steps import describe, examine, remedy
-from trainer.training.validation import Validation
+from trainer.training.best_evaluation import BestEvaluation
 
 _MOST_SHOWN = 64  # ranks with their memory in a record; a line of more would be long
 _NANOSECOND = 1e-9
@@ -69,7 +69,7 @@ class Loop:
     recipe: Recipe
     engine: Engine
     loader: TrainLoader  # The batches that are left; they begin at `saver.progress`
-    validation: Validation
+    validation: BestEvaluation
     mesh: ParallelMesh
     observers: Observer
     meter: Meter

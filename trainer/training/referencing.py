@@ -22,8 +22,8 @@ from trainer.parallel.microbatch import Microbatch
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
-from trainer.training.evaluator import gathered_rows
 from trainer.training.run_data import PreparedData
+from trainer.training.whole_split import gathered_rows
 
 REFERENCE = "reference"
 """The column of the reference."""

@@ -50,10 +50,10 @@ from trainer.training.certificate import (
     texts_of,
 )
 from trainer.training.evaluate import with_class_names
-from trainer.training.evaluator import RowTensors, in_row_order
 from trainer.training.plain_reader import EMBEDDINGS
 from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
+from trainer.training.whole_split import RowTensors, in_row_order
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0

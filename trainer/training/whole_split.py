@@ -1,4 +1,4 @@
-"""Metrics over a whole split: each row counts once at every world size."""
+"""Results and metrics over a whole split: each row counts once at every world size."""
 
 from __future__ import annotations
 

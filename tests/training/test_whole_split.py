@@ -22,7 +22,7 @@ from trainer.engine.results import EvalResult
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
-from trainer.training.evaluator import Evaluator
+from trainer.training.whole_split import Evaluator
 
 
 class FakeEngine:

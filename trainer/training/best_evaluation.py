@@ -1,4 +1,4 @@
-"""The evaluations of a run: the best one so far, which is kept, and the patience."""
+"""The best evaluation of a run so far, the export of its model, and the patience."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.checkpoint.counters import Progress
 from trainer.observe.records import BestMetric, EvaluationRecord
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import merit
-from trainer.training.evaluator import Evaluator
+from trainer.training.whole_split import Evaluator
 
 
 @dataclass(frozen=True)
-class Validation:
-    """The evaluations of a run. The counters of the run hold the best one, so a resumed run knows it."""
+class BestEvaluation:
+    """Evaluates a run, and keeps the best result. The counters of the run hold it, so a resumed run knows it."""
 
     recipe: Recipe
     progress: Progress
