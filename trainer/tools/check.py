@@ -82,7 +82,7 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             notes += embedding_notes(recipe)
         with problems.collect():
-            model = check_model(plan, data.task.model_options() if data else None, problems)
+            model = check_model(plan, data.task if data else None, problems)
             notes += model.notes
             notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if recipe.checkpoint.memory is not None:

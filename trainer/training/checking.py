@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -26,8 +24,8 @@ from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
+from trainer.tasks.task import Task
 from trainer.training.describing import DescribedModels, describe_model
 from trainer.training.row_encoding import require_fit, with_folder
 from trainer.training.run_data import PreparedData, prepare_data
@@ -56,10 +54,8 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> tuple[Pr
     is_here = LocalParts.of(recipe).has_model
     if data is not None or is_here:
         with problems.collect():
-            if data is None:
-                described = _describe_alone(recipe)
-            else:
-                described = describe_model(recipe, data.task, data.preparation.padding_token)
+            task = with_folder(build_task(recipe.task), recipe) if data is None else data.task
+            described = describe_model(recipe, task, None if data is None else data.preparation.padding_token)
             if is_here and described.config.model_type in FAMILIES:
                 _check(plan, described, problems)
     if data is not None and recipe.distillation is not None:
@@ -96,11 +92,11 @@ class CheckedModel:
     groups: ParameterGroups = field(default_factory=ParameterGroups)
 
 
-def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: Problems | None = None) -> CheckedModel:
+def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None = None) -> CheckedModel:
     """Check the model of a plan, without its weights.
 
     Args:
-        options: the configuration keys of the resolved task; None: the data decides some of them.
+        task: the resolved task; None: only the data knows it.
         found: collects the problems; None: they are raised.
 
     Raises:
@@ -113,18 +109,11 @@ def check_model(plan: RunPlan, options: Mapping[str, Any] | None = None, found: 
         with problems.collect():
             require_fit(recipe, load_config(recipe.model, {}))
     with problems.collect():
-        checked = _check(plan, _describe_alone(recipe, options), problems, compares_sizes=options is not None)
+        described = describe_model(recipe, with_folder(task or build_task(recipe.task), recipe))
+        checked = _check(plan, described, problems, compares_sizes=task is not None)
     if found is None:
         problems.raise_all()
     return checked
-
-
-def _describe_alone(recipe: Recipe, options: Mapping[str, Any] | None = None) -> ModelDescription:
-    """Describe the model of a recipe without its data; transformers' number of classes stands in for an unknown one."""
-    task = with_folder(build_task(recipe.task), recipe)
-    if options is None and isinstance(task, NamedClasses) and task.class_names is None:
-        options = {}
-    return describe_model(recipe, task, options=options)
 
 
 def _check(

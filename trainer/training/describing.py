@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.base.errors import Problems, RecipeError
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.recipe.schema import Model, Recipe
+from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 
 
@@ -25,13 +25,12 @@ def describe_models(recipe: Recipe, task: Task, padding_token: int | None) -> De
     return DescribedModels(describe_model(recipe, task, padding_token), teacher)
 
 
-def describe_model(
-    recipe: Recipe, task: Task, padding_token: int | None = None, options: Mapping[str, Any] | None = None
-) -> ModelDescription:
-    """Describe the trained model of a recipe; for the arguments see `ModelUse`. `options` None: those of the task."""
+def describe_model(recipe: Recipe, task: Task, padding_token: int | None = None) -> ModelDescription:
+    """Describe the trained model of a recipe; transformers' number of classes stands in for an unknown one."""
+    is_unknown = isinstance(task, NamedClasses) and task.class_names is None
     use = ModelUse(
         task.auto_class_name,
-        task.model_options() if options is None else options,
+        {} if is_unknown else task.model_options(),
         padding_token,
         task.unused_modules,
         task.packs_documents,
