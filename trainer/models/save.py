@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -83,17 +83,23 @@ def save_model(
         return described
 
     merged, planned = _plan_weights(mesh.on_rank_zero(begin), without_added(tensors.shapes), adapter)
-    writing: _Writing | None = None
+
+    def write(file: WeightFile, parts: Mapping[str, Tensor]) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not see it yet
+        return file.write(lambda name: merged.merged(name, parts.__getitem__), folder)
+
+    writing: Future[Path] | None = None
     error: Exception | None = None
-    for number, file in enumerate(planned.files):
-        writer = writer_of(number, mesh.world_size)
-        if writer == mesh.rank and writing is not None:
-            error = error or writing.end()  # before the tensors of the next file take memory
-        needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
-        collected = {name: tensors.collect(name, writer) for name in needed}
-        if writer == mesh.rank:
-            writing = _Writing(file, merged, {name: t for name, t in collected.items() if t is not None}, folder)
-    error = (writing.end() if writing else None) or error
+    with ThreadPoolExecutor(1) as thread:
+        for number, file in enumerate(planned.files):
+            writer = writer_of(number, mesh.world_size)
+            if writer == mesh.rank:
+                error = error or _error_of(writing)  # before the tensors of the next file take memory
+            needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
+            collected = {name: tensors.collect(name, writer) for name in needed}
+            if writer == mesh.rank:
+                writing = thread.submit(write, file, {name: t for name, t in collected.items() if t is not None})
+        error = _error_of(writing) or error
     added = {name: tensors.collect(name, 0) for name in tensors.shapes if is_added(name)}
     if error is None and mesh.rank == 0:
         try:
@@ -119,32 +125,14 @@ def writer_of(number: int, world_size: int) -> int:
     return number % world_size
 
 
-class _Writing(Thread):
-    """The writing of one file, beside the collectives of the next ones."""
-
-    def __init__(self, file: WeightFile, merged: MergedWeights, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        super().__init__(name=f"write {file.name}")
-        self._file = file
-        self._merged = merged
-        self._tensors = tensors
-        self._folder = folder
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)  # another machine may not see it yet
-            self._file.write(lambda name: self._merged.merged(name, self._tensors.__getitem__), self._folder)
-        except Exception as error:  # `end` returns or raises it; a thread would only print it
-            self._error = error
-
-    def end(self) -> Exception | None:
-        """Wait for the file, and return the error of the disk that prevented it; any other error is raised."""
-        self.join()
-        self._tensors = {}
-        if self._error is not None and not isinstance(self._error, OSError | SafetensorError):
-            raise self._error
-        return self._error
+def _error_of(writing: Future[Path] | None) -> Exception | None:
+    """Wait for a file, and return the error of the disk that prevented it; any other error is raised."""
+    try:
+        if writing is not None:
+            writing.result()
+    except (OSError, SafetensorError) as error:
+        return error
+    return None
 
 
 def _cannot_write(folder: Path, reason: object) -> TrainerError:
