@@ -110,7 +110,8 @@ def test_files_that_a_resumed_run_reads_are_refused_in_words(tmp_path: Path, cap
         if wrong is None:
             os.mkfifo(file)  # a read would wait
         else:
-            file.write_text("\n".join([text.splitlines()[0], wrong, text]))
+            start_line, rest = text.split("\n", 1)
+            file.write_text("\n".join([start_line, wrong, rest]))
         assert start(tmp_path) == ExitCode.USER
         assert name in capsys.readouterr().err
         file.unlink()
