@@ -20,7 +20,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -368,24 +368,14 @@ class MetricsFile(Observer):
     def end(self, record: EndRecord) -> None:
         if self._file is None:  # it never started
             return
-        if record.outcome == "failed":
-            with suppress(TrainerError):  # a full disk may be the failure itself, and must not hide it
-                self._write_end(record)
-        else:
-            self._write_end(record)
-
-    def _write_end(self, record: EndRecord) -> None:
-        idle = None if record.pipeline is None else record.pipeline.measured
-        values: dict[str, Any] = {
-            "outcome": record.outcome,
-            "exit_code": record.exit_code,
-            "message": record.message,
-            "idle": idle,
-        }
+        values: dict[str, Any] = {name: getattr(record, name) for name in ("outcome", "exit_code", "message")}
+        values["idle"] = None if record.pipeline is None else record.pipeline.measured
         values |= {"warnings": record.warnings} if record.warnings else {}
-        compilation = {} if record.compilation is None else {"compilation": asdict(record.compilation)}
-        spent = {"parts": record.parts, "seconds": record.seconds}
-        self._write({"step": record.step, "end": {**values, **compilation, **spent}})
+        values |= {} if record.compilation is None else {"compilation": asdict(record.compilation)}
+        values |= {"parts": record.parts, "seconds": record.seconds}
+        # A full disk may be the failure itself, and must not hide it.
+        with suppress(TrainerError) if record.outcome == "failed" else nullcontext():
+            self._write({"step": record.step, "end": values})
 
     def close(self) -> None:
         if self._file is not None:

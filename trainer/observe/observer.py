@@ -138,6 +138,26 @@ for _event in vars(Observer):
         setattr(Observers, _event, _in_turn(_event))
 
 
+class NumberObserver(Observer):
+    """An observer of numbers by name; those of steps begin with `train/`, those of evaluations with `eval/`."""
+
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        """Report the known numbers of a step, of an evaluation or of callbacks."""
+
+    def step(self, record: StepRecord) -> None:
+        values = record.numbers()
+        self._pass("train/", values.pop("step"), values)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._pass("eval/", record.step, record.metrics)
+
+    def logged(self, record: LoggedRecord) -> None:
+        self._pass("", record.step, record.numbers)
+
+    def _pass(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
+        self.numbers(step, {f"{prefix}{name}": value for name, value in values.items() if value is not None})
+
+
 @contextmanager
 def packages_of(destination: str) -> Iterator[None]:
     """Import the packages of a word of `logging.to` inside this context; the extra has the same name.

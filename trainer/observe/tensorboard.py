@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import TrainerError
-from trainer.observe.observer import Observer, packages_of
-from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
+from trainer.observe.observer import NumberObserver, packages_of
+from trainer.observe.records import BadStepRecord, EndRecord, RunInfo
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
-class TensorBoard(Observer):
+class TensorBoard(NumberObserver):
     """Observer that writes scalars by step to `tensorboard/` in the run's folder, such as `train/loss`.
 
     Raises:
@@ -43,16 +43,11 @@ class TensorBoard(Observer):
             self._writer = self._writer_class(str(self._folder), purge_step=first_step, flush_secs=30)
             self._writer.add_text("recipe", f"```json\n{json.dumps(dict(run.recipe), indent=2)}\n```", first_step)
 
-    def step(self, record: StepRecord) -> None:
-        values = record.numbers()
-        step = values.pop("step")
-        self._add("train/", values, step)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._add("eval/", record.metrics, record.step)
-
-    def logged(self, record: LoggedRecord) -> None:
-        self._add("", record.numbers, record.step)
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._writer is not None, "a run starts before it is observed"
+        with self._writing():
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
     def bad_step(self, record: BadStepRecord) -> None:
         assert self._writer is not None, "a run starts before it is observed"
@@ -90,10 +85,3 @@ class TensorBoard(Observer):
                 f"{self._folder} can no longer be written ({error.strerror}); make room or restore the folder, then"
                 " start the run again"
             ) from error
-
-    def _add(self, prefix: str, values: Mapping[str, float | None], step: int) -> None:
-        assert self._writer is not None, "a run starts before it is observed"
-        with self._writing():
-            for name, value in values.items():
-                if value is not None:
-                    self._writer.add_scalar(f"{prefix}{name}", value, step)

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import without_secrets
-from trainer.observe.observer import Observer
-from trainer.observe.records import EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
+from trainer.observe.observer import NumberObserver
+from trainer.observe.records import EndRecord, RunInfo
 
 IDS_FILE_NAME = "tracking.json"
 
@@ -37,7 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 @dataclass(frozen=True)
 class Point:
-    """Values of one step, with names as in `metrics.jsonl`; ours begin with `train/` or `eval/`."""
+    """Numbers of one step by name, as of `NumberObserver`."""
 
     step: int
     values: Mapping[str, float]
@@ -70,7 +70,7 @@ class Service(Protocol):
         """End all processes and connections of the library; may be called twice, and without `finish`."""
 
 
-class Tracker(Observer):
+class Tracker(NumberObserver):
     """Observer that passes records to one service.
 
     At the start of a run, an unusable service is an error. After that, the service runs in a thread. Failed points are
@@ -125,15 +125,8 @@ class Tracker(Observer):
     def doing(self, step: int, what: str) -> None:
         self._pass_notes()
 
-    def step(self, record: StepRecord) -> None:
-        values = record.numbers()
-        self._put("train/", values.pop("step"), values)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._put("eval/", record.step, record.metrics)
-
-    def logged(self, record: LoggedRecord) -> None:
-        self._put("", record.step, record.numbers)
+    def numbers(self, step: int, values: Mapping[str, float]) -> None:
+        self._inbox.put(Point(step, values, time.time()))
 
     def end(self, record: EndRecord) -> None:
         """Wait a limited time for remaining points, and report missing ones."""
@@ -148,10 +141,6 @@ class Tracker(Observer):
         if not self._thread.is_alive():
             with suppress(Exception):  # missing points are already reported
                 self._service.close()
-
-    def _put(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
-        named = {f"{prefix}{name}": value for name, value in values.items() if value is not None}
-        self._inbox.put(Point(step, named, time.time()))
 
     def _pass_notes(self) -> None:
         while not self._notes.empty():
