@@ -636,7 +636,7 @@ def build_tiny(
     plan = plan_run(recipe, world_size)
     mesh = _mesh(plan.layout, torch.device(device))
     if progress is not None:
-        parts = assemble(plan, mesh, prepare_data(recipe), progress=progress)
+        parts = replace(assemble(plan, mesh, prepare_data(recipe)), progress=progress)
         return TinyTraining(parts, parts.train_loader)
     tiny, task = _tiny_of(recipe), tiny_task(recipe)
     split = tiny.split(num_rows)
@@ -654,7 +654,7 @@ def build_tiny(
         plan = replace(plan, recipe=recipe.model_copy(update={"data": cached}))
     data = PreparedData(task, tiny_masking(recipe), TinyPreparation(batching), split, None)
     adapt = None if dtype == torch.float32 else partial(_compute_in, dtype=dtype)
-    parts = assemble(plan, mesh, data, adapt, Progress(samples=start_sample))
+    parts = replace(assemble(plan, mesh, data, adapt), progress=Progress(samples=start_sample))
     return TinyTraining(parts, parts.train_loader)
 
 

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_RESNET
 from trainer.base import disk
 from trainer.base.errors import ExitCode, TrainerError, UsageError
-from trainer.models.weight_files import WeightFiles
+from trainer.models.weight_files import WeightFiles, plan_files
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training.export import export
 from trainer.training.run import run
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy", "perplexity"]}
+PLAN_FILES = "trainer.training.export.plan_files"
 
 
 def train(recipe: Path, *overrides: str) -> None:
@@ -134,10 +136,11 @@ class TestAsTheRun:
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_opens_without_a_key_too_few_or_too_many(tmp_path, model_type, head, dtype):
+def test_opens_without_a_key_too_few_or_too_many(tmp_path, monkeypatch, model_type, head, dtype):
+    monkeypatch.setattr(PLAN_FILES, partial(plan_files, largest_file_bytes=30_000))
     keys = {**CONFIGS["llama"], "num_local_experts": 4} if model_type == "mixtral" else {}
     model = built(model_type, head, **keys)
-    export(write_checkpoint(tmp_path / "run", model), tmp_path / "out", dtype, largest_file_bytes=30_000)
+    export(write_checkpoint(tmp_path / "run", model), tmp_path / "out", dtype)
     opened, loading = getattr(transformers, head).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     type_ = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -341,7 +344,7 @@ class TestHostile:
 @pytest.mark.alone
 @needs_peak
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, bert, dtype):
+def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, monkeypatch, bert, dtype):
     export(write_checkpoint(tmp_path / "tiny", bert), tmp_path / "warm", dtype)  # whatever is imported once
     model = built(head="AutoModelForMaskedLM", **LARGE_BERT)
     whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -350,7 +353,9 @@ def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, bert, dtype):
     file_bytes = 12_000_000
     # malloc may keep what an export freed: the least growth counts
     folders = iter([tmp_path / "parts", tmp_path / "parts again"])
-    parts = min(peak_growth(lambda: export(checkpoint, next(folders), dtype, file_bytes)) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(PLAN_FILES, partial(plan_files, largest_file_bytes=file_bytes))
+        parts = min(peak_growth(lambda: export(checkpoint, next(folders), dtype)) for _ in range(2))
     whole = peak_growth(lambda: export(checkpoint, tmp_path / "whole", dtype))
     if os.environ.get("SHOW_MEMORY"):
         print(f"model {whole_bytes:,}, in files of {file_bytes:,}: {parts:,}; in one file: {whole:,}")

@@ -301,7 +301,6 @@ def assemble(
     mesh: ParallelMesh,
     data: PreparedData,
     adapt: Callable[[nn.Module], None] | None = None,
-    progress: Progress | None = None,
     models: DescribedModels | None = None,
 ) -> Assembly:
     """Build the model and the engine. All ranks must call it.
@@ -309,7 +308,6 @@ def assemble(
     Args:
         adapt: changes a built model in place before the engine takes it, for example to freeze parameters. It gets
             each pipeline stage by itself, and must do the same on every rank.
-        progress: the counters of the run; None: new ones.
         models: those of a check; None: they are described here.
 
     Raises:
@@ -346,7 +344,7 @@ def assemble(
     )
     engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), placed.teacher)
     data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
-    return Assembly(plan, mesh, data, built, engine, saved, progress or Progress())
+    return Assembly(plan, mesh, data, built, engine, saved, Progress())
 
 
 def _files_beside_weights(data: PreparedData, recipe: Recipe, model: nn.Module) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
 from trainer.models.quantizing import quantized_base, quantized_in
 from trainer.models.statistics import persistent_buffers
-from trainer.models.weight_files import LARGEST_FILE_BYTES, UnknownModelError, described_model, plan_files
+from trainer.models.weight_files import UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
@@ -67,7 +67,6 @@ def export(
     checkpoint: Path,
     folder: Path,
     dtype: PrecisionName = "fp32",
-    largest_file_bytes: int = LARGEST_FILE_BYTES,
     adapter: bool = False,
     verification: Verification | None = None,
     to: Literal["safetensors", "onnx"] = "safetensors",
@@ -78,7 +77,6 @@ def export(
         checkpoint: The folder of a checkpoint, or of a run: then its newest whole checkpoint.
         folder: An empty or missing folder.
         dtype: The type of the weights.
-        largest_file_bytes: The most bytes of one file of weights, and of the memory for them.
         adapter: Whether to write the adapter alone, in the format of PEFT.
         verification: The comparison with the trained model; None: there is none.
         to: The format of the model: weights for transformers, or a graph for ONNX Runtime.
@@ -132,7 +130,7 @@ def export(
             names = available.keys() | merged.shapes
             weights = [write_adapter(described, _origin_model(state), task_type, names, own, read, temporary, type_)]
         else:
-            weights = plan_files(described, merged.shapes, type_, largest_file_bytes).write(read, temporary)
+            weights = plan_files(described, merged.shapes, type_).write(read, temporary)
         frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
         write_added(frozen | {name: _read(state, key) for name, key in added.items()}, temporary, type_)
         if to == "onnx":
