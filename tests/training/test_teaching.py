@@ -17,9 +17,11 @@ from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
+from trainer.models.describe import describe
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.plan.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, TEACHER
+from trainer.training import describing
 from trainer.training.run import run
 
 CLASSIFIER = "AutoModelForSequenceClassification"
@@ -57,10 +59,16 @@ def train(recipe: Path, *overrides: str) -> int:
     return run(load_recipe(str(recipe), overrides), LaunchEnvironment("none"))
 
 
-def test_a_run_learns_from_its_teacher_and_keeps_nothing_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_learns_from_its_teacher_and_keeps_nothing_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     recipe, teacher = write_student(tmp_path), tmp_path / "teacher"
     assert main(["check", str(recipe)]) == ExitCode.DONE
-    assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
+    described: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(describing, "describe", lambda *words: described.append(words) or describe(*words))
+        assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
+    assert len(described) == 2, "the student and the teacher, each once"
     facts = json.loads(next((tmp_path / "run").rglob("state.json")).read_text())
     assert not [name for name in facts["tensors"] if "teacher" in name]
     assert facts["tensors"]["model.bert.embeddings.word_embeddings.weight"] == [211, 32]  # the student's
