@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,8 +57,12 @@ def ranks_folder(run_folder: Path) -> Path:
 
 def read_statuses(run_folder: Path) -> dict[int, Status]:
     """Return the last records of the ranks of a run, in order of rank, without missing and incomplete files."""
-    statuses = sorted(_parsed(ranks_folder(run_folder)), key=lambda status: status.rank)
-    return {status.rank: status for status in statuses}
+    found = []
+    for file in ranks_folder(run_folder).glob("machine-*.jsonl"):
+        for record in _records(file):
+            with suppress(ValueError):
+                found.append(_STATUS.validate_json(record, strict=True))
+    return {status.rank: status for status in sorted(found, key=lambda status: status.rank)}
 
 
 def killed_ranks(run_folder: Path) -> list[Status]:
@@ -79,13 +82,6 @@ def killed_ranks(run_folder: Path) -> list[Status]:
 
 def _host() -> str:
     return socket.gethostname()[:_LONGEST_TEXT]
-
-
-def _parsed(folder: Path) -> Iterator[Status]:
-    for file in folder.glob("machine-*.jsonl"):
-        for record in _records(file):
-            with suppress(ValueError):
-                yield _STATUS.validate_json(record, strict=True)
 
 
 def _records(file: Path) -> list[bytes]:

@@ -181,11 +181,6 @@ class Metrics:
     seconds: Counter[str] = field(default_factory=Counter)  # of all starts, by the parts of the wall time
     samples: list[SampledStep] = field(default_factory=list)
 
-    def spend(self, seconds: Mapping[str, float]) -> None:
-        """Add seconds of parts of the wall time."""
-        for part, time in seconds.items():
-            self.seconds[part] += time  # type: ignore[assignment]  # a `Counter` of seconds
-
 
 def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
     """Read a `metrics.jsonl`, even while a run writes it. Secrets in addresses are masked.
@@ -210,7 +205,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
             ) from None
         match record:
             case StepRecord():
-                metrics.spend(record.seconds)
+                metrics.seconds.update(record.seconds)
                 metrics.samples += [record.sample] if record.sample else []
                 if number % metrics.stride == 0:
                     metrics.steps.append(record)
@@ -229,14 +224,16 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
             case _ if "run" in parsed:
                 before = metrics.seconds.total()
                 start, lost = record.get("start_seconds", 0.0), record.get("lost_seconds", 0.0)
-                metrics.spend({RESTARTS: start + lost} if metrics.runs else {START: start})
+                metrics.seconds.update({RESTARTS: start + lost} if metrics.runs else {START: start})
                 before += lost
                 metrics.runs.append(record)
                 metrics.end = None
             case _:
-                metrics.spend(record.get("parts", {}))
+                metrics.seconds.update(record.get("parts", {}))
                 if record.get("parts"):
-                    metrics.spend({END: max(0.0, record.get("seconds", 0.0) - metrics.seconds.total() + before)})
+                    metrics.seconds.update(
+                        {END: max(0.0, record.get("seconds", 0.0) - metrics.seconds.total() + before)}
+                    )
                 metrics.end = record
     if last is not None and metrics.steps[-1] is not last:
         metrics.steps.append(last)
