@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -157,13 +157,13 @@ class QuestionAnsweringTask(TextTask):
         }
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
-        texts, accepted = zip(*self._answered(predictions, split), strict=True)
-        arrays = [np.fromiter(values, object, len(texts)) for values in (texts, accepted)]
-        return {name: METRICS[_METRIC_ROWS.get(name, name)].compute(*arrays) for name in self.metric_names}
+        return self._computed(self._answered(predictions, split))
 
     def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
-        accepted = [self._accepted(row, split.where, number) for number, row in enumerate(split.rows)]
-        arrays = [np.fromiter(values, object, len(accepted)) for values in ([""] * len(accepted), accepted)]
+        return self._computed(("", self._accepted(row, split.where, number)) for number, row in enumerate(split.rows))
+
+    def _computed(self, answered: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:
+        arrays = [np.fromiter(values, object, len(values)) for values in zip(*answered, strict=True)]
         return {name: METRICS[_METRIC_ROWS.get(name, name)].compute(*arrays) for name in self.metric_names}
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
