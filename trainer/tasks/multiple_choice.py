@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from string import ascii_uppercase
 from typing import Any, Literal
 
@@ -19,8 +18,9 @@ from trainer.base.errors import DataError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
+from trainer.tasks.several_texts import grouped, most_texts, texts_of_rows
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, filled, is_text, most_texts, require_kind, require_text, texts_of_rows
+from trainer.tasks.text.columns import cell, filled, is_text, require_kind, require_text
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 LabelFormat = Literal["index", "number", "letter", "text"]
@@ -85,14 +85,7 @@ class MultipleChoiceTask(TextTask):
         choices = self._choices(rows, where, first_row)
         counts = [len(of_row) for of_row in choices]
         columns, cut = self._tokenised(rows, choices, tokenizer, max_length, where, first_row)
-        starts = [0, *accumulate(counts)]
-        found: Encoded = {
-            name: [
-                values[start : start + count] + [values[start][:1]] * (self.num_texts - count)
-                for start, count in zip(starts, counts, strict=False)
-            ]
-            for name, values in columns.items()
-        }
+        found: Encoded = {name: grouped(values, counts, self.num_texts) for name, values in columns.items()}
         found |= {_NUM_CHOICES: counts, "cut": [row in cut for row in range(len(rows))]}
         if self.labelled:
             found["labels"] = self._labels(rows, choices, where, first_row)

@@ -19,16 +19,14 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS, SentenceFolder
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.several_texts import ScoredTexts, mean_of_draws
+from trainer.tasks.several_texts import ScoredTexts, grouped, mean_of_draws, most_texts, texts_of_rows
 from trainer.tasks.text.columns import (
     cell,
     finite_number,
     is_text,
-    most_texts,
     require_columns,
     require_kind,
     require_text,
-    texts_of_rows,
     tokenise_texts,
 )  # fmt: skip
 from trainer.tasks.text.tied_texts import first_of_equal
@@ -122,12 +120,9 @@ class RerankerTask(ScoredTexts):
         found: Encoded = {"cut": [False] * len(rows)}
         for row, is_cut in zip(places, cut, strict=True):
             found["cut"][row] |= is_cut
+        counts = [len(of_row) for of_row in documents]
         for name, values in tokens.items():
-            own = iter(values)
-            lists = [[next(own) for _ in of_row] for of_row in documents]
-            found[name] = [of_row + [of_row[0][:1]] * (self.num_texts - len(of_row)) for of_row in lists]
-            if self.num_texts == 1:
-                found[name] = [of_row[0] for of_row in found[name]]
+            found[name] = values if self.num_texts == 1 else grouped(values, counts, self.num_texts)
         if self.labelled:
             found["labels"] = self._labels(rows, documents, where, first_row)
         return found

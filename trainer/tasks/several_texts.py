@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from trainer.base.errors import UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.task import TextTask
+from trainer.tasks.types import Dataset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_ROWS_AT_ONCE = 1000
 
 
 class SeveralTexts(TextTask):
@@ -35,6 +39,28 @@ class SeveralTexts(TextTask):
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs `[batch * texts, sequence]`."""
         return {name: tensor.flatten(0, -2) for name, tensor in inputs.items()}
+
+
+def most_texts(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], Sized]) -> int:
+    """Return the largest number of texts of a row: one in each of several columns, or those of one column's cells."""
+    if len(columns) > 1:
+        return len(columns)
+    batches = rows.select_columns([*columns]).iter(_ROWS_AT_ONCE)
+    return max(len(texts_of(value)) for batch in batches for value in batch[columns[0]])
+
+
+def texts_of_rows(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], list[str]]) -> list[list[str]]:
+    """Return the texts of each row: those of several columns, or those of one column's cells."""
+    if len(columns) > 1:
+        return [list(of_row) for of_row in zip(*(rows[name] for name in columns), strict=True)]
+    return [texts_of(value) for value in rows[columns[0]]]
+
+
+def grouped(texts: Iterable[list[int]], counts: Sequence[int], number: int) -> list[list[list[int]]]:
+    """Return tokens of texts by row: each row has its count of texts, and texts of one token up to `number`."""
+    own = iter(texts)
+    rows = [list(islice(own, count)) for count in counts]
+    return [of_row + [of_row[0][:1]] * (number - len(of_row)) for of_row in rows]
 
 
 _DRAWS = 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -18,7 +18,6 @@ STRING_TYPES = ("string", "large_string")
 SEVERAL_TYPES = "values of several types"
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-_ROWS_AT_ONCE = 1000
 
 
 def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
@@ -51,21 +50,6 @@ def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, 
 def is_text(feature: Any) -> bool:
     """Return whether a column, or the inside of a column of lists, holds strings."""
     return getattr(feature, "dtype", None) in STRING_TYPES
-
-
-def most_texts(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], Sized]) -> int:
-    """Return the largest number of texts of a row: one in each of several columns, or those of one column's cells."""
-    if len(columns) > 1:
-        return len(columns)
-    batches = rows.select_columns([*columns]).iter(_ROWS_AT_ONCE)
-    return max(len(texts_of(value)) for batch in batches for value in batch[columns[0]])
-
-
-def texts_of_rows(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any], list[str]]) -> list[list[str]]:
-    """Return the texts of each row: those of several columns, or those of one column's cells."""
-    if len(columns) > 1:
-        return [list(of_row) for of_row in zip(*(rows[name] for name in columns), strict=True)]
-    return [texts_of(value) for value in rows[columns[0]]]
 
 
 def type_name(feature: Any) -> str:
