@@ -17,6 +17,7 @@ from pathlib import Path
 from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_folder, replace_text
 from trainer.base.errors import storage_error
 from trainer.checkpoint.format import Facts, WrittenFile, seal
+from trainer.ranks.roll_call import wait_until
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _REMOVED, _LATEST = ".removed-", "latest"
@@ -127,11 +128,7 @@ class CheckpointStore:
     def sees(self, marker: str) -> bool:
         """Return whether the marker appears within the time limit for network file systems."""
         end = time.monotonic() + self._seconds
-        while not os.path.isdir(self.folder) or marker not in os.listdir(self.folder):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.1)
-        return True
+        return wait_until(lambda: os.path.isdir(self.folder) and marker in os.listdir(self.folder), end)
 
     def remove_marker(self, marker: str) -> None:
         """Remove the marker; after an error, `open` removes it."""

@@ -118,8 +118,7 @@ class Rendezvous:
     def dismiss(self, waiting: int, code: int) -> None:
         """Give `waiting` other ranks, which are in `dismissed`, the exit code of the run."""
         self._put("dismissed/code", code)
-        end = time.monotonic() + _READ_SECONDS
-        wait_until(lambda: self.store.add("dismissed/known", 0) >= waiting, end)
+        self._wait_for_count("dismissed/known", waiting)
 
     def dismissed(self) -> int:
         """Wait until `dismiss` is called on another rank, and return its exit code.
@@ -319,11 +318,12 @@ class Rendezvous:
 
     def _wait_for_readers(self, name: str) -> None:
         """Count the ranks that have read the values; wait for all of them if the store ends with this process."""
-        known = self.store.add(f"{name}/known", 1)
-        end = time.monotonic() + _READ_SECONDS
-        while self._hosts_store and known < self._size and time.monotonic() < end:
-            time.sleep(0.01)
-            known = self.store.add(f"{name}/known", 0)
+        self.store.add(f"{name}/known", 1)
+        if self._hosts_store:
+            self._wait_for_count(f"{name}/known", self._size)
+
+    def _wait_for_count(self, key: str, number: int) -> None:
+        wait_until(lambda: self.store.add(key, 0) >= number, time.monotonic() + _READ_SECONDS)
 
     def _signed(self, text: str) -> str:
         """Name rank and machine, if there are several machines."""
