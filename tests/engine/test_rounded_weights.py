@@ -14,11 +14,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.families import CONFIGS
-from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
+from tests.parity.cases import Case
 from trainer.engine import forward
+from trainer.engine.ddp import GradientPlaces
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
+from trainer.tools.plan.ledger import Ledger
 from trainer.tools.plan.simulated_step import plan_step
 
 SEVERAL = {"micro_batch_size": 5}
@@ -167,3 +172,23 @@ def test_a_product_without_gradients_takes_none_from_other_users():
         after(x)
     after_products(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+def train_ddp(recipe: Recipe, in_place: bool) -> tuple[Curve, int]:
+    """Train five steps, and return the curve and the number of copies."""
+    place_of = GradientPlaces.of if in_place else lambda self, parameter: None
+    with mock.patch.object(GradientPlaces, "of", place_of), Ledger() as ledger:
+        curve = train_tiny(recipe, num_steps=5)
+    return curve, sum(of.number for kind, of in ledger.totals.work.items() if kind.name == "copy_")
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_ddp_finds_gradients_in_its_buckets(ranks: RankPools, accumulates: bool):
+    """From the third step on, no gradient of a product is copied, and no digit changes."""
+    recipe = Case("ddp", 2, accumulates, "bf16", "none", 0.1).recipe()
+    found, copies = ranks(2).run(train_ddp, recipe, True)[0]
+    expected, all_copies = ranks(2).run(train_ddp, recipe, False)[0]
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+    assert all_copies - copies == 3 * 2 * (2 * 6 + 2), "weights and biases of two layers, the pooler and the classifier"

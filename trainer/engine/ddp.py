@@ -42,14 +42,42 @@ def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket
     return summed
 
 
+class GradientPlaces:
+    """The places of gradients in DDP's buckets, into which a backward pass may write them without a copy by DDP."""
+
+    def __init__(self) -> None:
+        self._found: dict[Tensor, Tensor] = {}
+        self._known: set[int] = set()  # the buckets with known places
+        self._is_first = True
+
+    def noted(self, bucket: Any) -> Any:
+        """Note the places in a bucket, which DDP keeps but for those of its first sum, and return the bucket."""
+        if self._is_first:
+            self._is_first = not bucket.is_last()
+        elif bucket.index() not in self._known:
+            self._known.add(bucket.index())
+            self._found.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        return bucket
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """Return the place of a gradient; None if it is unknown, or has the sum of earlier passes."""
+        place = self._found.get(parameter) if parameter.grad is None else None
+        return None if place is None else place.detach()  # autograd takes over a tensor that nobody else holds
+
+
 def wrap_ddp(
-    model: nn.Module, mesh: ParallelMesh, sent_in: torch.dtype | None = None, left_out: Iterable[str] = ()
+    model: nn.Module,
+    mesh: ParallelMesh,
+    sent_in: torch.dtype | None = None,
+    left_out: Iterable[str] = (),
+    places: GradientPlaces | None = None,
 ) -> DistributedDataParallel:
     """Return `model` in DDP, with gradients summed, not averaged, during the backward pass.
 
     Args:
         sent_in: the type in which gradients are sent; None: their own.
         left_out: the names of parameters with gradients that DDP does not sum.
+        places: learns the places of gradients.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)  # type: ignore[no-untyped-call]
     group = mesh.group("dp")
@@ -64,8 +92,9 @@ def wrap_ddp(
         init_sync=simulated() is None,  # a plan has no other ranks to compare weights with
         **{sync_buffers: False},  # type: ignore[arg-type]
     )
+    noted = places or GradientPlaces()
     # A lambda, because DDP compares a hook's annotations with its own classes, and ours are strings.
-    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, sent_in, bucket))
+    wrapped.register_comm_hook(group, lambda group, bucket: _sum_gradients(group, sent_in, noted.noted(bucket)))
     return wrapped
 
 
@@ -89,7 +118,8 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     sent_in = sent_dtype(recipe.parallel.communication)
     built = prepare_model(built, mesh, plan)
     model.to(mesh.device)
-    rounded = rounded_weights([model], recipe)
+    places = GradientPlaces()
+    rounded = rounded_weights([model], recipe, place_of=places.of)
     named = dict(model.named_parameters())
     # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
     left_out = {} if is_alone else named if recipe.cuda_graphs else stored_in_bf16(model)
@@ -97,7 +127,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     if not is_alone and any(p.requires_grad and name not in left_out for name, p in named.items()):
-        call = wrapped = wrap_ddp(model, mesh, sent_in, left_out)
+        call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
         no_sync = wrapped.no_sync
     complete: Callable[[], object] = nothing
     if is_alone and sent_in is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ _User = tuple[int, dict[str, Any], str]
 """The place of a copy, the attributes of a module that has its parameter, and the parameter's name there."""
 
 
+def nowhere(_: Tensor) -> None:
+    """Return no place for a gradient."""
+
+
 class RoundedWeights:
     """Copies of weights, with which their modules compute inside of the context `use`.
 
@@ -30,10 +35,17 @@ class RoundedWeights:
     Args:
         models: the models, on their device. Embeddings and norms keep their weights, also if a product shares them.
         together: whether the layers of a model return their gradients to fp32 layer by layer; else, module by module.
+        place_of: returns memory for the gradient of a weight in this pass; None: the pass allocates it.
     """
 
-    def __init__(self, models: Iterable[nn.Module], dtype: torch.dtype, together: bool = True) -> None:
-        self._dtype = dtype
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        dtype: torch.dtype,
+        together: bool = True,
+        place_of: Callable[[Tensor], Tensor | None] = nowhere,
+    ) -> None:
+        self._dtype, self._place_of = dtype, place_of
         users: list[tuple[Tensor, dict[str, Any], str]] = []
         found: dict[Tensor, None] = {}  # in order
         groups: dict[str, list[Tensor]] = {}
@@ -76,7 +88,8 @@ class RoundedWeights:
     def _recorded(self) -> Iterator[Tensor]:
         copies = iter(self._copies(self._trained))
         for group in self._groups:
-            yield from _Rounded.apply([next(copies) for _ in group], *group)  # type: ignore[no-untyped-call]
+            rounded = [next(copies) for _ in group]
+            yield from _Rounded.apply(rounded, self._place_of, *group)  # type: ignore[no-untyped-call]
 
     def _kept(self) -> list[Tensor]:
         versions, copies = self._of_frozen
@@ -94,15 +107,22 @@ class RoundedWeights:
         return copies
 
 
-def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, together: bool = True) -> RoundedWeights | None:
+def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, **how: Any) -> RoundedWeights | None:
     """Return the rounded weights of models in 16 bits; None if the recipe computes in fp32."""
     dtype = COMPUTE_DTYPES.get(recipe.precision)
-    return RoundedWeights(models, dtype, together) if dtype else None
+    return RoundedWeights(models, dtype, **how) if dtype else None
 
 
-def in_fp32(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in fp32, cast by one operation; those in fp32 are returned themselves."""
-    exact = [one if one.dtype == torch.float32 else torch.empty_like(one, dtype=torch.float32) for one in tensors]
+def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = None) -> list[Tensor]:
+    """Return tensors in fp32, cast by one operation; those in fp32 are returned themselves.
+
+    Args:
+        places: memory for the results that are cast; None: it is allocated.
+    """
+    exact = [
+        one if one.dtype == torch.float32 else torch.empty_like(one, dtype=torch.float32) if place is None else place
+        for one, place in zip(tensors, places or repeat(None, len(tensors)), strict=True)
+    ]
     if rounded := [one for one in tensors if one.dtype != torch.float32]:
         torch._foreach_copy_([new for new, old in zip(exact, tensors, strict=True) if new is not old], rounded)
     return exact
@@ -112,14 +132,21 @@ class _Rounded(torch.autograd.Function):
     """The rounding of weights. Autograd keeps nothing of it, so several backward passes may run through it."""
 
     @staticmethod
-    def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, copies: Sequence[Tensor], place_of: Callable[[Tensor], Tensor | None], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.place_of, ctx.weights = place_of, weights
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = iter(in_fp32([gradient for gradient in gradients if gradient is not None]))
-        return None, *(None if gradient is None else next(found) for gradient in gradients)
+        present = [
+            (gradient, weight) for gradient, weight in zip(gradients, ctx.weights, strict=True) if gradient is not None
+        ]
+        places = [ctx.place_of(weight) for _, weight in present]
+        found = iter(in_fp32([gradient for gradient, _ in present], places))
+        return None, None, *(None if gradient is None else next(found) for gradient in gradients)
 
 
 def _layer(name: str) -> str:

@@ -83,9 +83,10 @@ def planned_model(plan: RunPlan) -> ModelDescription:
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
-    """Run two steps of `rank` on fake tensors, and return the plan of the second.
+    """Run some steps of `rank` on fake tensors, and return the plan of the last.
 
-    The first step makes the state of the optimizer. No weights are read: the configuration of the model is enough.
+    The first step makes the state of the optimizer, and the second of DDP its last buckets. No weights are read: the
+    configuration of the model is enough.
 
     Args:
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
@@ -140,10 +141,11 @@ class _Simulation:
         return [place_empty(described, cut) for cut in planned_cuts(self.plan, self.mesh)]
 
     def run(self, built: Sequence[PlacedModel], longer: int | None = None) -> StepPlan:
-        """Run two steps, and return the result of the second; see `shorten` for `longer`."""
+        """Run some steps, and return the result of the last; see `shorten` for `longer`."""
         with self.opened(built, longer) as (engine, ledger, batch):
             positions(batch.microbatches)  # the loop counts them before a step, which then has them
-            engine.train_step(_smallest(batch, self.plan))  # makes the state of the optimizer
+            for _ in range(_warm_up_steps(self.plan)):
+                engine.train_step(_smallest(batch, self.plan))
             _label_model(ledger, engine, built, self.offload)
             share = _share(engine)  # its operations are none of a step
             gc.collect(0)  # cycles of the first step
@@ -282,6 +284,12 @@ def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
 def _step(engine: NativeEngine) -> None:
     engine.optimizer.step()
     engine.optimizer.zero_grad()
+
+
+def _warm_up_steps(plan: RunPlan) -> int:
+    """Return the number of steps after which all are alike: one for the optimizer, one for the buckets of DDP."""
+    in_buckets = plan.strategy.name == "ddp" and plan.layout.data_parallel_size > 1 and plan.pipeline is None
+    return 2 if in_buckets and plan.recipe.precision != "fp32" else 1
 
 
 def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
