@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, Curve, train_tiny
 from tests.parity.cases import Case
+from trainer.engine import sharded
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger
@@ -72,3 +75,26 @@ def test_only_parameters_of_products_are_rounded():
     }
     assert not {"lm_head.bias", "roberta.embeddings.word_embeddings.weight"} & rounded
     assert "lm_head.dense.bias" in rounded
+
+
+def types_of_gradients(recipe: Recipe) -> set[torch.dtype]:
+    """Train a step, and return the types in which autograd adds the gradients of gathered parameters."""
+    found = set()
+
+    def note(parameters: Sequence[Any]) -> None:
+        found.update(one._unsharded_param.grad.dtype for one in parameters)
+        return_to_fp32(parameters)
+
+    return_to_fp32 = sharded._return_to_fp32
+    with mock.patch.object(sharded, "_return_to_fp32", note):
+        train_tiny(recipe, num_steps=1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("weights", "types"), [("fp32", {torch.float32, torch.bfloat16}), ("bf16_stochastic", {torch.float32})]
+)
+def test_gradients_are_added_in_the_type_of_one_process(ranks: RankPools, weights: str, types: set[torch.dtype]):
+    recipe = Case("fsdp", 2, False, "bf16", "none", 0.1).recipe()
+    recipe = Recipe.model_validate({**recipe.model_dump(exclude_unset=True), "weights": weights})
+    assert ranks(2).run(types_of_gradients, recipe)[0] == types

@@ -182,13 +182,14 @@ def train_ddp(recipe: Recipe, in_place: bool) -> tuple[Curve, int]:
     return curve, sum(of.number for kind, of in ledger.totals.work.items() if kind.name == "copy_")
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_ddp_finds_gradients_in_its_buckets(ranks: RankPools, accumulates: bool):
+@pytest.mark.parametrize(("accumulates", "task"), [(False, {}), (True, {}), (False, {"task": "masked_lm"})])
+def test_ddp_finds_gradients_in_its_buckets(ranks: RankPools, accumulates: bool, task: dict[str, Any]):
     """From the third step on, no gradient of a product is copied, and no digit changes."""
-    recipe = Case("ddp", 2, accumulates, "bf16", "none", 0.1).recipe()
+    recipe = Case("ddp", 2, accumulates, "bf16", "none", 0.1, **task).recipe()
     found, copies = ranks(2).run(train_ddp, recipe, True)[0]
     expected, all_copies = ranks(2).run(train_ddp, recipe, False)[0]
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
     for name, weight in expected.weights.items():
         assert torch.equal(found.weights[name], weight), name
-    assert all_copies - copies == 3 * 2 * (2 * 6 + 2), "weights and biases of two layers, the pooler and the classifier"
+    # Weights and biases of two layers, and of the pooler and the classifier, or of the head with a tied decoder.
+    assert all_copies - copies == 3 * (2 * 2 * 6 + (3 if task else 4))

@@ -182,11 +182,11 @@ def test_torch_calls_the_hooks_of_rounded_weights_in_order(monkeypatch: pytest.M
                 gradients.append((one._param_fqn, computes and is_there and one._unsharded_param.grad is None))
             reduce()
 
-        with_fp32_gradients(parameters, note_and_reduce, *arguments)
+        reduced_in_fp32(parameters, note_and_reduce, *arguments)
 
-    gathered_in, with_fp32_gradients = sharded._gathered_in, sharded._with_fp32_gradients
+    gathered_in, reduced_in_fp32 = sharded._gathered_in, sharded._reduced_in_fp32
     monkeypatch.setattr(sharded, "_gathered_in", set_types)
-    monkeypatch.setattr(sharded, "_with_fp32_gradients", cast)
+    monkeypatch.setattr(sharded, "_reduced_in_fp32", cast)
     steps("fsdp", uses, num_steps=1, precision="bf16")
     assert all(in_order for _, in_order in (*types, *gradients))
     names = [name for name, _ in types]

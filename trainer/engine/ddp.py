@@ -51,7 +51,7 @@ class GradientPlaces:
         self._is_first = True
 
     def noted(self, bucket: Any) -> Any:
-        """Note the places in a bucket, which DDP keeps but for those of its first sum, and return the bucket."""
+        """Note the places in a bucket, and return it. DDP makes new buckets once, after its first sum."""
         if self._is_first:
             self._is_first = not bucket.is_last()
         elif bucket.index() not in self._known:

@@ -285,7 +285,7 @@ def build_pipelined(
         placements |= placed
     # A backward pass that computes gradients of weights later finds them by the products that need them.
     together = not plan.pipeline.schedule.splits_backward
-    rounded = None if is_sharded else rounded_weights(models, plan.recipe, together=together)
+    rounded = None if is_sharded else rounded_weights(models, plan.recipe, together)
     forward = PipelinedForward(built, task, mesh, plan, rounded)
     tied = _tied_gradients(built, placements, mesh, plan)
     parameters = [parameter for model in models for parameter in model.parameters()]

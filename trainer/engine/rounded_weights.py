@@ -107,10 +107,15 @@ class RoundedWeights:
         return copies
 
 
-def rounded_weights(models: Iterable[nn.Module], recipe: Recipe, **how: Any) -> RoundedWeights | None:
+def rounded_weights(
+    models: Iterable[nn.Module],
+    recipe: Recipe,
+    together: bool = True,
+    place_of: Callable[[Tensor], Tensor | None] = nowhere,
+) -> RoundedWeights | None:
     """Return the rounded weights of models in 16 bits; None if the recipe computes in fp32."""
     dtype = COMPUTE_DTYPES.get(recipe.precision)
-    return RoundedWeights(models, dtype, **how) if dtype else None
+    return RoundedWeights(models, dtype, together, place_of) if dtype else None
 
 
 def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = None) -> list[Tensor]:
@@ -129,7 +134,7 @@ def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = 
 
 
 class _Rounded(torch.autograd.Function):
-    """The rounding of weights. Autograd keeps nothing of it, so several backward passes may run through it."""
+    """The rounding of weights. A backward pass frees nothing of it, so several may run through it."""
 
     @staticmethod
     def forward(

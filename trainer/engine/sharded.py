@@ -125,7 +125,7 @@ def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> 
 
 
 def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:
-    """Gather parameters of a sharded model in `dtype`; their gradients are added in fp32.
+    """Gather parameters of a sharded model in `dtype`; gradients of several passes are added in fp32.
 
     Torch's policy has one type for all parameters of a module, norms included; here, each parameter has its own.
     """
@@ -134,11 +134,14 @@ def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> No
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
-        group.post_backward = partial(_with_fp32_gradients, group.fsdp_params, group.post_backward)
+        group.post_backward = partial(_reduced_in_fp32, group.fsdp_params, group.post_backward)
         for parameter in group.fsdp_params:
             if parameter.sharded_param in chosen:
                 parameter.sharded_param.grad_dtype = torch.float32
                 parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
+                if parameter.sharded_param.dtype != torch.float32:
+                    gather = partial(_gathered_for_fp32, parameter, parameter.init_unsharded_param)
+                    parameter.init_unsharded_param = gather
 
 
 def _gathered_in(
@@ -149,19 +152,27 @@ def _gathered_in(
     parameter.orig_dtype = torch.float32  # the type of the sharded gradient, also of a weight that is stored in bf16
 
 
-@torch.no_grad()
-def _with_fp32_gradients(parameters: Sequence[Any], reduce: Callable[[], None], *_: Any) -> None:
-    """Return the gradients of a group's gathered parameters to fp32 at once, then reduce them as torch does.
+def _gathered_for_fp32(parameter: Any, gather: Callable[[], None]) -> None:
+    """Add the gradients of all uses of a weight that is stored in bf16 in fp32, as on one process."""
+    gather()
+    parameter._unsharded_param.grad_dtype = torch.float32
 
-    Torch reduces gradients of one type only. Of several passes before a reduction, it adds each to the sum so far.
-    """
-    gathered = [one for one in parameters if hasattr(one, "_unsharded_param")]
+
+def _reduced_in_fp32(parameters: Sequence[Any], reduce: Callable[[], None], *_: Any) -> None:
+    """Return the gradients of a group to fp32, the one type that torch reduces, and reduce them."""
+    _return_to_fp32(parameters)
+    reduce()
+
+
+@torch.no_grad()
+def _return_to_fp32(parameters: Sequence[Any]) -> None:
+    """Return the gradients of gathered parameters to fp32 at once; torch adds those of later passes to them."""
+    gathered = [
+        one for one in parameters if hasattr(one, "_unsharded_param") and one.unsharded_accumulated_grad is None
+    ]
     found = [one for one in gathered if one._unsharded_param.grad is not None]
     for one, gradient in zip(found, in_fp32([one._unsharded_param.grad for one in found]), strict=True):
-        one._unsharded_param.grad = None
-        so_far = one.unsharded_accumulated_grad
-        one.unsharded_accumulated_grad = gradient if so_far is None else so_far.add_(gradient)
-    reduce()
+        one._unsharded_param.grad, one.unsharded_accumulated_grad = None, gradient
 
 
 @contextmanager

@@ -86,7 +86,10 @@ class TestDevices:
             ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 10, None),
             ("NVIDIA GeForce RTX 4090", 25, "RTX-4090"),
             ("NVIDIA GeForce RTX 4090 Laptop GPU", 17, None),
+            ("NVIDIA GeForce RTX 4090 D", 25, None),
             ("NVIDIA GeForce RTX 3090", 25, None),
+            ("NVIDIA H100 PCIe", 85, None),
+            ("NVIDIA H100 NVL", 100, None),
             ("cpu", None, "CPU"),
         ],
     )

@@ -212,13 +212,20 @@ def device_named(name: str, memory_bytes: int | None = None) -> str | None:
 
     Devices of one model differ in memory: the name has it, or else `memory_bytes`, within an eighth.
     """
-    words, gigabytes = re.split(r"[\s-]+", name.upper()), (memory_bytes or 0) / 1e9
-    for known in known_devices() if {"MIG", "LAPTOP"}.isdisjoint(words) else ():
-        missing = [part for part in known.upper().split("-") if part not in words and f"{part}GB" not in words]
+    words, gigabytes = set(re.split(r"[\s-]+", name.upper())), (memory_bytes or 0) / 1e9
+    for known in known_devices():
+        parts = known.upper().split("-")
+        slower = _SLOWER if any(part.isdigit() for part in parts[1:]) else {*_SLOWER, "PCIE"}
+        missing = [part for part in parts if part not in words and f"{part}GB" not in words]
         sizes = [int(part) for part in missing if part.isdigit()]
-        if len(sizes) == len(missing) and all(abs(size - gigabytes) <= size / 8 for size in sizes):
+        same = slower.isdisjoint(words) and len(sizes) == len(missing)
+        if same and all(abs(size - gigabytes) <= size / 8 for size in sizes):
             return known
     return None
+
+
+_SLOWER = {"MIG", "LAPTOP", "NVL", "D"}
+"""Words in names of devices that are slower than the one of the file; so is a PCIe card of a model in one size."""
 
 
 def parse_devices(

@@ -85,8 +85,8 @@ def planned_model(plan: RunPlan) -> ModelDescription:
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
     """Run some steps of `rank` on fake tensors, and return the plan of the last.
 
-    The first step makes the state of the optimizer, and the second of DDP its last buckets. No weights are read: the
-    configuration of the model is enough.
+    The first step makes the state of the optimizer. The second one notes the places in DDP's last buckets. No weights
+    are read: the configuration of the model is enough.
 
     Args:
         cuda: whether the device is a GPU; autocast has other types there than on a CPU.
@@ -288,8 +288,9 @@ def _step(engine: NativeEngine) -> None:
 
 def _warm_up_steps(plan: RunPlan) -> int:
     """Return the number of steps after which all are alike: one for the optimizer, one for the buckets of DDP."""
-    in_buckets = plan.strategy.name == "ddp" and plan.layout.data_parallel_size > 1 and plan.pipeline is None
-    return 2 if in_buckets and plan.recipe.precision != "fp32" else 1
+    recipe, is_ddp = plan.recipe, plan.strategy.name == "ddp" and plan.pipeline is None
+    in_buckets = is_ddp and plan.layout.data_parallel_size > 1 and not recipe.cuda_graphs
+    return 2 if in_buckets and recipe.precision != "fp32" else 1
 
 
 def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
