@@ -2,14 +2,16 @@ import csv
 import json
 import math
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.observe.samples import run_info, step_record
 from trainer.base.errors import TrainerError
+from trainer.observe import csv_files
 from trainer.observe.csv_files import EVALUATION_FILE_NAME, LOGGED_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
-from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
+from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, run_lines
 from trainer.observe.observer import Observers
 from trainer.observe.records import EvaluationRecord, LoggedRecord
 
@@ -73,6 +75,24 @@ def test_a_metric_that_a_resumed_run_adds_is_a_column_at_the_end(tmp_path):
     rows = read(tmp_path, EVALUATION_FILE_NAME)
     assert list(rows[0]) == ["step", "accuracy", "f1"]
     assert [(row["step"], row["f1"]) for row in rows] == [("5", ""), ("10", ""), ("15", "0.5")]
+
+
+def test_a_new_column_reads_the_file_once_and_a_start_twice_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No file without its last columns is ever moved into place."""
+    headers: list[list[str]] = []
+
+    def read_lines(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
+        rows = read(tmp_path, EVALUATION_FILE_NAME) if (tmp_path / EVALUATION_FILE_NAME).exists() else []
+        headers.append(list(rows[0]) if rows else [])
+        return run_lines(file)
+
+    monkeypatch.setattr(csv_files, "run_lines", read_lines)
+    write(tmp_path, range(1, 6))
+    assert len(headers) == 2, "at the start, and for the column `accuracy`"
+    write(tmp_path, range(6, 11), resumed_from=5, f1=0.5)
+    assert len(headers) == 4, "at the start, and for the column `f1`"
+    write(tmp_path, range(11, 12), resumed_from=10)
+    assert headers[4:] == 2 * [["step", "accuracy", "f1"]], "the first row does not have all columns"
 
 
 @pytest.mark.parametrize("text", ["step,loss\none,2\n1,2,", f"step\n{'1,' * 1_000_000}", None])

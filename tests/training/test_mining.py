@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT
-from trainer.base.errors import ExitCode
+from trainer.base.errors import ExitCode, UsageError
+from trainer.base.owned_lock import OwnedLock
 from trainer.cli import main
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
@@ -111,6 +113,19 @@ def test_two_commands_do_not_write_one_output(trained, tmp_path, capsys, monkeyp
         finally:
             other.kill()
     assert "another command is writing" in capsys.readouterr().err
+
+
+def test_a_command_that_waits_for_one_that_ends_does_not_write_over_its_output(tmp_path, monkeypatch):
+    folder = tmp_path / "out.parts"
+
+    def removed(lock: OwnedLock) -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return lock_free(lock)
+
+    lock_free = OwnedLock._try_take
+    monkeypatch.setattr(OwnedLock, "_try_take", removed)
+    with pytest.raises(UsageError, match=r"another command is writing out\.jsonl"):
+        prediction_files.hold(folder, Path("out.jsonl"))
 
 
 @pytest.mark.slow

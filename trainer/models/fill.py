@@ -182,7 +182,9 @@ def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Te
 
 
 def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
-    """Return whether a rank holds the whole model while it builds its part, as far as this machine's files tell.
+    """Return whether a rank holds the whole model while it builds its part.
+
+    The reason is an adapter in a folder, or a tensor that is made with the model. `build_model` finds others.
 
     Args:
         model: the model or a part of it, on `meta`.

@@ -90,7 +90,8 @@ def save_model(
 
     writing: Future[Path] | None = None
     error: Exception | None = None
-    with ThreadPoolExecutor(1) as thread:
+    thread = ThreadPoolExecutor(1)
+    try:
         for number, file in enumerate(planned.files):
             writer = writer_of(number, mesh.world_size)
             if writer == mesh.rank:
@@ -100,6 +101,8 @@ def save_model(
             if writer == mesh.rank:
                 writing = thread.submit(write, file, {name: t for name, t in collected.items() if t is not None})
         error = _error_of(writing) or error
+    finally:
+        thread.shutdown(wait=False)  # an error of a collective does not wait for the disk
     added = {name: tensors.collect(name, 0) for name in tensors.shapes if is_added(name)}
     if error is None and mesh.rank == 0:
         try:
@@ -131,7 +134,7 @@ def _error_of(writing: Future[Path] | None) -> Exception | None:
         if writing is not None:
             writing.result()
     except (OSError, SafetensorError) as error:
-        return error
+        return error.with_traceback(None)  # it would keep the tensors of the file
     return None
 
 

@@ -51,6 +51,10 @@ def _row_of(line: Mapping[str, Any]) -> tuple[str, Row]:
     return TRAINING_FILE_NAME, {name: line[name] for name in _TRAINING_COLUMNS if name in line}
 
 
+class _MissingColumnsError(Exception):
+    """A later row of a file has other columns than its first line."""
+
+
 class CsvFiles(Observer):
     """Observer that appends to the files in the run's folder, after `MetricsFile` has written the same numbers.
 
@@ -88,9 +92,15 @@ class CsvFiles(Observer):
         """Write the files in one reading of `metrics.jsonl`, which may be larger than memory.
 
         Returns:
-            Whether the first row of each file has the columns of all its rows. Otherwise, later columns are missing in
-            the file, and the next call writes them.
+            Whether the first row of each file has the columns of all its rows. Otherwise the old files stay, and the
+            next call knows all columns.
         """
+        with suppress(_MissingColumnsError):
+            self._write_all()
+            return True
+        return False
+
+    def _write_all(self) -> None:
         is_complete = True
         with ExitStack() as stack:
             files: dict[str, TextIO] = {}
@@ -112,13 +122,15 @@ class CsvFiles(Observer):
                 files[name].write(f"{_line(row.get(column, '') for column in headers[name])}\n")
             for name in self._columns.keys() - files.keys():
                 begin(name)
-        return is_complete
+            if not is_complete:
+                raise _MissingColumnsError
 
     def _add(self, name: str, row: Row) -> None:
         columns = self._columns.get(name, {})
         if row.keys() <= columns.keys():
             self._files[name].add(_line(row.get(column, "") for column in columns))
         else:
+            self._columns.setdefault(name, {}).update(dict.fromkeys(row))
             self._write()  # with this row, which `metrics.jsonl` has
 
     def step(self, record: StepRecord) -> None:

@@ -381,11 +381,15 @@ def hold(folder: Path, output: Path, wait_seconds: float = 0.0) -> OwnedLock:
     folder.mkdir(exist_ok=True)
     lock = OwnedLock(folder / "lock")
     try:
-        if not lock.take(wait_seconds):
-            raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
+        is_free = lock.take(wait_seconds)
+    except FileNotFoundError:  # another command has written the output, and removed the folder
+        is_free = False
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
+        is_free = True
+    if not is_free:
+        raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
     return lock
 
 
