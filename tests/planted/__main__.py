@@ -179,6 +179,7 @@ def run(defects: Sequence[Defect], tree: Path, report: Path | None) -> bool:
     """Return whether every defect is caught; those that have their row in the report are left out."""
     known = report.read_text(encoding="utf-8") if report is not None and report.exists() else ""
     defects = [defect for defect in defects if f"| {defect.name} |" not in known]
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by torch's import; a rank that is forked beside OpenMP's threads hangs
     for name in PRELOADED:
         importlib.import_module(name)
     green: set[str] = set()
