@@ -84,23 +84,19 @@ class CsvFiles(Observer):
     def _write(self) -> None:
         self.close()
         with written(self._folder):
-            while not self._has_written():
-                pass
+            is_written = False
+            while not is_written:
+                with suppress(_MissingColumnsError):  # now it knows all columns
+                    self._write_all()
+                    is_written = True
             self._files = {name: GrowingFile(self._folder / name) for name in self._columns}
 
-    def _has_written(self) -> bool:
+    def _write_all(self) -> None:
         """Write the files in one reading of `metrics.jsonl`, which may be larger than memory.
 
-        Returns:
-            Whether the first row of each file has the columns of all its rows. Otherwise the old files stay, and the
-            next call knows all columns.
+        Raises:
+            _MissingColumnsError: a later row has other columns than the first one of its file; the old files stay.
         """
-        with suppress(_MissingColumnsError):
-            self._write_all()
-            return True
-        return False
-
-    def _write_all(self) -> None:
         is_complete = True
         with ExitStack() as stack:
             files: dict[str, TextIO] = {}
