@@ -4,32 +4,37 @@
 
 Each part is a process of its own, with a limit of time. It streams to `OUT/PART.txt`, so a part that is cut off keeps
 its output, and the others run. Parts that check run several at once, parts that measure run alone. `OUT/summary.txt`
-has a line for each part that ended. With `--minutes 25`, the parts that take long run too.
+has a line for each part that ended. With `--minutes 25`, the parts that take long run too. A signal ends the running
+parts, and no other begins. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.helpers.processes import ROOT, environment, kill
+from trainer.ranks.stopping import handled
 
 PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
 UNEVALUATED = "evaluation.every=null"
 FORTY = (UNEVALUATED, "training.max_steps=40")
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
-FILES = ("ahead", "graphs", "dropout", "eight_bits", "attention", "tensor", "strategies", "pipeline")
+FILES = ("ahead", "eight_bits", "attention", "strategies", "graphs", "dropout", "tensor", "pipeline")
 LONG_TEST = "computes_as"
 """A test of attention with many rows, which runs beside the others."""
 SAME_LOSSES = (
@@ -117,10 +122,10 @@ def checks() -> list[Part]:
     torchrun = sample("run_torchrun")
     return [
         Part("environment", ("-m", "trainer", "doctor")),
+        *(tested(name, name, f"not ({LONG_TEST} or {SLOW_TESTS})") for name in FILES),
         sample("run"),
         sample("run_bf16", *BF16),
         sample("run_graphs", *BF16, "cuda_graphs=true"),
-        *(tested(name, name, f"not ({LONG_TEST} or {SLOW_TESTS})") for name in FILES),
         tested("attention_lengths", "attention", LONG_TEST),
         Part("run_stopped", stopped.arguments),
         sample("run_compiled", *BF16, "compile=true"),
@@ -164,6 +169,8 @@ class Runner:
 
     def __init__(self, out: Path, until: float) -> None:
         self._out, self._until, self._lock = out, until, threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self.has_failed = False
 
     def run(self, part: Part) -> None:
         """Run a part, and write its line of the summary."""
@@ -171,7 +178,11 @@ class Runner:
         left = self._until - started
         state = "not run: no time was left"
         if left >= LEAST_SECONDS:
-            state = self._state(part, min(part.limit_seconds, left))
+            try:
+                state = self._state(part, min(part.limit_seconds, left))
+            except OSError as error:  # such as a full disk
+                state = f"failed: {error.strerror}"
+        self.has_failed |= state.startswith("failed")
         self.note(f"{part.name:20} {time.monotonic() - started:6.1f} s  {state}")
 
     def _state(self, part: Part, limit: float) -> str:
@@ -188,12 +199,25 @@ class Runner:
                 start_new_session=True,
                 text=True,
             )
+            self._running.add(process)
             try:
-                code = process.wait(limit)
+                code = process.wait(min(limit, self._until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 kill(process)
+                with suppress(subprocess.TimeoutExpired):  # the next part may need its memory
+                    process.wait(LEAST_SECONDS)
                 return f"cut off after {limit:.0f} s"
+            finally:
+                self._running.remove(process)
+        if code and self._until < 0:
+            return "stopped"
         return "ok" if code in (0, 75) else f"failed with exit code {code}"
+
+    def stop(self, *_: object) -> None:
+        """End the running parts, and begin no other; a handler of signals."""
+        self._until = -math.inf
+        for process in tuple(self._running):
+            kill(process)
 
     def _filled(self, word: str, limit: float) -> str:
         return word.replace("{out}", str(self._out)).replace("{seconds}", str(int(limit * 0.9)))
@@ -202,11 +226,13 @@ class Runner:
         """Write a line about the losses of two runs."""
         try:
             first, second = self._losses(one), self._losses(other)
-            worst = max(abs(first[step] - second[step]) / abs(first[step]) for step in first)
-        except (OSError, KeyError, ValueError) as error:
+            differences = [abs(first[step] - second[step]) / abs(first[step]) for step in first]
+            worst = max(differences, key=lambda one: (math.isnan(one), one))
+        except (OSError, KeyError, ValueError, ZeroDivisionError) as error:
             self.note(f"{other} beside {one}: no losses to compare ({type(error).__name__})")
             return
         state = "ok" if worst <= tolerance else "failed"
+        self.has_failed |= state == "failed"
         self.note(f"{other} beside {one}: losses differ by {worst:.1e} at most, {state}")
 
     def _losses(self, name: str) -> dict[tuple[int, bool], float]:
@@ -221,9 +247,17 @@ class Runner:
         }
 
     def note(self, line: str) -> None:
-        with self._lock, (self._out / "summary.txt").open("a", encoding="utf-8") as summary:
-            print(line, file=summary, flush=True)
-            print(line, flush=True)
+        with self._lock:
+            with suppress(OSError):  # a closed terminal
+                print(line, flush=True)
+            with suppress(OSError), (self._out / "summary.txt").open("a", encoding="utf-8") as summary:
+                print(line, file=summary, flush=True)
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU. A process of its own asks, which frees the GPU's memory at its end."""
+    ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", ask], check=False).returncode == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,17 +272,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = options.only or [part.name for part in (*at_once, *alone)]
     if unknown := set(chosen) - {part.name for part in (*at_once, *alone)}:
         parser.error(f"--only names {', '.join(sorted(unknown))}, which are no parts; leave them out")
-    options.out.mkdir(parents=True, exist_ok=True)
-    runner = Runner(options.out.resolve(), time.monotonic() + 60 * options.minutes - LEAST_SECONDS)
-    with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 1) * 3 // 4))) as pool:
-        list(pool.map(runner.run, (part for part in at_once if part.name in chosen)))
-    for part in alone:
-        if part.name in chosen:
-            runner.run(part)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, but is {options.minutes}")
+    if earlier := [name for name in chosen if (options.out / f"{name}.txt").exists()]:
+        parser.error(f"--out is {options.out}, which has results of {', '.join(earlier)}; name another folder")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {options.out}, which cannot be made ({error.strerror}); name another folder")
+    until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
+    if not has_gpu():
+        parser.error("torch sees no GPU; see `python -m trainer doctor`")
+    runner = Runner(options.out.resolve(), until)
+    with handled((signal.SIGHUP, signal.SIGINT, signal.SIGTERM), runner.stop):
+        with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 1) * 3 // 4))) as pool:
+            list(pool.map(runner.run, (part for part in at_once if part.name in chosen)))
+        for part in alone:
+            if part.name in chosen:
+                runner.run(part)
     for names in (*SAME_LOSSES, *((f"{name}_cpu", name, LARGER.get(name, 1e-5)) for name in TRAININGS)):
         if set(names[:2]) <= set(chosen):
             runner.compare(*names)
-    return 0
+    return int(runner.has_failed)
 
 
 if __name__ == "__main__":

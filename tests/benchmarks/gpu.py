@@ -4,7 +4,7 @@
 
 - Speed, share of the peak (MFU), launched kernels and peak memory of trainings, beside a plain loop of PyTorch and
   transformers' `Trainer`. The host reads each loss one step late, as in a run.
-- The planned memory of each model.
+- The planned memory of each model, and the planned time of a step on a device that plans know.
 - An update with moments in 32 and in 8 bits.
 
 The error of a row is in the results, and the others run. Rows for which no time is left are named too.
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.base.disk import replace_text
 from trainer.engine.builders import build_engine
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
@@ -46,8 +47,10 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.compare.peers import PEERS, PeerTraining, with_torchs_dropout
+from trainer.tools.plan.hardware import device_named, parse_devices
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
+from trainer.tools.plan.timing import step_time
 
 WARM_UP, STEPS = 4, 24
 TURNS = 2
@@ -278,6 +281,7 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         peak = peak_flops(device.name, case.precision)
         found["mfu"] = None if peak is None else planned["flops"] / step / peak
+        found["planned_step_seconds"] = planned.get("step_seconds")
         if not case.recipe().cuda_graphs:  # a plan does not know the memory of graphs
             found["planned_peak_bytes"] = planned["peak_bytes"]
     return found
@@ -367,10 +371,17 @@ def attempt(results: dict[str, Any], name: str, until: float, work: Callable[[],
         results[name] = found
 
 
-def plan(case: Case) -> dict[str, Any]:
-    """Plan the memory and the arithmetic of a case on a GPU; this needs none."""
-    planned = plan_step(plan_run(case.recipe(), 1), 0, case.length, cuda=True)
-    return {"peak_bytes": planned.peak.num_bytes, "flops": sum(planned.totals.flops.values())}
+def plan(case: Case, device: str = "") -> dict[str, Any]:
+    """Plan the memory, the arithmetic and the time of a case on a GPU; this needs none.
+
+    `device` is torch's name of it. One that plans do not know has no times.
+    """
+    layout = plan_run(case.recipe(), 1)
+    planned = plan_step(layout, 0, case.length, cuda=True)
+    found = {"peak_bytes": planned.peak.num_bytes, "flops": sum(planned.totals.flops.values())}
+    if (known := device_named(device)) and (machine := parse_devices(known).machine):
+        found["step_seconds"] = step_time(layout, [planned], machine, case.length).likely
+    return found
 
 
 def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: Path | None) -> None:
@@ -382,19 +393,16 @@ def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: 
     results |= {part: {} for part in ("plans", "updates", "training", *TOOLS)}
 
     def save() -> None:
-        out.write_text(json.dumps(results, indent=2) + "\n")
+        replace_text(out, json.dumps(results, indent=2) + "\n")
 
     if plans is not None:
         results["plans"] = json.loads(plans.read_text())["plans"]
-    else:
-        for name, case in chosen.items():
-            if not case.recipe().cuda_graphs:  # a plan does not know them
-                attempt(results["plans"], name, until, partial(plan, case))
-                save()
     for name, case in chosen.items():
-        planned = results["plans"].get(name.replace(", CUDA graphs", ""))  # the same arithmetic
+        if plans is None:
+            attempt(results["plans"], name, until, partial(plan, case, results.get("device", "")))
+        planned = results["plans"].get(name, {})
         for _ in range(TURNS if case.beside_peers else 1):
-            attempt(results["training"], name, until, partial(train, case, planned))
+            attempt(results["training"], name, until, partial(train, case, planned if "flops" in planned else None))
             for peer, tool in TOOLS.items() if case.beside_peers else ():
                 attempt(results[peer], name, until, partial(train_by_peer, case, tool))
             save()
@@ -419,9 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan_only:
         plans: dict[str, Any] = {}
         for name, case in chosen.items():
-            if not case.recipe().cuda_graphs:
-                attempt(plans, name, math.inf, partial(plan, case))
-                options.json.write_text(json.dumps({"plans": plans}, indent=2) + "\n")
+            attempt(plans, name, math.inf, partial(plan, case))
+            replace_text(options.json, json.dumps({"plans": plans}, indent=2) + "\n")
         return 0
     if not options.tiny and not apart(lambda: {"is_gpu": Device().is_gpu})["is_gpu"]:
         parser.error("this machine has no GPU; --tiny checks the script without one")

@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.gpu import BASE, WARM_UP, Case, Device, apart, begun, run_steps, shrunk
+from trainer.base.disk import replace_text
 
 VARIANTS = ("keyed dropout", "torch's dropout", "no dropout")
 PROFILED = 4
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[variant] = apart(partial(profiled, shrunk(case) if options.tiny else case))
         shown = {key: value for key, value in results[variant].items() if key != "operations"}
         print(f"{variant}: {json.dumps(shown)}", flush=True)
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        replace_text(options.json, json.dumps(results, indent=2) + "\n")
     return int(any("error" in found or found["waits"] for found in results.values()))
 
 

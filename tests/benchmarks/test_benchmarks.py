@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import signal
 import sys
 import time
 import warnings
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
-from tests.benchmarks import memory
+from tests.benchmarks import first_gpu, memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.benchmarks.gpu_profile import main as gpu_profile
 from tests.benchmarks.gpu_profile import waits_counted
@@ -116,6 +118,7 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     row = found["training"][name]
     assert row["tokens_per_second"] > 0
     assert row["planned_peak_bytes"] == found["plans"][name]["peak_bytes"] > 0
+    assert row["planned_step_seconds"] == found["plans"][name]["step_seconds"] > 0
     assert found["updates"]["adamw"]["elements"] == found["updates"]["adamw_8bit"]["elements"] == 12 * 64**2
     shown_name = name.removesuffix(", bf16, ddp, keyed dropout")
     (shown,) = [line for line in gpu_figures([found]).splitlines() if line.startswith(f"| {shown_name} |")]
@@ -150,11 +153,14 @@ def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
     runner.run(Part("long", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 2.0))
     runner.run(Part("failed", ("-c", "raise SystemExit('reason')")))
     runner.run(Part("stopped", ("-c", "raise SystemExit(75)")))
-    for name, loss in (("one", 2.0), ("two", 2.1)):
+    (tmp_path / "full.txt").symlink_to("/dev/full")
+    runner.run(Part("full", ("-c", "pass")))
+    for name, losses in {"one": (2.0, 2.0), "two": (2.1, 2.0), "odd": (2.0, math.nan)}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
-    runner.compare("one", "two", 0.01)
-    runner.compare("one", "three", 0.01)
+        rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
+    for other in ("two", "odd", "three"):
+        runner.compare("one", other, 0.01)
     Runner(tmp_path, time.monotonic()).run(Part("late", ("-c", "pass")))
     assert "begun" in (tmp_path / "long.txt").read_text()
     assert "reason" in (tmp_path / "failed.txt").read_text()
@@ -163,11 +169,47 @@ def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
         "cut off after 2 s",
         "failed with exit code 1",
         "ok",
-        "failed",
+        "failed: No space left on device",
+        "differ by 5.0e-02 at most, failed",
+        "differ by nan at most, failed",
         "no losses to compare",
         "no time was left",
     )
     assert all(word in line for word, line in zip(expected, lines, strict=True)), lines
+
+
+STOPPING = f"import os, time; print('begun', flush=True); os.kill(os.getppid(), {int(signal.SIGTERM)}); time.sleep(60)"
+
+
+def test_a_signal_ends_the_first_minutes_on_a_gpu_and_loses_no_result(tmp_path: Path, monkeypatch, capsys):
+    parts = [Part("first", ("-c", "pass")), Part("stopped", ("-c", STOPPING)), Part("last", ("-c", "pass"))]
+    monkeypatch.setattr(first_gpu, "checks", lambda: [])
+    monkeypatch.setattr(first_gpu, "measurements", lambda is_long: parts)
+    monkeypatch.setattr(first_gpu, "has_gpu", lambda: True)
+    arguments = ["--out", str(tmp_path / "out"), "--only", *(part.name for part in parts)]
+    assert first_gpu.main(arguments) == 0
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert [line.split(" s  ")[1] for line in lines] == ["ok", "stopped", "not run: no time was left"]
+    assert "begun" in (tmp_path / "out" / "stopped.txt").read_text()
+    with pytest.raises(SystemExit):
+        first_gpu.main(arguments)
+    assert "has results of first, stopped; name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "gpu"], "--only names gpu, which are no parts"),
+        (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--out", "/dev/null"], "--out is /dev/null, which cannot be made"),
+        (["--only", "environment"], "torch sees no GPU"),
+    ],
+)
+def test_the_first_minutes_on_a_gpu_begin_only_where_they_can(tmp_path: Path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(first_gpu, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit):
+        first_gpu.main(["--out", str(tmp_path), *words])
+    assert message in capsys.readouterr().err
 
 
 def test_the_parts_of_the_first_minutes_name_files_that_exist():
