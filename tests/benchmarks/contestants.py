@@ -85,8 +85,8 @@ def trainer_by_default(setting: Setting, steps: Iterable[object]) -> None:
 
 
 def _of(setting: Setting) -> PeerTraining:
-    model, steps = setting.model().model, setting.total_steps
-    return PeerTraining(setting.recipe, setting.plan, setting.task, model, steps, steps)
+    steps = setting.total_steps
+    return PeerTraining(setting.recipe, setting.plan, setting.task, setting.model(), steps, steps)
 
 
 class _Counted:

@@ -292,7 +292,8 @@ def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
     device = Device.of_ranks()
     recipe = with_torchs_dropout(case.recipe())
     plan = plan_run(recipe, 1)
-    task, model = planned_task(plan), build_model(planned_model(plan)).model.to(device.device)
+    task, built = planned_task(plan), build_model(planned_model(plan))
+    model: Any = built.model.to(device.device)
     batches = random_batches(case, recipe, task, model.config)
     times: list[float] = []
 
@@ -302,7 +303,7 @@ def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
                 times.append(device.now())
             yield batch
 
-    PEERS[peer].train(PeerTraining(recipe, plan, task, model, len(batches), len(batches)), timed(), None)
+    PEERS[peer].train(PeerTraining(recipe, plan, task, built, len(batches), len(batches)), timed(), None)
     step = (times[1] - times[0]) / (STEPS - 1)
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 

@@ -12,6 +12,7 @@ import torch
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
 from trainer.models.fill import build_model
+from trainer.models.place import PlacedModel
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
@@ -39,9 +40,9 @@ def losses(sample: str, folder: Path, peers: tuple[str, ...]) -> dict[str, list[
     found = {"ours": [training.engine.train_step(batch).loss for batch in training.train_loader]}
     for peer in peers:
         described = describe_model(with_torchs_dropout(recipe), task, data.preparation.padding_token)
-        model = build_model(described).model
+        built = build_model(described)
         of_peer = found[peer] = []
-        one = PeerTraining(recipe, plan, task, model, STEPS, STEPS)
+        one = PeerTraining(recipe, plan, task, built, STEPS, STEPS)
         PEERS[peer].train(
             one, train_batches(plan, mesh, data), lambda batch, loss, norm, into=of_peer: into.append(loss)
         )
@@ -66,7 +67,7 @@ def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
 def test_rows_without_labels_and_fillers_count_nothing():
     recipe = load_recipe("bert_sample_mlm", ["training.max_steps=1"]).recipe
     plan = plan_run(recipe, 1)
-    training = PeerTraining(recipe, plan, prepare_data(recipe).task, torch.nn.Linear(1, 1), 1, 1)
+    training = PeerTraining(recipe, plan, prepare_data(recipe).task, PlacedModel(torch.nn.Linear(1, 1)), 1, 1)
     rows = Microbatch({}, torch.tensor([[3, IGNORED_LABEL]]), torch.zeros(1))
     filler = replace(rows, filler=True)
     assert training.num_labels(RankBatch([rows, filler], 1, 2)) == 1

@@ -36,7 +36,7 @@ from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.families.table import layers_of
 from trainer.models.fill import build_model
-from trainer.models.parameter_rules import parameter_groups
+from trainer.models.place import PlacedModel
 from trainer.observe.meter import Meter, peak_memory_bytes
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.records import StepRecord
@@ -69,9 +69,13 @@ class PeerTraining:
     recipe: Recipe
     plan: RunPlan  # its plan, with data-parallel ranks only
     task: Task  # its task, which computes the loss
-    model: nn.Module  # a new model on the device of this rank, the same on all ranks
+    built: PlacedModel  # a new whole model on the device of this rank, the same on all ranks
     num_steps: int  # the steps to take
     total_steps: int  # the steps of the schedule
+
+    @property
+    def model(self) -> nn.Module:
+        return self.built.model
 
     @property
     def ranks(self) -> int:
@@ -112,7 +116,7 @@ class PeerTraining:
     def optimizer(self) -> tuple[Optimizer, LRScheduler]:
         """Return the recipe's optimizer and its learning rates."""
         named, no_decay = dict(self.model.named_parameters()), no_decay_names(self.model)
-        rules = parameter_groups(self.model, self.recipe.model, self.recipe.optimizer).rules
+        rules = self.built.groups.rules
         trained = TrainedParameters(named, no_decay, lambda: matrix_names(self.model), rules=rules)
         made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:
@@ -447,9 +451,10 @@ def _train(
     environment: LaunchEnvironment,
 ) -> None:
     recipe, task = plan.recipe, data.task
-    model = build_model(models.model).model.to(mesh.device)
+    built = build_model(models.model)
+    model = built.model.to(mesh.device)
     total = plan.total_steps(data.num_train_rows)
-    training = PeerTraining(recipe, plan, task, model, min(total, recipe.training.stop_at_step or total), total)
+    training = PeerTraining(recipe, plan, task, built, min(total, recipe.training.stop_at_step or total), total)
     records: list[StepRecord] = []
     samples = tokens = 0
     meter = Meter()
