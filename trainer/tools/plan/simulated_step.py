@@ -250,6 +250,7 @@ def _share(engine: NativeEngine | ZeroEngine) -> int:
     """Return the bytes of a rank's share of a checkpoint, on average over the ranks that divide the same state."""
     with torch.no_grad():  # else each local part is a view for autograd, which is slow to simulate
         parts = engine.state().parts
+        engine.optimizer.hide()  # the state of a step has no weights for evaluations
     return sum(box.view.nbytes // part.num_replicas for part in parts for box in part.boxes)
 
 
