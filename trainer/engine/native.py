@@ -63,9 +63,9 @@ class NativeEngine(Engine):
         super().__init__(forward, models, optimizer, placements, total_steps)
         self._schedule = schedule
         self._complete = complete
-        # Parameters of `freeze` before the step that unfreezes them.
         names = built[0].groups.late
-        self._late = [parameter for name, parameter in self.parameters.items() if placements[name].name in names]
+        # parameters without an update before the step `model.unfreeze_at_step`
+        self.late = [parameter for name, parameter in self.parameters.items() if placements[name].name in names]
         self._late_until = recipe.model.unfreeze_at_step or 0
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
@@ -82,7 +82,7 @@ class NativeEngine(Engine):
         sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
         self._complete()
         if self._step < self._late_until:
-            for parameter in self._late:
+            for parameter in self.late:
                 parameter.grad = None
         norm = global_grad_norm(self._placed, self._mesh)
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])

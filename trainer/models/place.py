@@ -163,7 +163,7 @@ def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> Plac
     """Return the placed model on `meta`; this needs its configuration, and no weights."""
     model, keys = described.on_meta(), described.new_keys()
     described.prepare(model, (), keys)
-    placed = place(model, cut, keys)
+    placed = place(model, cut, keys, groups=described.groups(model))
     return replace(placed, origin=Origin([name for name, _ in placed.model.named_parameters()], {}, _no_values))
 
 

@@ -295,7 +295,8 @@ PIPELINES: dict[str, tuple[int, dict[str, Any], str]] = {
     ],
 )
 def test_one_microbatch_gives_the_plan_of_all(world_size: int, parallel: dict[str, Any], precision: str):
-    model = {"config": {**SMALL_BERT, "num_hidden_layers": 5}, "tokenizer": "none"}
+    config = {**SMALL_BERT, "num_hidden_layers": 6}
+    model = {"config": config, "tokenizer": "none", "freeze": ["layer.1.attention", "layer.2.attention"]}
     training = {"max_steps": 4, "global_batch_size": 24, "micro_batch_size": 4}
     recipe = recipe_of({"model": model, "training": training, "parallel": parallel, "precision": precision})
     plan = plan_run(recipe, world_size)

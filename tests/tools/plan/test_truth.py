@@ -10,8 +10,10 @@ import pytest
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import OPTIMIZERS, TINY_DECODERS, TINY_TASKS, TINY_VIT
-from tests.tools.plan.measured import SMALL_BERT, measure, planned
+from tests.tools.plan.measured import LENGTH, SMALL_BERT, measure, planned, recipe_of
 from tests.tools.plan.table import SMALL_BUCKETS, layouts, published
+from trainer.recipe.plan import plan_run
+from trainer.tools.plan.simulated_step import plan_step
 
 # Largest differences, of the bytes above those alive between two steps. gloo keeps the buffers of a collective for a
 # moment after it, which a model this small shows.
@@ -19,6 +21,7 @@ MOST, MOST_OF_RANKS = 0.005, 0.03
 # CPUs without bf16 instructions convert operands in scratch memory.
 MOST_OF_BF16 = 0.03
 
+FROZEN = ["embeddings", "layer.0", "layer.1"]
 ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "one microbatch": {"training": {"global_batch_size": 4, "micro_batch_size": 4}},
@@ -106,6 +109,24 @@ def test_the_peak_of_one_process(keys: dict[str, Any]):
         assert plan in (pytest.approx(found, rel=most), pytest.approx(found + spared, rel=most))
     else:
         assert plan == pytest.approx(found, rel=most)
+
+
+def test_the_peaks_before_and_after_parameters_are_unfrozen():
+    def keys(step: int) -> dict[str, Any]:
+        return {
+            "model": {"config": SMALL_BERT, "tokenizer": "none", "freeze": FROZEN, "unfreeze_at_step": step},
+            "training": {"max_steps": 200, "global_batch_size": 8, "micro_batch_size": 4},
+            # whose update needs the most memory, and less of it if each layer has a group of its own
+            "optimizer": {"name": "schedule_free_adamw", "layer_decay": 0.5},
+            "schedule": {"name": "constant"},
+        }
+
+    late = plan_step(plan_run(recipe_of(keys(100)), 1), 0, LENGTH, cuda=False)
+    assert late.early is not None
+    for step, plan in ((1, late), (100, late.early)):
+        found, resident = measure(keys(step)), sum(plan.resident.values())
+        assert resident == pytest.approx(found.resident, rel=1e-3)
+        assert plan.peak.num_bytes - resident == pytest.approx(found.allocated, rel=MOST)
 
 
 @pytest.mark.parametrize("keys", _cases(TWO | DEEPSPEED))

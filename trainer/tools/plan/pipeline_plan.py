@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from trainer.models.families.table import layers_of
 from trainer.models.stage_split import split_stages
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schedules import SCHEDULES
@@ -20,8 +21,9 @@ _REPEATED = ("gpipe", "1f1b")
 def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True) -> tuple[StepPlan, ...]:
     """Plan one rank of each pipeline stage; the others are like one of them.
 
-    A stage is planned with one microbatch, and stages with equally many layers between the first and the last one are
-    planned once. All microbatches are equal, and the schedule knows how many of them wait for their backward pass.
+    A stage is planned with one microbatch. Stages with equally many layers between the first and the last one are
+    planned once, if the same parameters of these layers are trained. All microbatches are equal, and the schedule knows
+    how many of them wait for their backward pass.
     Schedules with several stages on a rank or with split backward passes, and sharded parameters, run whole.
     The arguments are those of `plan_step`.
 
@@ -34,8 +36,17 @@ def plan_steps(plan: RunPlan, length: int, cuda: bool = True, fused: bool = True
     kinds: Sequence[object] = stages
     if single is not plan:
         keys, last = plan.recipe.parallel.pipeline, plan.layout.pp - 1
-        split = split_stages(planned_model(plan).on_meta(), plan.layout.pp, keys.split, keys.schedule)
-        kinds = [(stage == 0, stage == last, len(split.layers_of(stage))) for stage in stages]
+        described = planned_model(plan)
+        model = described.on_meta()
+        described.adapt(model)
+        late = {model.get_parameter(name) for name in described.groups(model).late}
+        split = split_stages(model, plan.layout.pp, keys.split, keys.schedule)
+        layers = layers_of(model)
+
+        def trained(layer: str) -> tuple[tuple[bool, bool], ...]:
+            return tuple((one.requires_grad, one in late) for one in layers[layer].parameters())
+
+        kinds = [(stage == 0, stage == last, *map(trained, split.layers_of(stage))) for stage in stages]
     known: dict[object, StepPlan] = {}
     for stage, kind in enumerate(kinds):
         if kind not in known:
@@ -93,9 +104,10 @@ def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
             moments.append(later + _times(held, flight - 2))
         most = max(moments, key=Counter.total)
         peaks[place] = Peak(most.total(), dict(most), place)
+    early = found.early and _repeated(found.early, plan)
     passes = found.totals.of_microbatches(found.axes)
     totals = found.totals.plus(passes, plan.batch.num_passes * number - 1)
-    return replace(found, resident=dict(resident), peaks=peaks, totals=totals)
+    return replace(found, resident=dict(resident), peaks=peaks, totals=totals, early=early)
 
 
 def _times(counts: Mapping[str, int], factor: int) -> Counter[str]:

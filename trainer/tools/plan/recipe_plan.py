@@ -281,6 +281,7 @@ def rank_as_object(made: RecipePlan, step: StepPlan) -> Mapping[str, Any]:
     return {
         "rank": step.rank,
         "peak_bytes": step.peak.num_bytes,
+        "early_peak_bytes": step.early and step.early.peak.num_bytes,  # before `model.unfreeze_at_step`
         "peak": dict(step.peak.by_component),
         "peak_module": step.peak.place.module,
         "peak_in_backward": step.peak.place.backward,

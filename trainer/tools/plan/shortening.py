@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -30,12 +30,12 @@ class Stack:
     number: int
 
 
-def stacks_of(model: Any) -> list[Stack]:
-    """Return the stacks of a model that are worth shortening."""
+def stacks_of(model: Any, late: Collection[nn.Parameter] = ()) -> list[Stack]:
+    """Return the stacks of a model that are worth shortening; `late` parameters have no update."""
     if len(set(getattr(model.config, "layer_types", None) or ())) > 1:
         return []  # layers of one class with different attention
     stacks = [
-        Stack(name, *_longest_run(module))
+        Stack(name, *_longest_run(module, late))
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
     ]
@@ -129,10 +129,10 @@ def _indexed(module: str, stacks: Iterable[Stack]) -> str:
     return module
 
 
-def _longest_run(layers: nn.ModuleList) -> tuple[int, int]:
+def _longest_run(layers: nn.ModuleList, late: Collection[nn.Parameter]) -> tuple[int, int]:
     """Return the index of the first of the most equal layers in a row that have parameters, and their number."""
     runs, begun = [(0, 0)], 0
-    for mark, group in groupby(map(_description, layers)):
+    for mark, group in groupby(_description(layer, late) for layer in layers):
         length = len(list(group))
         if mark:
             runs.append((begun, length))
@@ -140,9 +140,9 @@ def _longest_run(layers: nn.ModuleList) -> tuple[int, int]:
     return max(runs, key=lambda run: run[1])
 
 
-def _description(layer: nn.Module) -> list[Any]:
+def _description(layer: nn.Module, late: Collection[nn.Parameter]) -> list[Any]:
     """Return the classes, shapes and settings of a layer, without its position; an empty list without parameters."""
-    shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters()]
+    shapes = [(name, tuple(p.shape), p.requires_grad, p in late) for name, p in layer.named_parameters()]
     settings = [
         (name, type(module), key, value)
         for name, module in layer.named_modules()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
 from trainer.models.describe import ModelDescription
 from trainer.models.fill import is_loaded_whole
+from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.quantizing import weights_of_parts
 from trainer.models.teacher import Teacher
@@ -78,12 +80,12 @@ def planned_task(plan: RunPlan) -> Task:
 
 
 def planned_model(plan: RunPlan) -> ModelDescription:
-    """Describe the model of a recipe for its planned task, without groups of parameters."""
-    return replace(describe_model(plan.recipe, planned_task(plan)), optimizer=None)
+    """Describe the model of a recipe for its planned task."""
+    return describe_model(plan.recipe, planned_task(plan))
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
-    """Run some steps of `rank` on fake tensors, and return the plan of the last.
+    """Run some steps of `rank` on fake tensors, and return the plan of the last, in which all parameters are trained.
 
     The first step makes the state of the optimizer. The second one notes the places in DDP's last buckets. No weights
     are read: the configuration of the model is enough.
@@ -99,20 +101,9 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
     with without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
         whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
         built = whole.build()
-        # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
-        stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model) for part in built]
-        numbers = {stack.number for part in stacks for stack in part}
-        # Batches of equal tensors grow with the number of layers, up to a limit.
-        is_apart = bool(numbers) and whole.offload == "none" and updates_in_batches(plan)
-        short = replace(whole, stacks=stacks, updates=not is_apart)
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
-        found = short.run(built)
-        if numbers:
-            longer = {number: short.run(short.build(), number) for number in numbers}
-            found = lengthen(found, longer, [stack for part in stacks for stack in part])
-        if is_apart:
-            found = found.followed_by(*whole.update())
-        return replace(found, loaded=loaded, saved=saved)
+        early = replace(whole, early=True).step(whole.build()) if _late(built) else None
+        return replace(whole.step(built), loaded=loaded, saved=saved, early=early)
 
 
 def updates_in_batches(plan: RunPlan) -> bool:
@@ -131,6 +122,7 @@ class _Simulation:
     # the stacks to shorten of each part of the model; None: all layers run
     stacks: Sequence[Sequence[Stack]] | None = None
     updates: bool = True  # whether `run` steps the optimizer
+    early: bool = False  # whether the steps are before `model.unfreeze_at_step`
 
     @property
     def offload(self) -> Offload:
@@ -139,6 +131,22 @@ class _Simulation:
     def build(self) -> list[PlacedModel]:
         described = planned_model(self.plan)
         return [place_empty(described, cut) for cut in planned_cuts(self.plan, self.mesh)]
+
+    def step(self, built: Sequence[PlacedModel]) -> StepPlan:
+        """Return the plan of a step of all layers."""
+        plan = self.plan
+        late = _late(built) if self.early else ()
+        # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
+        stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model, late) for part in built]
+        numbers = {stack.number for part in stacks for stack in part}
+        # Batches of equal tensors grow with the number of layers, up to a limit.
+        is_apart = bool(numbers) and self.offload == "none" and updates_in_batches(plan)
+        short = replace(self, stacks=stacks, updates=not is_apart)
+        found = short.run(built)
+        if numbers:
+            longer = {number: short.run(short.build(), number) for number in numbers}
+            found = lengthen(found, longer, [stack for part in stacks for stack in part])
+        return found.followed_by(*self.update()) if is_apart else found
 
     def run(self, built: Sequence[PlacedModel], longer: int | None = None) -> StepPlan:
         """Run some steps, and return the result of the last; see `shorten` for `longer`."""
@@ -199,22 +207,57 @@ class _Simulation:
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
         ):
             batch = copied_ahead(rows, ledger) if copies_ahead else rows
+            before = _origins(built)
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
+            groups = _shortened_groups(built, before, self.early)
+            built = [replace(part, groups=groups) for part in built]
+            for part in built:
                 _allocate(part.model)
                 if plan.recipe.weights != "fp32":  # before hooks fix the type of the gradients
                     store_in_bf16(part)
                 ledger.follow_gradients(part.model)
             with ledger.creating(GRADIENTS):  # the buckets of DDP
                 # Kernels that a compiler would fuse are counted one by one.
-                uncompiled = replace(plan, recipe=plan.recipe.model_copy(update={"compile": False}))
+                change: dict[str, object] = {"compile": False}
+                if self.early:
+                    change["model"] = plan.recipe.model.model_copy(update={"unfreeze_at_step": sys.maxsize})
+                simulated = replace(plan, recipe=plan.recipe.model_copy(update=change))
                 teacher = _teacher(plan, task, self.mesh, ledger)
-                engine = build_engine(built, task, self.mesh, uncompiled, 2, teacher)
+                engine = build_engine(built, task, self.mesh, simulated, 2, teacher)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
             _label_model(ledger, engine, built, self.offload)
             if not copies_ahead:
                 ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
             yield engine, ledger, batch
+
+
+def _origins(built: Sequence[PlacedModel]) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter in the whole model."""
+    return {
+        parameter: placements[name].name
+        for model, placements in ((part.model, part.placements) for part in built)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _late(built: Sequence[PlacedModel]) -> set[nn.Parameter]:
+    """Return the parameters without an update before the step `model.unfreeze_at_step`."""
+    return {parameter for parameter, name in _origins(built).items() if name in built[0].groups.late}
+
+
+def _shortened_groups(built: Sequence[PlacedModel], before: Mapping[nn.Parameter, str], early: bool) -> ParameterGroups:
+    """Return the groups of models that were shortened, by the names that their parameters have now.
+
+    Args:
+        before: the names in the whole model before, by which the present groups are.
+        early: whether late parameters have no update.
+    """
+    groups = built[0].groups
+    names = {before[parameter]: now for parameter, now in _origins(built).items()}
+    rules = {now: groups.rules[name] for name, now in names.items() if groups.rules}
+    late = frozenset(now for name, now in names.items() if early and name in groups.late)
+    return ParameterGroups(rules, late=late)
 
 
 def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
@@ -275,8 +318,9 @@ def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[Nati
 
 
 def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
+    late = set(engine.late)
     for parameter in engine.parameters.values():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter not in late:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             ledger.assign([parameter.grad], GRADIENTS)
     engine.optimizer.found_inf = torch.zeros(())

@@ -27,6 +27,8 @@ class StepPlan:
     share: int = 0  # the bytes of the rank's share of a checkpoint
     loaded: int = 0  # the bytes of the fp32 weights that the rank builds on the host at the start
     saved: int = 0  # the bytes of the fp32 weights of its stage in an exported model
+    # a step before `model.unfreeze_at_step`, if its rank has parameters without an update there
+    early: StepPlan | None = None
 
     @cached_property
     def peak(self) -> Peak:
