@@ -76,7 +76,7 @@ class TestErrors:
 
     def test_of_ranks_in_other_processes(self, tmp_path):
         file = write_tiny_run(tmp_path, task={"text": "words"})
-        with pytest.raises(trainer.UsageError, match=r"`task.text`.*words") as caught:
+        with pytest.raises(trainer.DataError, match=r"`task.text`.*words") as caught:
             trainer.run(file, processes=2)
         assert caught.value.exit_code == ExitCode.USER
 
@@ -87,12 +87,14 @@ class TestErrors:
             trainer.DataError("no column"),
             trainer.NonFiniteError("step 3"),
             trainer.TrainerError("the disk is full"),
+            trainer.OutOfMemoryError("the memory is full", ["trainer", "plan"]),
         ],
     )
     def test_keep_their_class_on_the_way(self, error):
         other = error_of_values(json.loads(json.dumps(error_to_values(error))))
         assert (type(other), str(other), other.exit_code) == (type(error), str(error), error.exit_code)
-        assert getattr(other, "problems", None) == getattr(error, "problems", None)
+        for name in ("problems", "plan_command"):
+            assert getattr(other, name, None) == getattr(error, name, None)
 
 
 class TestRanks:

@@ -296,7 +296,8 @@ def test_the_cursor_comes_back_after_a_killed_rank():
     """A second Ctrl-C kills ranks too, and a killed rank 0 cannot show the cursor that its bar hid."""
     code = """
 import os, signal, sys
-from trainer.launch.local import RankError, run_or_join
+from trainer.base.errors import TrainerError
+from trainer.launch.local import run_or_join
 from trainer.recipe.reading.loading import load_recipe
 
 def job(resolved, environment):
@@ -305,7 +306,7 @@ def job(resolved, environment):
 
 try:
     run_or_join(load_recipe("bert_sample", ()), 2, job=job)
-except RankError as error:
+except TrainerError as error:
     print(error)
 """
     output = on_terminal(code)

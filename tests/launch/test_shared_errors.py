@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from trainer.base.errors import ExitCode
+from trainer.base.errors import TrainerError
 from trainer.launch.local import _first_error
 from trainer.ranks.report import Report
 
 
 def report(rank: int, message: str) -> Report:
-    return Report(rank, ExitCode.FAILED, message)
+    return Report(rank, TrainerError(message))
 
 
 def test_an_error_that_ranks_share_names_the_rank_of_its_message_only():

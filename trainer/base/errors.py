@@ -194,13 +194,15 @@ _KINDS_OF_CODES = {ExitCode.USER: UsageError, ExitCode.NON_FINITE: NonFiniteErro
 
 def error_to_values(error: TrainerError) -> list[Any]:
     """Convert an error to JSON values for another process."""
-    texts = list(error.problems) if isinstance(error, RecipeError) else [str(error)]
-    return [type(error).__name__, int(error.exit_code), texts]
+    arguments: list[Any] = list(error.problems) if isinstance(error, RecipeError) else [str(error)]
+    if isinstance(error, OutOfMemoryError):
+        arguments.append(list(error.plan_command))
+    return [type(error).__name__, int(error.exit_code), arguments]
 
 
 def error_of_values(values: list[Any]) -> TrainerError:
     """Return the error of `error_to_values`; a class of another module becomes the class of its exit code."""
-    name, code, texts = values
-    error = _KINDS.get(name, _KINDS_OF_CODES.get(ExitCode(code), TrainerError))(*texts)
+    name, code, arguments = values
+    error = _KINDS.get(name, _KINDS_OF_CODES.get(ExitCode(code), TrainerError))(*arguments)
     error.exit_code = ExitCode(code)
     return error

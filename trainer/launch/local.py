@@ -24,13 +24,13 @@ import psutil
 from trainer.base import extensions
 from trainer.base.collector import importing
 from trainer.base.disk import within
-from trainer.base.errors import ExitCode, LaunchError, LostPeerError, OutOfMemoryError, TrainerError
+from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedError, TrainerError
 from trainer.base.scratch import scratch_folder
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
-from trainer.ranks.report import Kind, Report, read_reports
+from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
 from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import plan_run
@@ -67,18 +67,6 @@ _DISK_SECONDS = 5.0  # to read the positions of the ranks: the file server of th
 _RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
-class RankError(TrainerError):
-    """Failure of a rank that `trainer run` started, with its message and exit code.
-
-    `plan_command` plans the run, if the memory of a device is full.
-    """
-
-    def __init__(self, message: str, exit_code: ExitCode, plan_command: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        self.plan_command = plan_command
-
-
 def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job = _TRAINING) -> int:
     """Run a recipe on `processes` ranks, or as a rank of the launcher that started this process.
 
@@ -91,7 +79,7 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
         LaunchError: the ranks contradict the request or the devices.
-        RankError: a rank failed.
+        TrainerError: a rank failed; the error is of the class that the rank raised.
     """
     with stop_before_training():
         environment, number = plan_start(resolved, processes, max_restarts)
@@ -244,7 +232,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
         for restart in range(1, max_restarts + 1):
             try:
                 return _attempt(resolved, number, method, stop, job)
-            except RankError as error:
+            except TrainerError as error:
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
                 sys.stderr.write(
@@ -252,9 +240,8 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
                 )
             time.sleep(_RESTART_SECONDS)
             if stop.signal is not None:
-                raise RankError(
-                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is unchanged",
-                    ExitCode.STOPPED,
+                raise StoppedError(
+                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is unchanged"
                 )
             resolved = _resuming(resolved)
         return _attempt(resolved, number, method, stop, job)
@@ -266,7 +253,8 @@ def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job) -> int:
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
         LaunchError: there are too few GPUs.
-        RankError: a rank failed, or a signal arrived before the first step.
+        TrainerError: a rank failed; the error is of the class that the rank raised.
+        StoppedError: a signal arrived before the first step.
     """
     plan_run(resolved.recipe, number)
     _check_devices(number)
@@ -296,10 +284,9 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
         if sys.stdout.isatty():  # a killed rank 0 leaves the cursor hidden
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
         if stop.signal is not None and ranks.was_killed:
-            raise RankError(
+            raise TrainerError(
                 f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"
-                " are unchanged",
-                ExitCode.FAILED,
+                " are unchanged"
             )
         place, none = Path(resolved.recipe.checkpoint.folder), dict[int, Status]()
         statuses = within(_DISK_SECONDS, lambda: read_statuses(place), none)
@@ -322,33 +309,29 @@ class _Work:
 
 def _run_rank(work: _Work, environment: LaunchEnvironment) -> int:
     """Run one local rank; return its exit code, and write an error to the rank's error file."""
-    kind: Kind = "error"
-    command: Sequence[str] = ()
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
         extensions.repeat(work.registered)
         return join(work.resolved, environment, work.job)
-    except TrainerError as error:
-        code, message = error.exit_code, str(error)
-        kind = "consequence" if isinstance(error, LostPeerError) else "error"
-        command = error.plan_command if isinstance(error, OutOfMemoryError) else ()
+    except TrainerError as caught:
+        error = caught
     except Exception:
-        code, message = ExitCode.FAILED, traceback.format_exc()
+        error = TrainerError(traceback.format_exc())
     assert environment.error_file is not None
-    Report(environment.rank, code, message, kind, command).write(environment.error_file)
-    if environment.rank > 0 or kind == "consequence":
+    Report(environment.rank, error).write(environment.error_file)
+    if environment.rank > 0 or isinstance(error, LostPeerError):
         # The first exit ends all ranks, so this rank lets rank 0 show its summary, or lets the cause exit first.
         time.sleep(1)
-    return code
+    return error.exit_code
 
 
-def _stopped_early(number: signal.Signals) -> RankError:
-    return RankError(f"stopped by {number.name} before the first step; nothing was lost", ExitCode.STOPPED)
+def _stopped_early(number: signal.Signals) -> StoppedError:
+    return StoppedError(f"stopped by {number.name} before the first step; nothing was lost")
 
 
 def _error_of(
     first: Ended, reports: Sequence[Report], statuses: Mapping[int, Status], number: int, stop: Stop
-) -> RankError:
+) -> TrainerError:
     """Return the error nearest to the cause.
 
     If the first rank has no report, it died suddenly, and the others failed because of it. Otherwise the earliest
@@ -361,8 +344,8 @@ def _error_of(
     rank = _described(first.rank, statuses, first.pid)
     if first.exit_code < 0:
         reason = "; the system does so when memory runs out" if first.exit_code == -signal.SIGKILL else ""
-        return RankError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}", ExitCode.FAILED)
-    return RankError(f"{rank} exited with code {first.exit_code} and no error message", ExitCode.FAILED)
+        return TrainerError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}")
+    return TrainerError(f"{rank} exited with code {first.exit_code} and no error message")
 
 
 def _signal_name(number: int) -> str:
@@ -380,15 +363,15 @@ def _described(rank: int, statuses: Mapping[int, Status], pid: int | None = None
     return f"rank {rank}" if pid is None else f"rank {rank} (process {pid} on {host})"
 
 
-def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> RankError:
+def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> TrainerError:
     """Return the error of the earliest report, and name ranks without a report, which may have been killed before."""
-    first = reports[0]
-    code = ExitCode(first.exit_code)
-    if code is not ExitCode.FAILED or first.kind == "stall":
-        return RankError(first.message, code)
+    first, error = reports[0], reports[0].error
+    if error.exit_code is not ExitCode.FAILED or first.is_of_all:
+        return error
     silent = sorted(set(range(number)) - {report.rank for report in reports})
     names = [_described(rank, statuses) for rank in silent]
     hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
-    is_shared = sum(report.message == first.message for report in reports) > 1  # the error of any rank, on all of them
+    is_shared = sum(str(report.error) == str(error) for report in reports) > 1  # the error of any rank, on all of them
     who = "" if is_shared else f"{_described(first.rank, statuses)} failed:\n"
-    return RankError(f"{who}{first.message}{hint}", code, first.plan_command)
+    error.args = (f"{who}{error}{hint}",)
+    return error

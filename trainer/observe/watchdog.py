@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.base.errors import ExitCode
+from trainer.base.errors import ExitCode, TrainerError
 from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
 from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
@@ -129,9 +129,8 @@ class Watchdog(Observer):
         _leave()
 
     def _report(self, message: str) -> None:
-        report = Report(self._heartbeat.rank, ExitCode.FAILED, message, "stall")
         if self._error_file is not None:
-            report.write(self._error_file)
+            Report(self._heartbeat.rank, TrainerError(message), is_of_all=True).write(self._error_file)
         reporting = threading.Thread(target=self._report_end, args=(message.splitlines()[0],), daemon=True)
         reporting.start()
         reporting.join(_REPORT_SECONDS)

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from trainer.base.disk import UNFINISHED, replace_text
-from trainer.base.errors import ExitCode
-
-Kind = Literal["error", "consequence", "stall"]
+from trainer.base.errors import LostPeerError, TrainerError, error_of_values, error_to_values
 
 
 @dataclass(frozen=True)
 class Report:
-    """The error that ended a rank.
-
-    A `consequence` follows from the end of another rank; a `stall` concerns all ranks.
-    """
+    """The error that ended a rank."""
 
     rank: int
-    exit_code: ExitCode
-    message: str
-    kind: Kind = "error"
-    plan_command: Sequence[str] = ()  # of `OutOfMemoryError`
+    error: TrainerError
+    is_of_all: bool = False  # whether the error concerns all ranks, such as a stall
     time_ns: int = field(default_factory=time.time_ns)
 
     def write(self, file: Path) -> None:
         """Write the report as JSON, whole or not at all: this rank may be killed meanwhile."""
-        replace_text(file, json.dumps(asdict(self)))
+        replace_text(file, json.dumps([self.rank, error_to_values(self.error), self.is_of_all, self.time_ns]))
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Return the reports in the folder, earliest first; consequences come last."""
+    """Return the reports in the folder, earliest first; those of lost peers come last."""
     files = [file for file in folder.glob("*.json") if not file.name.startswith(UNFINISHED)]
     found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    reports = [Report(**{**values, "plan_command": tuple(values["plan_command"])}) for values in found]
-    return sorted(reports, key=lambda report: (report.kind == "consequence", report.time_ns))
+    reports = [Report(rank, error_of_values(values), *rest) for rank, values, *rest in found]
+    return sorted(reports, key=lambda report: (isinstance(report.error, LostPeerError), report.time_ns))

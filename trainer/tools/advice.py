@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from trainer.base.errors import OutOfMemoryError, TrainerError
+from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
 from trainer.base.text import size
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
@@ -104,14 +104,14 @@ def adds_changes_that_fit() -> Iterator[None]:
     """Add the advice of a plan to the error of a full device, after all ranks have ended.
 
     Raises:
-        TrainerError: the error, with the advice.
+        OutOfMemoryError: the error, with the advice.
     """
     try:
         yield
-    except TrainerError as error:
-        if command := getattr(error, "plan_command", ()):  # of `OutOfMemoryError`, or of the rank that raised it
+    except OutOfMemoryError as error:
+        if error.plan_command:
             sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
-            if found := advice(command):
+            if found := advice(error.plan_command):
                 error.args = (f"{error}\n{found}",)
         raise
 

@@ -18,7 +18,7 @@ from trainer.base.digests import digest_of, source_digest
 from trainer.base.disk import replace_text
 from trainer.base.distribution import versions
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
-from trainer.launch.local import RankError, run_on_fresh_ranks
+from trainer.launch.local import run_on_fresh_ranks
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
@@ -146,7 +146,7 @@ class Comparison:
             job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
             code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
-            if isinstance(error, RankError) and error.exit_code == ExitCode.STOPPED:
+            if error.exit_code == ExitCode.STOPPED:
                 raise KeyboardInterrupt from error
             trial.reason = str(error)
             return None
