@@ -1,4 +1,4 @@
-"""A hardware file of this machine: operations, the host's work for them, collectives, and disk.
+"""A hardware file of this machine: operations, the host's work for them, and collectives.
 
 Sizes and shapes differ from operation to operation, so small trainings time the operations of a CPU.
 """
@@ -6,7 +6,6 @@ Sizes and shapes differ from operation to operation, so small trainings time the
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -41,7 +40,6 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WIDTHS = {"cpu": (16, 64, 192, 384, 768), "cuda": (64, 256, 1024, 2048, 4096, 8192)}  # of square matrices
 _NUMBERS = {"cpu": (2**10, 2**14, 2**17, 2**19, 2**22), "cuda": (2**12, 2**18, 2**22, 2**25, 2**27)}  # of a tensor
 _BYTES = (2**12, 2**16, 2**19, 2**22, 2**24)  # of a collective
-_DISK_BYTES = 2**27
 # An assumption: shares of the measured matrix products and memory, as in the files of known GPUs.
 _UNMEASURED_SHARES = {"cuda": {"attention": [0.1, 0.2, 0.4], "reduction": [0.3, 0.5, 0.8]}}
 _LOST = 1e-5  # seconds beside a collective; plans are linear in so few
@@ -78,7 +76,6 @@ def measure_machine(file: Path) -> dict[str, Any]:
         "operation_us": operation,
         "shares": {"matmul": near, "memory": near, "link": [0.7, 1, 1.2], **_UNMEASURED_SHARES.get(device, same)},
         "measured": ranks,
-        "disk_gb_per_second": _disk(),
         "sources": {"all": f"measured by `trainer plan --measure`, torch {torch.__version__}; network: an assumption"},
     }
     for count, of_ranks in found.items():
@@ -310,17 +307,3 @@ class _Measurement:
         computed, sent = self._seconds(compute), self._seconds(lambda: dist.all_reduce(tensor))
         hidden = computed + sent - self._seconds(both)
         return min(1.0, max(0.0, hidden / min(computed, sent)))
-
-
-def _disk() -> dict[str, float]:
-    """Return the rates of the disk under the current folder; the page cache of the system helps reading."""
-    data = os.urandom(_DISK_BYTES)
-    with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
-        start = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter()
-        Path(file.name).read_bytes()
-        read = time.perf_counter()
-    return {"write": len(data) / (written - start) / 1e9, "read": len(data) / (read - written) / 1e9}
