@@ -24,15 +24,16 @@ class FakeService:
         self.opened: list[str | None] = []
         self.points: list[Point] = []
         self.ends: list[EndRecord] = []
+        self.first_step = 0
         self.is_away = False
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.times_closed = 0
 
-    def open(self, run: RunInfo, run_id: str | None) -> str:
+    def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
         self._fail_if_away()
         self.opened.append(run_id)
-        return run_id or f"id-{len(self.opened)}"
+        return run_id or f"id-{len(self.opened)}", self.first_step
 
     def place(self) -> str:
         return "somewhere"
@@ -92,6 +93,16 @@ def test_a_resumed_run_goes_on_in_the_tracked_run_and_a_new_one_in_a_new_one(tmp
         tracker.end(end_record(tmp_path))
     assert service.opened == [None, "id-1", None]
     assert json.loads((tmp_path / IDS_FILE_NAME).read_text()) == {"fake": "id-3"}
+
+
+def test_steps_that_the_service_holds_are_not_sent_again(tmp_path):
+    service = FakeService()
+    service.first_step = 5
+    tracker, _ = started(service, tmp_path)
+    for step in range(3, 8):
+        tracker.step(step_record(step))
+    tracker.end(end_record(tmp_path))
+    assert [point.step for point in service.points] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"fake": 1}', '{"fake": "../../etc"}', '{"fake": "a b"}'])

@@ -97,19 +97,6 @@ def test_a_stopped_run_goes_on_as_the_same_run(tmp_path):
     assert list(second.history) == [4, 5, 6, 7]
 
 
-def test_steps_that_the_server_holds_are_not_sent_again(tmp_path):
-    service = WandbService(None)
-    tracker = Tracker(service, print)
-    tracker.start(run_info(tmp_path))
-    service._first_step = 5  # as a server says it of a run that goes on
-    for step in range(3, 8):
-        tracker.step(step_record(step))
-    tracker.end(end_record(tmp_path))
-    tracker.close()
-    (run,) = offline_runs(tmp_path)
-    assert list(run.history) == [5, 6, 7]
-
-
 def test_its_process_is_gone_after_the_end(tmp_path):
     tracker = Tracker(WandbService(None), print)
     tracker.start(run_info(tmp_path))

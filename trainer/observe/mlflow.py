@@ -48,7 +48,7 @@ class MLflowService:
         self._run_id = ""
         self._held: dict[str, int] = {}
 
-    def open(self, run: RunInfo, run_id: str | None) -> str:
+    def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
         self._uri = self._uri or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
         # Only the client is used: MLflow's global run would record git, user, host and script.
         self._client = client = self._mlflow.tracking.MlflowClient(self._uri, registry_uri=self._uri)
@@ -69,7 +69,7 @@ class MLflowService:
             self._run_id = run_id
             self._held = self._last_steps(client)
             client.update_run(run_id, status="RUNNING")
-        return self._run_id
+        return self._run_id, 0  # `_held` tells the steps of each metric
 
     def _last_steps(self, client: MlflowClient) -> dict[str, int]:
         """Return the last step of each metric of an earlier part of this run.

@@ -50,8 +50,8 @@ class Service(Protocol):
     name: str  # the official name
     word: str  # its value in `logging.to`
 
-    def open(self, run: RunInfo, run_id: str | None) -> str:
-        """Start a tracked run, or resume `run_id`; return its id.
+    def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
+        """Start a tracked run, or resume `run_id`; return its id, and the first step to write: it holds earlier ones.
 
         Raises:
             UsageError: there is no login, or `run_id` is unknown.
@@ -87,6 +87,7 @@ class Tracker(NumberObserver):
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=service.word, daemon=True)
         self._waiting: list[Point] = []
+        self._first_step = 0
         self._num_lost = 0
         self._has_complained = False
         self._open: Callable[[], None] | None = None  # for the thread, if the service was away at the start
@@ -115,7 +116,7 @@ class Tracker(NumberObserver):
 
     def _open_run(self, run: RunInfo, known: str | None) -> None:
         """Open the service, and keep the id of a new tracked run."""
-        run_id = self._service.open(run, known)
+        run_id, self._first_step = self._service.open(run, known)
         if run_id != known:
             path = run.folder / IDS_FILE_NAME
             replace_text(path, json.dumps({**_read_ids(path), self._service.word: run_id}) + "\n")
@@ -179,7 +180,7 @@ class Tracker(NumberObserver):
             if self._open:
                 self._open()
             if self._waiting:
-                self._service.write(self._waiting)
+                self._service.write([point for point in self._waiting if point.step >= self._first_step])
         except Exception as error:  # a library may raise anything
             too_many = len(self._waiting) - _MOST_POINTS
             if too_many > 0:

@@ -36,9 +36,8 @@ class TrackioService:
         self._trackio = trackio
         self._project = project or _DEFAULT_PROJECT
         self._run: Any = None
-        self._first_step = 0
 
-    def open(self, run: RunInfo, run_id: str | None) -> str:
+    def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
         own_id = run_id or secrets.token_hex(4)
         options = {"config": tracked_config(run), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "never" if run_id is None else "must"
@@ -53,18 +52,15 @@ class TrackioService:
                     f" {self._project} has none of that name; set TRACKIO_DIR as it was, or remove the file to begin a"
                     " new run there"
                 ) from error
-        self._first_step = self._run._next_step
-        return own_id
+        return own_id, self._run._next_step
 
     def place(self) -> str:
         store = self._run.url or self._trackio.utils.TRACKIO_DIR
         return f"run {self._run.name} in {store}; `trackio show --project {self._project}` shows it"
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write points, except steps that the store already holds from an earlier part of the run."""
         for point in points:
-            if point.step >= self._first_step:
-                self._run.log(dict(point.values), step=point.step)
+            self._run.log(dict(point.values), step=point.step)
 
     def finish(self, end: EndRecord) -> None:
         if best := best_values(end):

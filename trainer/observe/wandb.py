@@ -59,9 +59,8 @@ class WandbService:
         self._wandb = wandb
         self._project = project
         self._run: wandb.Run  # from `open` on
-        self._first_step = 0
 
-    def open(self, run: RunInfo, run_id: str | None) -> str:
+    def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
         chosen = self._wandb.setup(settings=self._wandb.Settings(**settings())).settings
         is_online = chosen.mode not in ("offline", "dryrun", "disabled")
         if is_online and not self._wandb.login(prompt=False, verify=False):
@@ -79,8 +78,7 @@ class WandbService:
             allow_val_change=True,  # a resumed run may have another layout
             settings=self._wandb.Settings(**settings()),
         )
-        self._first_step = self._run.starting_step
-        return str(self._run.id)
+        return str(self._run.id), self._run.starting_step
 
     def place(self) -> str:
         if self._run.disabled:
@@ -91,11 +89,9 @@ class WandbService:
         return self._run.url or f"run {self._run.id}"
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write points, except steps that the service already holds from an earlier part of the run."""
         self._require_room()
         for point in points:
-            if point.step >= self._first_step:
-                self._run.log(dict(point.values), step=point.step)
+            self._run.log(dict(point.values), step=point.step)
 
     def _require_room(self) -> None:
         """Raise the error of a folder that cannot be written; offline, the library loses points without a word."""
