@@ -80,7 +80,7 @@ def test_a_rank_that_waits_for_one_that_beats_is_left_alone(tmp_path, left):
 def test_nothing_is_answered_while_another_rank_makes_progress(tmp_path, monkeypatch):
     answers: list[int] = []
     monkeypatch.setattr(Watchdog, "_all_stand_still", lambda self: False)
-    monkeypatch.setattr(Watchdog, "_answer", lambda self, beats: answers.append(beats))
+    monkeypatch.setattr(Watchdog, "_answer", lambda self, beats: bool(answers.append(beats)))
     _, dog = watched(tmp_path, [])
     time.sleep(1.5)  # three times the timeout
     dog.close()

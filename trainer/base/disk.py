@@ -195,7 +195,7 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def within(seconds: float, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Return the answer to a question about files, or `otherwise` if a disk that hangs gives none in time."""
+    """Return the answer to a question; `otherwise`: it has failed, or a disk that hangs gives no answer in time."""
     answers: list[Answer] = []
     asker = threading.Thread(target=lambda: answers.append(question()), name="disk", daemon=True)
     asker.start()

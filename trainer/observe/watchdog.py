@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.base.disk import within
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
 from trainer.observe.observer import Observer
@@ -73,26 +74,21 @@ class Watchdog(Observer):
             if self._heartbeat.beats != beats:
                 beats, still_seconds = self._heartbeat.beats, 0.0
             elif still_seconds >= self._timeout and self._asked_of_disk(self._all_stand_still):
-                self._asked_of_disk(partial(self._answer, beats), _ANSWER_SECONDS)
+                if self._asked_of_disk(partial(self._answer, beats), _ANSWER_SECONDS):
+                    _leave()
                 still_seconds = 0.0
 
-    def _asked_of_disk(self, question: Callable[[], bool | None], more_seconds: float = 0.0) -> bool:
-        """Return the answer to a question that reads the run folder; end this process if none comes.
-
-        Another thread asks, because a shared file system may hang as well.
-        """
-        answers: list[bool | None] = []
-        asker = threading.Thread(target=lambda: answers.append(question()), name="watchdog's reader", daemon=True)
-        asker.start()
-        asker.join(_DISK_SECONDS + more_seconds)
-        if asker.is_alive():
+    def _asked_of_disk(self, question: Callable[[], bool], more_seconds: float = 0.0) -> bool:
+        """Return the answer to a question that reads the run folder; end this process if none comes."""
+        answer = within(_DISK_SECONDS + more_seconds, question, otherwise=None)
+        if answer is None:
             message = (
                 f"rank {self._heartbeat.rank} has made no progress for {self._timeout:g} seconds"
                 f" (`parallel.stall_timeout`), and the folder of the run does not answer\n{_stacks(self._thread)}"
             )
             os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
             _leave()
-        return any(answers)  # none after an error, which the thread has shown
+        return answer
 
     def _all_stand_still(self) -> bool:
         """Return whether no rank has made progress for the timeout, also if the clock of a machine was set back."""
@@ -103,7 +99,7 @@ class Watchdog(Observer):
         return time.time() - newest >= self._timeout or now - self._seen_since >= self._timeout
 
     def _answer(self, beats: int) -> bool:
-        """Write a stack, wait for those of other ranks, and end this process; return if it makes progress again."""
+        """Write a stack, wait for those of other ranks, and report them; return False if it makes progress again."""
         own = self._stack_file(self._heartbeat.rank)
         with suppress(OSError):  # on a full disk
             new = own.with_suffix(".new")
@@ -126,7 +122,7 @@ class Watchdog(Observer):
         else:
             self._report(stall_message(statuses, stacks, self._timeout, time.time()))
         self._heartbeat.leave()
-        _leave()
+        return True
 
     def _report(self, message: str) -> None:
         if self._error_file is not None:
