@@ -147,6 +147,22 @@ def test_readers_leave_out_the_runs_before_the_last_one(tmp_path):
     )
 
 
+def test_readers_count_each_step_of_joined_parts_of_a_run_once(tmp_path):
+    """Parts that were resumed in other folders, from the last step but some."""
+    parts = [write(tmp_path / "a", range(1, 11)), write(tmp_path / "b", range(7, 13), resumed_from=6)]
+    parts += [write(tmp_path / "c", range(6, 8), resumed_from=5), write(tmp_path / "d", range(8, 9), resumed_from=7)]
+    path = tmp_path / METRICS_FILE_NAME
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    files = Observers([MetricsFile(), CsvFiles()])
+    files.start(run_info(tmp_path, resumed_from=8))
+    files.close()
+    metrics = read_metrics(path)
+    assert [run["resumed_from"] for run in metrics.runs] == [None, 6, 5, 7, 8]
+    assert [record.step for record in metrics.steps] == list(range(1, 9))
+    assert [record.step for record in metrics.evaluations] == [5]
+    assert len((tmp_path / TRAINING_FILE_NAME).read_text().splitlines()) == 1 + 8
+
+
 def test_a_damaged_line_of_the_last_run_is_counted_from_the_start_of_the_file(tmp_path):
     path = write(tmp_path, range(1, 3))
     path.write_bytes(path.read_bytes() * 2 + b'[damaged]\n{"step": 3}\n')

@@ -2,7 +2,8 @@
 
 Each line is one JSON object of one of these kinds:
 
-- `{"run": ...}` at each start and resumption; if `resumed_from` is null, readers leave out the lines before it;
+- `{"run": ...}` at each start and resumption; readers leave out lines before it of steps after `resumed_from`, and all
+  lines before it if that is null;
 - a training line at each logging interval: the fields of `StepRecord` that are not None;
 - `{"step": ..., "eval": ...}` after each evaluation, with the `picture` of tasks that have one;
 - `{"step": ..., "logged": ...}` for the numbers that callbacks log, by their names;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -127,15 +129,24 @@ def step_line(record: StepRecord) -> dict[str, float | str]:
 def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line of the last run in a file as text and as object, without an incomplete last line.
 
-    A file may be larger than memory, and hold earlier runs if someone has joined files.
+    A file may be larger than memory. If someone has joined files, it may hold earlier runs, and steps that later parts
+    of a run repeat.
     """
     cut: UsageError | None = None  # the error of a line that is no JSON, unless it is the last one
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         earlier, place, offset = 0, 0, 0  # lines before the last run, its first byte, and that of each line
+        resumed: dict[int, int] = {}  # the steps from which it was resumed, by their lines
         for index, content in enumerate(file):
-            if _begins_run(content):
-                earlier, place = index, offset
+            if found := _RUN.match(content):
+                if found[1] == b"null":
+                    earlier, place = index, offset
+                    resumed.clear()
+                else:
+                    resumed[index + 1] = int(found[1])
             offset += len(content)
+        last, lasts = math.inf, dict[int, float]()  # the last step that no later part repeats, by the line of each part
+        for number in reversed(resumed):
+            lasts[number], last = last, min(last, resumed[number])
         file.seek(place)
         for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), earlier + 1):
             if not line:
@@ -153,12 +164,12 @@ def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             if not isinstance(parsed, dict) or not ("run" in parsed or type(parsed.get("step")) is int):
                 raise error
-            yield line, parsed
+            last = lasts.get(number, last)
+            if "run" in parsed or parsed["step"] <= last:
+                yield line, parsed
 
 
-def _begins_run(line: bytes) -> bool:
-    """Return whether `MetricsFile` has written a line at the start of a run that resumes no other one."""
-    return line.startswith(b'{"run": {') and b'"resumed_from": null' in line
+_RUN = re.compile(rb'\{"run": \{.*"resumed_from": (null|\d{1,19})')  # a line that `MetricsFile` writes
 
 
 def _integer(text: str) -> int:
