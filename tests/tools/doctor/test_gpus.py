@@ -189,6 +189,7 @@ def answer_with(folder: Path, script: str) -> None:
         ("echo 'GPU-aa-01, 79000'", "ok", "free: 77.1 GiB on GPU 0"),
         ("echo 'GPU-aa-01, 900'", "warning", "free: 900 MiB on GPU 0"),
         ("echo 'MIG-bb, 900'", "ok", "unknown: nvidia-smi names other GPUs"),
+        (r"printf '\377, [N/A]'", "ok", "unknown: nvidia-smi names other GPUs"),
         ("echo 'Unable to determine the device handle' >&2; exit 15", "problem", "nvidia-smi failed: Unable to"),
         ("exit 9", "problem", "nvidia-smi failed: exit code 9"),
         ("exec sleep 9", "problem", "nvidia-smi did not answer within 0 s"),
@@ -200,6 +201,13 @@ def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: st
         monkeypatch.setattr(gpus, "_SMI_SECONDS", 0.2)
     found = answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW, PATH=f"{tmp_path}:/bin"))
     assert (found[0], found[1][: len(value)]) == (status, value)
+
+
+def test_an_nvidia_smi_of_another_architecture(tmp_path: Path):
+    answer_with(tmp_path, "")
+    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF")
+    status, value = answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW, PATH=str(tmp_path)))
+    assert (status, value) == ("problem", f"{tmp_path}/nvidia-smi cannot be started: Exec format error")
 
 
 def test_free_memory_is_asked_of_nobody_where_there_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

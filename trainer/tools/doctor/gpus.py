@@ -109,9 +109,11 @@ def gpu_memory(machine: Machine) -> Finding:
     query = [program, "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     remedy = "see `dmesg | grep -i xid`; restart the machine, or have its GPU replaced"
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        done = subprocess.run(query, capture_output=True, errors="replace", timeout=_SMI_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return problem(f"nvidia-smi did not answer within {_SMI_SECONDS:.0f} s", remedy)
+    except OSError as error:
+        return problem(f"{program} cannot be started: {error.strerror}", "install the programs of NVIDIA's driver")
     if done.returncode:
         lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
         return problem(f"nvidia-smi failed: {lines[-1]}", remedy)
