@@ -114,6 +114,7 @@ def test_a_process_without_a_rank_is_not_mistaken_for_one(launcher, variables):
         ({name: value for name, value in TASK.items() if name != "SLURM_JOB_NODELIST"}, ["SLURM_JOB_NODELIST"]),
         (STEP | {"SLURM_PROCID": "4"}, ["SLURM_PROCID must be below SLURM_STEP_NUM_TASKS"]),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE", "two"]),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, ["must add up to SLURM_STEP_NUM_TASKS, which is 4", "2(x3)"]),
         (STEP | {"SLURM_NODEID": "2"}, ["SLURM_NODEID"]),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, ["SLURM_LOCALID must be below", "which is 1"]),
         (MPI | {"OMPI_COMM_WORLD_SIZE": "3"}, ["OMPI_COMM_WORLD_RANK must be below OMPI_COMM_WORLD_SIZE"]),

@@ -425,6 +425,11 @@ def _slurm_local_size(environ: Mapping[str, str], tasks: int) -> int:
         if match is None:
             raise LaunchError(f"{name} must be a list such as 2(x3),1, but is {counts!r}")
         per_node += [int(match[1])] * int(match[2] or 1)
+    if name.startswith("SLURM_STEP") and "SLURM_STEP_NUM_TASKS" in environ and sum(per_node) != tasks:
+        raise LaunchError(
+            f"{name} must add up to SLURM_STEP_NUM_TASKS, which is {tasks}, but is {counts!r}; unset the variables of"
+            " another step"
+        )
     node = _number(environ, "SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
     _check_below("SLURM_NODEID", node, f"the nodes of {name}", len(per_node))
     return per_node[node]
