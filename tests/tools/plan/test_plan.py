@@ -223,6 +223,18 @@ def test_a_configuration_that_cannot_be_reached_is_refused_at_once(
     assert "describe the model in `model.config`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("precision=bf16", "`precision` is bf16, which T4 does not compute in; use fp16 or fp32"),
+        ("data.max_length=65", "at most the 64 tokens that the model has positions for, but has 65"),
+    ],
+)
+def test_a_plan_is_refused_if_the_run_would_be(recipe: Path, capsys: pytest.CaptureFixture[str], word, message):
+    assert main(["plan", str(recipe), "--gpus", "1xT4", word]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_no_change_is_proposed_twice_or_is_set_already():
     settings = {"precision": "bf16", "activation_checkpointing": "full", "training": {"micro_batch_size": 1}}
     found = list(recipe_plan.candidates(plan_run(recipe_of(settings), 2)))

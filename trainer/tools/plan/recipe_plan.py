@@ -132,8 +132,12 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
     """
     plan = plan_run(resolved.recipe, devices.number * nodes, devices.number)
     tokens: int = length or getattr(resolved.recipe.data, "max_length", None) or 1
-    cuda = devices.machine is None or not devices.machine.is_cpu
-    fused = devices.machine is None or devices.machine.runs_kernels
+    machine, precision = devices.machine, resolved.recipe.precision
+    cuda = machine is None or not machine.is_cpu
+    fused = machine is None or machine.runs_kernels
+    if machine is not None and cuda and precision not in machine.figures["teraflops"]:
+        others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(machine.figures["teraflops"])))
+        raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
     steps = plan_steps(plan, tokens, cuda, fused)
     return RecipePlan(plan, devices, tokens, steps)
 

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from trainer.base.collector import without_collector
+from trainer.base.errors import UsageError
 from trainer.engine.builders import build_engine
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
+from trainer.models.configuration import max_positions
 from trainer.models.describe import ModelDescription
 from trainer.models.fill import is_loaded_whole
 from trainer.models.parameter_rules import ParameterGroups
@@ -130,6 +132,12 @@ class _Simulation:
 
     def build(self) -> list[PlacedModel]:
         described = planned_model(self.plan)
+        longest = max_positions(described.config)
+        if longest is not None and self.length > longest:
+            raise UsageError(
+                f"a text must have at most the {longest} tokens that the model has positions for, but has"
+                f" {self.length}; lower `data.max_length` or `--length`"
+            )
         return [place_empty(described, cut) for cut in planned_cuts(self.plan, self.mesh)]
 
     def step(self, built: Sequence[PlacedModel]) -> StepPlan:
