@@ -95,7 +95,8 @@ class NativeEngine(Engine):
         rate = self._learning_rate()
         # The host waits for the device only here.
         self._settle = finish = cache(partial(self._result, read, rate, self.optimizer.scalars()))
-        flag = (numbers * 0.0).ne(0.0).any().float()  # inf and nan times 0 are nan; fewer kernels than `isfinite`
+        # inf and nan times 0 are nan; fewer kernels than `isfinite`
+        flag = (numbers * 0.0).sum(dtype=torch.float32).ne_(0.0)
         self._update(rate, numbers[1], flag)
         if self._scaler:
             self._scaler.update(flag)

@@ -39,7 +39,7 @@ class ChunkedHead:
         columns: the maximum number of columns of a block; `auto`: see `_columns`; `tokens`: blocks of tokens, each with
             the scores of all columns.
         cut: how the vocabulary is sharded over tensor ranks; None: it is not.
-        scores: computes scores `[..., 2]` from logits `[..., vocabulary]` and labels `[...]`, if there is one block.
+        scores: computes the scores of tokens from logits `[..., vocabulary]` and labels `[...]`, if there is one block.
     """
 
     def __init__(self, head: nn.Module, columns: Columns, cut: VocabularyCut | None, scores: TokenScores) -> None:
@@ -68,7 +68,7 @@ class ChunkedHead:
             self._labels = self._num_labels = None
 
     def _run(self, hidden: Tensor) -> Tensor:
-        """Return the logits for hidden states `[batch, sequence, hidden]`, or the scores `[batch, sequence, 2]`.
+        """Return the logits for hidden states `[batch, sequence, hidden]`, or the scores `[batch, sequence, 1 or 2]`.
 
         The scores of a token are its loss and, without gradients, 1 if its prediction is right, else 0.
         """
@@ -86,7 +86,7 @@ class ChunkedHead:
         return scores.view(*self._labels.shape, -1)
 
     def _scores_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores `[tokens, 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
+        """Return the scores `[tokens, 1 or 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
         head, weight = self._head, self._head.weight
         if self._chosen == "tokens":
             step = max(1, _LOGITS // len(weight))
@@ -100,7 +100,7 @@ class ChunkedHead:
         if columns >= len(weight):
             return self._scores(self._logits(tokens), labels)
         received = head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens
-        found = linear_cross_entropy(
+        losses, right = linear_cross_entropy(
             in_product_type(received),
             LinearLayer(weight, head.bias),
             labels,
@@ -108,7 +108,7 @@ class ChunkedHead:
             columns,
             finds_best=not torch.is_grad_enabled(),
         )
-        return torch.stack(found, -1)
+        return losses.unsqueeze(-1) if torch.is_grad_enabled() else torch.stack([losses, right], -1)
 
     def _columns(self, chosen: int | Literal["auto"], num_tokens: int, num_columns: int, is_trained: bool) -> int:
         """Return the maximum number of columns of a block.

@@ -55,7 +55,8 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(pieces, 2)).double().square().sum().to(device)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2)), dtype=torch.float64)
+    return norm.square().to(device)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -176,7 +176,7 @@ class PreferenceTask(TokenLabels):
         """Return the scores `[batch, 2, 5]` of the answers: the fields of `Answers`, in fp32 at least."""
         assert labels is not None, "rows without labels have generated texts"
         if self.takes_token_scores:
-            losses = output.logits[..., 0].view(labels.shape)
+            losses = output.logits[..., :1].view(labels.shape)
         else:
             losses = self._cross_entropy(output.logits.view(*labels.shape, -1), labels, "none")
         labelled = (labels != IGNORED_LABEL).to(losses.dtype)

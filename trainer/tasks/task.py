@@ -130,9 +130,10 @@ class VocabularyLoss(Loss):
         raise NotImplementedError
 
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores `[..., 2]` of tokens: the loss; without gradients, 1 if the prediction is right, else 0.
+        """Return the scores of tokens: the loss and, without gradients, 1 if the prediction is right, else 0.
 
-        The logits are `[..., vocabulary]`, or this rank's shard of the vocabulary; the labels are `[...]`.
+        They are `[..., 1]` or `[..., 2]`. The labels are `[...]`, and the logits `[..., vocabulary]`, or this rank's
+        shard of the vocabulary.
         """
         raise NotImplementedError
 

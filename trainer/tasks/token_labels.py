@@ -33,7 +33,7 @@ class TokenLabels(TextTask):
     Attributes:
         vocabulary: how the logits are sharded over tensor ranks; None if they are not sharded.
         vocabulary_chunk: see `VocabularyLoss`.
-        takes_token_scores: see `VocabularyLoss`; `logits` are then the scores `[batch, sequence, 2]`.
+        takes_token_scores: see `VocabularyLoss`; `logits` are then `token_scores`.
     """
 
     vocabulary: VocabularyCut | None = None
@@ -54,12 +54,14 @@ class TokenLabels(TextTask):
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy of logits `[batch, sequence, vocabulary]`, summed over the labelled tokens."""
-        return logits[..., 0].sum() if self.takes_token_scores else self._cross_entropy(logits, labels, "sum")
+        # A slice of all scores is no operation.
+        return logits[..., :1].sum() if self.takes_token_scores else self._cross_entropy(logits, labels, "sum")
 
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
         losses = self._cross_entropy(logits, labels, "none")
-        right = torch.zeros_like(losses) if torch.is_grad_enabled() else self._right(logits, labels).to(losses.dtype)
-        return torch.stack([losses, right], -1)
+        if torch.is_grad_enabled():
+            return losses.unsqueeze(-1)
+        return torch.stack([losses, self._right(logits, labels).to(losses.dtype)], -1)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return sums over the labelled tokens of each row: rows differ in length, and a split may have many tokens."""
