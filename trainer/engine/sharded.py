@@ -84,7 +84,8 @@ def shard(
         fully_shard(
             part,
             mesh=mesh.device_mesh[axes],
-            reshard_after_forward=how.reshard_after_forward,
+            # The backward pass needs the last group at once, so it would be gathered again at the same moment.
+            reshard_after_forward=how.reshard_after_forward and part is not model,
             mp_policy=types,
             offload_policy=policy,
         )
