@@ -348,20 +348,14 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
 
 
 def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table of the operations and bytes of a step, ours and those of the plain loop, with their ratios."""
-    rows = [
-        (
-            name,
-            f"{row['operations']:,}",
-            f"{row['plain_operations']:,}",
-            f"{row['operations_ratio']:.2f}",
-            f"{row['gigabytes']:.1f}",
-            f"{row['plain_gigabytes']:.1f}",
-            f"{row['bytes_ratio']:.2f}",
-        )
-        for name, row in figures.items()
-    ]
-    return _table(("", "operations", "plain loop", "ratio", "GB", "plain loop", "ratio"), rows)
+    """Return a table of trainings and layouts: our operations, those of the plain loop, and the ratio of bytes."""
+    found: dict[str, dict[str, str]] = {}
+    for name, row in figures.items():
+        model, task, precision, layout, *more = name.split(", ")
+        cell = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}"
+        found.setdefault(", ".join([model, task, precision, *more]), {})[layout] = cell
+    layouts = list(dict.fromkeys(layout for cells in found.values() for layout in cells))
+    return _table(("", *layouts), [(name, *(cells.get(one, "-") for one in layouts)) for name, cells in found.items()])
 
 
 def compiled_kernels(most: Mapping[str, tuple[int, int]]) -> str:

@@ -20,7 +20,7 @@ from tests.benchmarks import first_gpu, memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.benchmarks.gpu_profile import main as gpu_profile
 from tests.benchmarks.gpu_profile import waits_counted
-from tests.benchmarks.operations import STORED, Count, cases, figures, ours, plain
+from tests.benchmarks.operations import STORED, Count, cases, ours, plain
 from tests.benchmarks.throughput import regressions
 from tests.helpers import processes, warm
 from tests.helpers.memory import needs_peak
@@ -264,27 +264,44 @@ def test_only_ratios_far_below_the_stored_ones_are_regressions():
     assert line == "slower than stored: small, ours: ratio 0.940, stored 1.000"
 
 
-@pytest.mark.slow
+COUNTED = (
+    "BERT-base, sequence_classification, bf16, one process",
+    "BERT-base, masked_lm, fp32, fsdp",
+    "ModernBERT-base, masked_lm, bf16, tensor 2",
+    "Llama 1B, causal_lm, fp32, one process",
+    "T5-base, seq2seq_lm, bf16, ddp",
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "most_operations", "most_bytes"),
+    "case",
     [
-        ("BERT-base, sequence_classification, bf16, one process", 0.65, 0.9),
-        pytest.param("BERT-base, sequence_classification, fp32, one process", 1.0, 1.0, marks=pytest.mark.nightly),
-        pytest.param("BERT-base, sequence_classification, bf16, fsdp", 0.7, 0.9, marks=pytest.mark.nightly),
-        pytest.param("ModernBERT-base, masked_lm, fp32, one process", 1.0, 1.0, marks=pytest.mark.nightly),
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in COUNTED else pytest.mark.nightly)
+        for case in cases()
     ],
 )
-def test_a_step_has_fewer_operations_than_a_plain_loop(name, most_operations, most_bytes):
-    (case,) = [case for case in cases() if case.name == name]
-    found = figures(ours(case), plain(case))
-    assert found["operations_ratio"] <= most_operations
-    assert found["bytes_ratio"] <= most_bytes
+def test_a_step_has_no_more_operations_than_stored(case):
+    """The table of docs/benchmarks.md: `python -m tests.benchmarks.operations --store` writes it again."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))[case.name]
+    found = ours(case)
+    assert sum(found.number.values()) <= stored["operations"]
+    assert sum(found.num_bytes.values()) / 1e9 <= stored["gigabytes"] + 0.05
+
+
+@pytest.mark.nightly
+def test_a_plain_loop_has_the_stored_operations():
+    (case,) = [case for case in cases() if case.name == COUNTED[0]]
+    stored = json.loads(STORED.read_text(encoding="utf-8"))[case.name]
+    assert sum(plain(case).number.values()) == stored["plain_operations"]
 
 
 def test_no_stored_row_has_more_than_a_plain_loop():
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     assert stored.keys() == {case.name for case in cases()}
-    assert all(row[ratio] <= 1.0 for row in stored.values() for ratio in ("operations_ratio", "bytes_ratio"))
+    for name, row in stored.items():
+        is_goal = name.startswith("BERT-base, sequence_classification, bf16")
+        assert row["operations_ratio"] <= (0.8 if is_goal else 1.0), name
+        assert row["bytes_ratio"] <= (0.9 if is_goal else 1.0), name
 
 
 def test_operations_are_summed_over_phases_without_views():
