@@ -161,6 +161,19 @@ def test_images_beside_the_rows_are_read(beside, tmp_path, monkeypatch, form, mo
     assert grey_values(written(beside, images, form), tmp_path / "cache", most_rows) == [10, 10, 40, 50]
 
 
+def test_texts_name_images_and_a_bad_one_is_named(beside, tmp_path):
+    file = beside / "train.csv"
+    file.write_text(f"image,label\ndeep/inside.png,no\n{beside}/deep/link.png,yes\n")
+    data = FileData(source="files", train=str(file))
+    assert grey_values(data, tmp_path / "cache") == [10, 10]
+    (beside / "deep" / "inside.png").write_bytes(png(10)[:12])
+    with pytest.raises(DataError) as error:
+        grey_values(data, tmp_path / "cache")
+    assert "row 1 (line 2) of " in str(error.value)
+    assert ", file `deep/inside.png`, must be an image, but Pillow cannot read it: cannot identify" in str(error.value)
+    assert "object at" not in str(error.value)
+
+
 @pytest.mark.parametrize("source", ["files", "hub", "folder"])
 @pytest.mark.parametrize("path", ["{}/../outside.png", "../../outside.png", "{}/link.png", "/etc/passwd"])
 def test_an_image_outside_of_the_data_is_refused(beside, tmp_path, path, source):

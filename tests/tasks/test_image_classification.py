@@ -101,7 +101,7 @@ def test_what_is_no_image_is_refused_by_its_row(value, message):
 @pytest.mark.parametrize(
     ("value", "keys", "message"),
     [
-        ("text", {}, "`task.image` must name a column of encoded images.*holds string"),
+        (0.5, {}, "`task.image` must name a column of encoded images.*holds float"),
         ([0.5], {}, "`task.image` must name a column of encoded images.*holds List"),
         ([[[[1]]]], {}, "`task.image` must name a column of encoded images"),
         ([1, 2], {}, "`task.shape` must be the height and the width of flat lists, but is null"),

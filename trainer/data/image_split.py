@@ -43,6 +43,11 @@ class ImageProcessor(Protocol):
 class ImageEncoder(Encoder, Protocol):
     """The part of `trainer.tasks.task.ImageTask` that this package uses."""
 
+    @property
+    def image_column(self) -> str:
+        """The column of images; texts there name files."""
+        ...
+
     def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded: ...
 
 
@@ -61,7 +66,8 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     """
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
-    key = entry_key(encoder, rows=_hash_images(rows, split.folders), processor=processor.fingerprint)
+    columns = _columns_with_paths(rows, encoder)
+    key = entry_key(encoder, rows=_hash_images(rows, columns, split.folders), processor=processor.fingerprint)
 
     def write(writer: EntryWriter) -> None:
         shape: tuple[int, ...] | None = None
@@ -70,7 +76,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
 
             def encode(rows: Dataset, first_row: int) -> Encoded:
                 first_row += split.first_row
-                images = _with_images(rows, split.folders, split.where, first_row)
+                images = _with_images(rows, columns, split.folders, split.where, first_row)
                 return encoder.encode_images(images, processor, split.where, first_row)
 
             with split.names_lines():
@@ -100,7 +106,8 @@ def encode_streamed(
     Raises:
         DataError: a value is not valid, names a file, or has another shape.
     """
-    features = encoder.encode_images(_with_images(rows, (), where, first_row), processor, where, first_row)
+    images = _with_images(rows, _columns_with_paths(rows, encoder), (), where, first_row)
+    features = encoder.encode_images(images, processor, where, first_row)
     _check_shapes(features[_PIXELS], shape, where, first_row)
     return features
 
@@ -116,9 +123,8 @@ def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where
             )
 
 
-def _hash_images(rows: Dataset, folders: Sequence[Path]) -> str:
-    """Return the hash of rows, with the content of separate image files."""
-    columns = _columns_with_paths(rows)
+def _hash_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path]) -> str:
+    """Return the hash of rows, with the content of the image files that `columns` name."""
     if not columns:
         return hash_rows(rows)
 
@@ -130,13 +136,18 @@ def _hash_images(rows: Dataset, folders: Sequence[Path]) -> str:
     return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns, content))
 
 
-def _columns_with_paths(rows: Dataset) -> list[str]:
+def _columns_with_paths(rows: Dataset, encoder: ImageEncoder) -> list[str]:
     import datasets
+
+    def is_path(name: str, feature: Any) -> bool:
+        return name == encoder.image_column and getattr(feature, "dtype", None) in ("string", "large_string")
 
     return [
         name
         for name, feature in rows.features.items()
-        if isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and "bytes" in feature)
+        if isinstance(feature, datasets.Image)
+        or (isinstance(feature, Mapping) and "bytes" in feature)
+        or is_path(name, feature)
     ]
 
 
@@ -156,15 +167,17 @@ def _with_contents(
     return batch
 
 
-def _with_images(rows: Dataset, folders: Sequence[Path], where: str, first_row: int) -> Dataset:
-    """Return rows that hold their encoded images; `datasets` would open any file that a row names.
+def _with_images(
+    rows: Dataset, columns: Sequence[str], folders: Sequence[Path], where: str, first_row: int
+) -> Dataset:
+    """Return rows that hold their encoded images beside their paths; `datasets` would open any file that a row names.
 
     Raises:
         DataError: a row names a file outside of `folders`, or one that cannot be read.
     """
     import datasets
+    import pyarrow as pa
 
-    columns = _columns_with_paths(rows)
     if not columns:
         return rows
 
@@ -175,11 +188,17 @@ def _with_images(rows: Dataset, folders: Sequence[Path], where: str, first_row: 
             problem = str(error) if isinstance(error, _OutsideError) else f"cannot be read: {error}"
             raise DataError(
                 f"column `{name}`, row {first_row + place + 1} of {where} must be an image, but names the file"
-                f" `{value['path']}`, which {problem}; correct the path, or write the bytes of the image into the row"
+                f" `{_path(value)}`, which {problem}; correct the path, or write the bytes of the image into the row"
             ) from error
 
-    table = _with_contents(rows.with_format("arrow")[:], columns, content).replace_schema_metadata(None)
-    features = datasets.Features({**rows.features, **dict.fromkeys(columns, datasets.Value("large_binary"))})
+    before = rows.with_format("arrow")[:]
+    table = _with_contents(before, columns, content).replace_schema_metadata(None)
+    for name in columns:
+        paths = pa.array(map(_path, before[name].to_pylist()), pa.string())
+        images = pa.StructArray.from_arrays([table[name].combine_chunks(), paths], ["bytes", "path"])
+        table = table.set_column(table.column_names.index(name), name, images)
+    form = {"bytes": datasets.Value("large_binary"), "path": datasets.Value("string")}
+    features = datasets.Features({**rows.features, **dict.fromkeys(columns, form)})
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
 
 
@@ -187,20 +206,24 @@ class _OutsideError(ValueError):
     """Error of a file that is not in the folders of the data."""
 
 
-def _content(value: Mapping[str, Any] | None, folders: Sequence[Path]) -> bytes | None:
+def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> bytes | None:
     """Return an encoded image, from its bytes or from the file that it names; None: it has neither.
 
     Raises:
         OSError, ValueError: the file is outside of all folders, perhaps by a link, or cannot be read.
     """
-    if value is None:
-        return None
-    if value["bytes"] is not None:
+    if isinstance(value, Mapping) and value["bytes"] is not None:
         return bytes(value["bytes"])
-    if (path := value.get("path")) is None:
+    path = _path(value)
+    if path is None:
         return None
     found = [(folder / path).resolve() for folder in folders]
     inside = [file for file, folder in zip(found, folders, strict=True) if file.is_relative_to(folder.resolve())]
     if not inside:
         raise _OutsideError(f"is outside of {', '.join(f'`{folder}`' for folder in folders) or 'all folders'}")
     return read_plain(next((file for file in inside if file.exists()), inside[0]))
+
+
+def _path(value: Mapping[str, Any] | str | None) -> str | None:
+    """Return the name of the file of an image; None: it has none."""
+    return value.get("path") if isinstance(value, Mapping) else value

@@ -13,7 +13,7 @@ from trainer.base.errors import DataError
 from trainer.tasks.text.columns import cell, require_columns, type_name
 from trainer.tasks.types import Dataset, Image
 
-_ENCODED = ("binary", "large_binary")
+_ENCODED = ("binary", "large_binary", "string", "large_string")  # texts name files
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
 _DEEP_MODES = ("I", "F")  # modes with more than 8 bits a channel, which Pillow would truncate
 
@@ -25,8 +25,8 @@ def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...
     holds = f"column `{name}` of {where} holds {type_name(features[name])}"
     if depth is not None and not 1 <= depth <= 3:
         raise DataError(
-            "`task.image` must name a column of encoded images, or of integers from 0 to 255 as lists [height][width]"
-            f" or [height][width][channels], but {holds}"
+            "`task.image` must name a column of encoded images, of names of their files, or of integers from 0 to 255"
+            f" as lists [height][width] or [height][width][channels], but {holds}"
         )
     if depth == 1 and shape is None:
         raise DataError(
@@ -39,18 +39,22 @@ def require_images(features: Mapping[str, Any], name: str, shape: tuple[int, ...
 def read_images(rows: Dataset, name: str, shape: tuple[int, ...] | None, where: str, first_row: int) -> Iterator[Image]:
     """Yield the images of column `name`, rotated by their EXIF orientation.
 
-    Encoded images are bytes here; the caller has read the files that rows name.
+    Encoded images are bytes here, perhaps beside a path; the caller has read the files that rows name.
 
     Raises:
         DataError: a value is null or not an image; the message names the row.
     """
     for place, value in enumerate(rows[name]):
+        path = None
+        if isinstance(value, Mapping):
+            value, path = value["bytes"], value["path"]
         if value is None:
             raise DataError(f"{cell(name, first_row + place, where)} is null; every row needs an image")
         try:
             image = _from_lists(value, shape) if isinstance(value, list) else _decode(value)
         except _NotAnImageError as error:
-            raise DataError(f"{cell(name, first_row + place, where)} must be an image, but {error}") from error
+            named = cell(name, first_row + place, where) + (f", file `{path}`," if path else "")
+            raise DataError(f"{named} must be an image, but {error}") from error
         yield image
 
 
@@ -94,7 +98,8 @@ def _decode(value: bytes) -> Image:
             image = PIL.ImageOps.exif_transpose(opened)
             image.load()
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise _NotAnImageError(f"Pillow cannot read it: {error}") from error
+        reason = str(error).partition(" <_io.")[0]  # the buffer has no meaning for the user
+        raise _NotAnImageError(f"Pillow cannot read it: {reason}") from error
     if image.mode.partition(";")[0] in _DEEP_MODES:
         raise _NotAnImageError(f"has more than 8 bits a channel (Pillow's mode {image.mode}); convert it")
     return image

@@ -406,7 +406,13 @@ class TextTask(Task):
 
 
 class ImageTask(Task):
-    """A task on images."""
+    """A task on images.
+
+    Attributes:
+        image_column: the column of images; texts there name files.
+    """
+
+    image_column: str
 
     @abstractmethod
     def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded:

@@ -60,6 +60,8 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, question="q", choices=["a", "b"], answer=(0, 1)), {"type": "multiple_choice", "label": "answer"}),
         (rows_of(3, article="a" * 99, highlights="b" * 50), {"type": "seq2seq_lm", "target": "highlights"}),
         (rows_of(3, pixels=[[0, 1], [2, 3]], label=(0, 1)), {"type": "image_classification", "image": "pixels"}),
+        (rows_of(3, file=("a/1.PNG", "2.jpg"), label=("a", "b")), {"type": "image_classification", "image": "file"}),
+        (rows_of(3, text=("a.png", "b"), label=("a", "b")), {"type": CLASSES, "text": "text"}),
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(map(str, value.values()))[:40],
 )  # fmt: skip

@@ -50,8 +50,8 @@ class ImageKeys(TaskKeys):
 
     type: str
     image: str = "image"
-    """Column of the image: encoded (PNG, JPEG, ...), or values from 0 to 255 as lists [height][width] or
-    [height][width][channels]."""
+    """Column of the image: encoded (PNG, JPEG, ...), the name of such a file, or values from 0 to 255 as lists
+    [height][width] or [height][width][channels]."""
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = None
     """Height, width and, if there are several, channels of images that are flat lists."""
 

@@ -13,6 +13,7 @@ Kind = Literal[
 
 _SCALARS: tuple[tuple[type, Kind], ...] = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "text"))
 _ITEMS: dict[Kind, Kind] = {"text": "texts", "integer": "numbers", "number": "numbers", "boolean": "numbers"}
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _ROLES, _CONTENTS = {"role", "from"}, {"content", "value"}
 
 
@@ -71,7 +72,8 @@ def _kind(values: Sequence[Any]) -> Kind:
         return "number"
     if len(kinds - {"empty"}) != 1:
         return "empty" if not kinds - {"empty"} else "object"
-    return (kinds - {"empty"}).pop()
+    kind = (kinds - {"empty"}).pop()
+    return "image" if kind == "text" and all(value.lower().endswith(IMAGE_ENDINGS) for value in values) else kind
 
 
 def _kind_of(value: Any) -> Kind:

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.base.errors import UsageError
 from trainer.data.formats.table import FORMAT_OF_ENDING, format_of
+from trainer.tools.init.columns import IMAGE_ENDINGS
 
 _TRAINING, _VALIDATION = "train", ("validation", "valid", "val", "dev", "eval")
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 _MOST_FILES = 10_000
 
 
@@ -45,7 +45,7 @@ def _of_folder(source: Path, folder: Path) -> dict[str, Any]:
     if (source / "dataset_dict.json").is_file() or (source / "state.json").is_file():
         return {"source": "folder", "path": place}
     for number, (_, _, files) in enumerate(os.walk(source)):
-        if any(format_of(Path(file)) or Path(file).suffix.lower() in _IMAGES for file in files):
+        if any(format_of(Path(file)) or file.lower().endswith(IMAGE_ENDINGS) for file in files):
             return {"source": "hub", "name": folder_name(source, folder)}
         if number > _MOST_FILES:
             break
