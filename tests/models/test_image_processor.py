@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoImageProcessor, ViTImageProcessorPil
 from tests.helpers.training import TINY_VIT
 from trainer.base.errors import UsageError
 from trainer.data.collate import Normalisation
+from trainer.models.configuration import load_config
 from trainer.models.image_processor import ImageProcessor, load_image_processor
 from trainer.recipe.schema import Model
 
@@ -29,6 +30,10 @@ def checkpoint(folder: Path, processor: Any) -> Model:
     AutoConfig.for_model(**{**TINY_VIT, "num_channels": 3}).save_pretrained(folder)
     processor.save_pretrained(folder)
     return Model(name_or_path=str(folder))
+
+
+def loaded(model: Model) -> ImageProcessor:
+    return load_image_processor(model, load_config(model, {}))
 
 
 def described(**config: Any) -> Model:
@@ -47,7 +52,7 @@ def described(**config: Any) -> Model:
 )
 def test_a_checkpoint_prepares_images_as_it_says(tmp_path, keys):
     own = ViTImageProcessorPil(**{"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4], **keys})
-    processor = load_image_processor(checkpoint(tmp_path, own))
+    processor = loaded(checkpoint(tmp_path, own))
     assert processor.size == (16, 16)
     pixels = processor(PHOTO)
     assert (pixels.dtype, pixels.shape) == (np.uint8, (3, 16, 16))
@@ -56,7 +61,7 @@ def test_a_checkpoint_prepares_images_as_it_says(tmp_path, keys):
 
 
 def test_random_weights_take_the_size_of_the_configuration(tmp_path):
-    processor = load_image_processor(described(image_size=[8, 12]))
+    processor = loaded(described(image_size=[8, 12]))
     assert processor.size == (8, 12)
     assert processor(PHOTO).shape == (1, 8, 12), "colours become grey where the model reads one channel"
     white, black = (PIL.Image.new("L", (5, 5), value) for value in (255, 0))
@@ -70,7 +75,7 @@ def test_random_weights_take_the_size_of_the_configuration(tmp_path):
 
 
 def test_grey_images_become_colours_where_the_model_reads_three():
-    processor = load_image_processor(described(num_channels=3))
+    processor = loaded(described(num_channels=3))
     pixels = processor(PIL.Image.new("L", (4, 4), 77))
     assert pixels.shape == (3, 16, 16)
     assert set(pixels.flatten().tolist()) == {77}
@@ -78,8 +83,8 @@ def test_grey_images_become_colours_where_the_model_reads_three():
 
 
 def test_the_fingerprint_tells_what_changes_the_result():
-    one, same = (load_image_processor(described()).fingerprint for _ in range(2))
-    others = [load_image_processor(described(**keys)).fingerprint for keys in ({"image_size": 8}, {"num_channels": 3})]
+    one, same = (loaded(described()).fingerprint for _ in range(2))
+    others = [loaded(described(**keys)).fingerprint for keys in ({"image_size": 8}, {"num_channels": 3})]
     assert one == same
     assert len({one, *others}) == 3
 
@@ -93,26 +98,26 @@ def test_the_fingerprint_tells_what_changes_the_result():
 )
 def test_a_model_of_no_images_is_refused(model, message):
     with pytest.raises(UsageError, match=message):
-        load_image_processor(model)
+        loaded(model)
 
 
 def test_a_processor_of_another_size_than_the_model_is_refused(tmp_path):
     model = checkpoint(tmp_path, ViTImageProcessorPil(size={"height": 32, "width": 32}))
     with pytest.raises(UsageError, match=r"must make images of \(16, 16\).*but makes \(32, 32\)"):
-        load_image_processor(model)
+        loaded(model)
 
 
 def test_a_checkpoint_without_a_processor_is_refused(tmp_path):
     model = checkpoint(tmp_path, ViTImageProcessorPil(size=SIZE))
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(UsageError, match=r"`model.name_or_path` is .* could not be opened"):
-        load_image_processor(model)
+        loaded(model)
 
 
 def test_channels_that_do_not_fit_are_refused(tmp_path):
     own = ViTImageProcessorPil(size=SIZE, image_mean=[0.5] * 2, image_std=[0.5] * 2)
     with pytest.raises(UsageError, match="normalises 2 channels"):
-        load_image_processor(checkpoint(tmp_path, own))
+        loaded(checkpoint(tmp_path, own))
 
 
 def test_a_processor_that_does_something_else_is_refused():

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
-from trainer.models.configuration import load_config
 from trainer.models.hub_files import not_found
 from trainer.recipe.schema import Model
 
@@ -107,8 +106,8 @@ class ImageProcessor:
         return sizes.pop() if len(sizes) == 1 else None
 
 
-def load_image_processor(recipe: Model) -> ImageProcessor:
-    """Load the image processor of the recipe's model.
+def load_image_processor(recipe: Model, config: Any) -> ImageProcessor:
+    """Load the image processor of the recipe's model, which `config` describes.
 
     A model with random weights gets a processor that resizes to the configuration's `image_size`, if present. This
     processor scales values to the range from -1 to 1.
@@ -116,7 +115,6 @@ def load_image_processor(recipe: Model) -> ImageProcessor:
     Raises:
         UsageError: the model has no processor, the processor cannot be loaded, or it does not fit the model.
     """
-    config = load_config(recipe, {})
     channels = getattr(config, "num_channels", None)
     if channels not in _MODES:
         key = "model.config" if recipe.is_random else "model.name_or_path"

@@ -22,7 +22,6 @@ from trainer.data.loader import require_fitting_rows
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.configuration import load_config
 from trainer.models.sentence_folder import embedding_notes
-from trainer.models.tensor_split import context_notes
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
@@ -84,7 +83,6 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             model = check_model(plan, data.task if data else None, problems)
             notes += model.notes
-            notes += context_notes(load_config(recipe.model, {}), recipe.parallel.context)
     if recipe.checkpoint.memory is not None:
         with problems.collect():
             notes += _memory_notes(recipe, model.whole if model else None)

@@ -11,14 +11,13 @@ from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
-from trainer.models.configuration import load_config
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import split_stages, stage_sizes
-from trainer.models.tensor_split import check_split
+from trainer.models.tensor_split import check_split, context_notes
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
@@ -105,11 +104,11 @@ def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None 
         RecipeError: several of these hold.
     """
     recipe, problems, checked = plan.recipe, found or Problems(), CheckedModel()
-    if not isinstance(recipe.task, ImageKeys):
-        with problems.collect():
-            require_fit(recipe, load_config(recipe.model, {}))
     with problems.collect():
         described = describe_model(recipe, with_folder(task or build_task(recipe.task), recipe))
+        if not isinstance(recipe.task, ImageKeys):
+            with problems.collect():
+                require_fit(recipe, described.config)
         checked = _check(plan, described, problems, compares_sizes=task is not None)
     if found is None:
         problems.raise_all()
@@ -137,6 +136,7 @@ def _check(
         return CheckedModel()
     with problems.collect():
         described.adapt(model, lacking)
+        notes += context_notes(described.config, parallel.context)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
         groups = described.groups(model)
         late = sum(model.get_parameter(name).numel() for name in groups.late)

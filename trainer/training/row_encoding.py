@@ -113,7 +113,8 @@ def load_preparation(recipe: Recipe) -> Preparation:
     """
     if isinstance(recipe.task, ImageKeys):
         config = load_config(recipe.model, {})
-        return ImagePreparation(load_image_processor(recipe.model), checkpoint_labels(recipe.model, config), config)
+        processor = load_image_processor(recipe.model, config)
+        return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
     problems = Problems()
     with problems.collect():
         config = load_config(recipe.model, {})

@@ -161,7 +161,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, d
     config, name = described.config, described.recipe.name_or_path
     if isinstance(recipe.task, ImageKeys):
         assert isinstance(preparation, ImagePreparation)
-        own, other = preparation.processor, load_image_processor(described.recipe)
+        own, other = preparation.processor, load_image_processor(described.recipe, config)
         image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
         constants = [(p.scale, p.mean, p.std) for p in (own, other)]
         if constants[0] != constants[1] or not np.array_equal(own(image), other(image)):
