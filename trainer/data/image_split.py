@@ -167,9 +167,7 @@ def _with_contents(
     return batch
 
 
-def _with_images(
-    rows: Dataset, columns: Sequence[str], folders: Sequence[Path], where: str, first_row: int
-) -> Dataset:
+def _with_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path], where: str, first_row: int) -> Dataset:
     """Return rows that hold their encoded images beside their paths; `datasets` would open any file that a row names.
 
     Raises:
