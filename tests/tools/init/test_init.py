@@ -56,6 +56,15 @@ def test_keys_and_options_of_the_user_are_taken(capsys: pytest.CaptureFixture[st
     assert "is read with semicolons" in shown
 
 
+def test_a_file_without_names_and_rows_longer_than_the_model_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{'long ' * (300 if row % 2 else 3)}{row},{'ab'[row % 2]}" for row in range(30)]
+    Path("my.csv").write_text("\n".join(rows), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "note      the first line gives the columns their names, but `a` is also a value there;" in shown
+    assert "length    128 tokens: the most of the model; 50% of the rows have as many tokens or more\n" in shown
+
+
 def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [f"{row},title {row},text {row},{'ab'[row % 2]}" for row in range(40)]
     Path("my.csv").write_text("\n".join(["id,title,body,kind", *rows]), encoding="utf-8")

@@ -47,6 +47,7 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(30, text="t", price=tuple(range(7, 37))), {"type": "sequence_regression", "label": "price"}),
         (rows_of(30, line="t"), {"type": "causal_lm", "text": "line"}),
         (rows_of(3, messages=CHAT), {"type": "causal_lm", "messages": "messages"}),
+        (rows_of(3, messages=CHAT, tools=[{"type": "function"}]), {"messages": "messages", "tools": "tools"}),
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
         (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, prompt="p", chosen="a", rejected="b"), {"type": "preference", "prompt": "prompt"}),

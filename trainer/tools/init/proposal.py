@@ -86,6 +86,11 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     columns = columns_of(rows, MOST_ROWS)
     number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
     lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
+    if found := [column.name for column in columns if column.name in column.distinct]:
+        lines.append(
+            f"note      the first line gives the columns their names, but `{found[0]}` is also a value there; if that"
+            " line is a row, add a line of names"
+        )
     shape = _shape(columns, request, ask)
     for key, value in shape.task.items():
         draft.put(f"task.{key}", value, shape.why if key == "type" else "")
@@ -221,6 +226,8 @@ def _put_length(draft: Draft, most: int, data: PreparedData | None) -> str:
     covered = int(np.quantile(lengths, _COVERED, method="higher"))
     length = next((size for size in _LENGTHS if covered <= size <= most), most)
     why = f"{np.mean(lengths <= length):.0%} of the rows have at most so many {unit}"
+    if covered >= most:  # longer rows were truncated to be counted
+        why = f"the most of the model; {np.mean(lengths >= most):.0%} of the rows have as many {unit} or more"
     draft.put("data.max_length", length, why)
     return f"{length} tokens: {why}"
 

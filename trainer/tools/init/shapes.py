@@ -114,7 +114,9 @@ def _of_chats(columns: _Columns) -> Iterator[Shape]:
     chat = columns.get(("chat",), "messages", "conversations", "conversation", "chat")
     chat = chat or next((column for column in columns.all if column.kind == "chat"), None)
     if chat is not None:
-        yield Shape({"type": "causal_lm", "messages": chat.name}, f"`{chat.name}` holds chats")
+        tools = columns.get(("objects", "text"), "tools")
+        keys = {} if tools is None else {"tools": tools.name}
+        yield Shape({"type": "causal_lm", "messages": chat.name, **keys}, f"`{chat.name}` holds chats")
 
 
 def _of_words(columns: _Columns) -> Iterator[Shape]:

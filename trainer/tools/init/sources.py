@@ -31,7 +31,8 @@ def data_keys(source: Path, folder: Path) -> dict[str, Any]:
             " dataset NAME --local-dir FOLDER"
         )
     if format_of(source) is None:
-        raise UsageError(f"`{source}` must end with one of {', '.join(FORMAT_OF_ENDING)}, perhaps with .gz; rename it")
+        fix = "write each text as an object in a line of a .jsonl file" if source.suffix == ".txt" else "rename it"
+        raise UsageError(f"`{source}` must end with one of {', '.join(FORMAT_OF_ENDING)}, perhaps with .gz; {fix}")
     keys: dict[str, Any] = {"source": "files", "train": _place(source, folder)}
     head, found, tail = source.name.rpartition(_TRAINING)
     beside = [source.with_name(f"{head}{word}{tail}") for word in _VALIDATION if found]
