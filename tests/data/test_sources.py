@@ -85,6 +85,7 @@ def test_a_file_that_changed_is_read_again(in_folder):
             lines(ROWS) + '{"text": }\n',
             "line 3 of `rows.jsonl` is not JSON: Expecting value at column 10",
         ),
+        ("rows.jsonl", lines(ROWS) + '{"text": "cut', "not JSON: Unterminated string starting at column 10"),
         ("rows.json", '[{"text": "a"},\n{"text" "b"}]', "line 2 of `rows.json` is not JSON: Expecting ':' delimiter"),
         ("rows.jsonl", lines(ROWS) + "3\n", "line 3 of `rows.jsonl` is not a JSON object"),
         ("rows.csv", "text,label\none,a\ntwo,b,c\n", "Expected 2 fields in line 3, saw 3"),

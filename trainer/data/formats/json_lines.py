@@ -51,8 +51,8 @@ class JsonReader(Reader):
                     value = json.loads(line)
                 except json.JSONDecodeError as error:
                     yield DataError(
-                        f"line {number} of {where} must be a JSON object, but is not JSON: {error.msg} at column"
-                        f" {error.colno}; write one object on each line"
+                        f"line {number} of {where} must be a JSON object, but is not JSON: {_position(error)};"
+                        " write one object on each line"
                     )
                     continue
                 except (ValueError, RecursionError):
@@ -97,9 +97,7 @@ class JsonReader(Reader):
                 try:
                     value = json.loads(line, parse_float=_finite) if line.strip() else {}
                 except json.JSONDecodeError as error:
-                    return (
-                        f"line {number - 1 + error.lineno} of `{path}` is not JSON: {error.msg} at column {error.colno}"
-                    )
+                    return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {_position(error)}"
                 except (ValueError, RecursionError):
                     place = f"line {number} of `{path}`" if len(lines) > 1 else f"`{path}`"
                     return f"{place} has a number that is too large, or too many levels of lists and objects"
@@ -113,6 +111,11 @@ def _too_much(number: int, where: str) -> DataError:
         f"line {number} of {where} must have at most {_MOST_LEVELS} levels of lists and objects, and"
         f" {sys.get_int_max_str_digits()} digits in a number, but has more; shorten it"
     )
+
+
+def _position(error: json.JSONDecodeError) -> str:
+    """Return the problem and its column; some of the texts of `json` end with "at"."""
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _is_text(value: Any) -> bool:

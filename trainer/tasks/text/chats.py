@@ -63,16 +63,15 @@ def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequen
         features["input_ids"].append(list(ids[:-1][:max_length]))
         features["labels"].append(list(labels[1:][:max_length]))
         features["cut"].append(len(ids) - 1 > max_length)
-    lost = [row for row, labels in enumerate(features["labels"]) if all(label == IGNORED_LABEL for label in labels)]
-    if lost:
-        place, (_, labels) = examples[lost[0]]
+    trained = [any(label != IGNORED_LABEL for label in labels) for labels in features["labels"]]
+    if not all(trained):
+        place, (_, labels) = examples[trained.index(False)]
         before = next((at for at, label in enumerate(labels) if at and label != IGNORED_LABEL), None)
         if before is None:
             raise DataError(f"{place} has no token to train; leave the row out")
         raise DataError(
-            f"{place} has no token to train within `data.max_length` ({max_length}): {before} tokens come"
-            f" before the first one, and the same holds for {len(lost)} of {len(examples)} rows from here on that were"
-            " read together; increase `data.max_length`, or leave these rows out"
+            f"{place} has no token to train within `data.max_length` ({max_length}): {before} tokens come before the"
+            " first one; increase `data.max_length`, or leave the row out"
         )
     return features
 

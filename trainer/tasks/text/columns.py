@@ -36,7 +36,9 @@ def require_kind(
     """Require a column for which `is_right` is true; `needed` describes such columns for the message."""
     require_columns(features, [name], key, where)
     if not is_right(features[name]):
-        raise DataError(f"`{key}` must name {needed}, but column `{name}` of {where} holds {type_name(features[name])}")
+        kind = type_name(features[name])
+        fix = "; write all as texts, or all as numbers" if kind == SEVERAL_TYPES else ""
+        raise DataError(f"`{key}` must name {needed}, but column `{name}` of {where} holds {kind}{fix}")
 
 
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
