@@ -83,6 +83,8 @@ def types_of_gradients(recipe: Recipe) -> set[torch.dtype]:
 
     def note(parameters: Sequence[Any]) -> None:
         found.update(one._unsharded_param.grad.dtype for one in parameters)
+        stored = [one for one in parameters if one.sharded_param.dtype == torch.bfloat16]
+        assert all(one.param_dtype is None for one in stored), "a gather first copies the shard"
         return_to_fp32(parameters)
 
     return_to_fp32 = sharded._return_to_fp32

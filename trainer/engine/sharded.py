@@ -149,7 +149,8 @@ def _gathered_in(
     dtype: torch.dtype, parameter: Any, set_types: Callable[[MixedPrecisionPolicy], None], policy: MixedPrecisionPolicy
 ) -> None:
     set_types(policy)
-    parameter.param_dtype = dtype
+    # Torch copies each shard that it gathers in another type; None: its own.
+    parameter.param_dtype = None if parameter.sharded_param.dtype == dtype else dtype
     parameter.orig_dtype = torch.float32  # the type of the sharded gradient, also of a weight that is stored in bf16
 
 
