@@ -77,26 +77,33 @@ def test_only_parameters_of_products_are_rounded():
     assert "lm_head.dense.bias" in rounded
 
 
-def types_of_gradients(recipe: Recipe) -> set[torch.dtype]:
-    """Train a step, and return the types in which autograd adds the gradients of gathered parameters."""
-    found = set()
+def train_in_bf16(recipe: Recipe, together: bool) -> tuple[Curve, dict[str, torch.dtype]]:
+    """Train three steps with weights in bf16; return the curve, and the types in which autograd adds gradients."""
+    found: dict[str, torch.dtype] = {}
 
     def note(parameters: Sequence[Any]) -> None:
-        found.update(one._unsharded_param.grad.dtype for one in parameters)
         stored = [one for one in parameters if one.sharded_param.dtype == torch.bfloat16]
         assert all(one.param_dtype is None for one in stored), "a gather first copies the shard"
+        gradients = {one._param_fqn: one._unsharded_param.grad for one in parameters}
+        found.update((name, gradient.dtype) for name, gradient in gradients.items() if gradient is not None)
         return_to_fp32(parameters)
 
-    return_to_fp32 = sharded._return_to_fp32
-    with mock.patch.object(sharded, "_return_to_fp32", note):
-        train_tiny(recipe, num_steps=1)
-    return found
+    return_to_fp32, once = sharded._return_to_fp32, sharded.used_once if together else lambda loss: set()
+    with mock.patch.object(sharded, "_return_to_fp32", note), mock.patch.object(sharded, "used_once", once):
+        return train_tiny(recipe, num_steps=3), found
 
 
-@pytest.mark.parametrize(
-    ("weights", "types"), [("fp32", {torch.float32, torch.bfloat16}), ("bf16_stochastic", {torch.float32})]
-)
-def test_gradients_are_added_in_the_type_of_one_process(ranks: RankPools, weights: str, types: set[torch.dtype]):
-    recipe = Case("fsdp", 2, False, "bf16", "none", 0.1).recipe()
-    recipe = Recipe.model_validate({**recipe.model_dump(exclude_unset=True), "weights": weights})
-    assert ranks(2).run(types_of_gradients, recipe)[0] == types
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+def test_only_gradients_of_several_uses_are_added_in_fp32(ranks: RankPools, model_type: str):
+    """Weights in bf16 with one use return their gradients together, and no digit changes. ALBERT repeats one layer."""
+    recipe = Case("fsdp", 2, True, "bf16", "none", 0.1, model_type=model_type, weights="bf16_compensated").recipe()
+    (found, types), (expected, alone) = (ranks(2).run(train_in_bf16, recipe, together)[0] for together in (True, False))
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+    assert set(alone.values()) == {torch.float32}
+    in_bf16 = {name for name, dtype in types.items() if dtype == torch.bfloat16}
+    products = {name for name in types if "embeddings" not in name and "LayerNorm" not in name}
+    repeated = {name for name in products if "albert_layers" in name}
+    assert in_bf16 == products - repeated

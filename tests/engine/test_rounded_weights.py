@@ -17,7 +17,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
 from tests.parity.cases import Case
-from trainer.engine import forward
+from trainer.engine import ddp, forward
 from trainer.engine.ddp import GradientPlaces
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
@@ -33,17 +33,17 @@ LORA = {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}
 
 
 def built(by_autocast: bool, **sections: Any) -> Any:
-    """Build a training; by autocast, products do not share inputs."""
-    share = list if by_autocast else forward.share_rounded_inputs
-    with mock.patch.object(forward, "share_rounded_inputs", share):
+    """Build a training; by autocast, products do not share inputs, and each weight and gradient is cast alone."""
+    if not by_autocast:
+        return build_tiny(tiny_recipe(**sections))
+    with mock.patch.object(forward, "share_rounded_inputs", list), mock.patch.object(ddp, "rounded_weights") as none:
+        none.return_value = None
         return build_tiny(tiny_recipe(**sections))
 
 
 def trained(by_autocast: bool, **sections: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
     training = built(by_autocast, **sections)
-    assert training.engine._forward._rounded is not None
-    if by_autocast:
-        training.engine._forward._rounded = None
+    assert (training.engine._forward._rounded is None) == by_autocast
     results = [training.engine.train_step(batch) for batch in islice(training.loader, 3)]
     evaluated = training.engine.eval_step(next(iter(training.loader)).microbatches[0])
     return [*results, evaluated.loss_sum], training.engine.held()
@@ -68,6 +68,10 @@ def assert_as_autocast(**sections: Any) -> None:
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
         {"model": ALBERT},  # one layer runs several times
+        {"weights": "bf16_compensated"},
+        {"weights": "bf16_compensated", "model": ALBERT},
+        {"weights": "bf16_compensated", "activation_checkpointing": "full"},
+        {"weights": "bf16_compensated", "task": {"type": "causal_lm"}, "model": LLAMA},
     ],
     ids=str,
 )
@@ -114,14 +118,17 @@ class _Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("size", [12, 5])
-def test_a_step_casts_weights_once(size):
-    """However many microbatches; gradients once for each group in each microbatch."""
-    training = build_tiny(tiny_recipe(precision="bf16", training={"micro_batch_size": size}))
-    batch = next(iter(training.loader))
+@pytest.mark.parametrize(("weights", "others"), [("fp32", 1), ("bf16_compensated", 6)])
+def test_a_step_casts_weights_once(size: int, weights: str, others: int):
+    """However many microbatches; gradients once for each group in each microbatch. An update of bf16 has six casts."""
+    training = build_tiny(tiny_recipe(precision="bf16", training={"micro_batch_size": size}, weights=weights))
+    batches = iter(training.loader)
+    training.engine.train_step(next(batches))  # learns which weights have one use
+    batch = next(batches)
     with _Casts({p.shape for p in training.model.parameters() if p.dim() == 2}) as casts:
         training.engine.train_step(batch)
     groups = 4  # two layers, the pooler and the classifier
-    assert casts.found == {"aten::_foreach_copy_": 1 + groups * len(batch.microbatches)}
+    assert casts.found == {"aten::_foreach_copy_": others + groups * len(batch.microbatches)}
 
 
 def test_products_share_a_rounded_input():

@@ -20,7 +20,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
-from trainer.engine.rounded_weights import rounded_weights
+from trainer.engine.rounded_weights import learning, rounded_weights
 from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
@@ -142,10 +142,11 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             )
         forward = ModelForward(built, task, mesh, plan, call)
         # A graph rounds the weights itself, because it reads the memory that it was captured with.
-        loss_sum = forward.loss_sum if rounded is None else rounded.used_in(forward.loss_sum)
+        loss_sum = forward.loss_sum if rounded is None else rounded.used_in(learning(forward.loss_sum, rounded.learn))
         capture = replay_eagerly if simulated() else CudaCapture(mesh.device)
         schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)
     else:
         forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
-        schedule = AccumulationSchedule(forward.loss_sum, no_sync, sums)
+        loss_sum = forward.loss_sum if rounded is None else learning(forward.loss_sum, rounded.learn)
+        schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     return NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)

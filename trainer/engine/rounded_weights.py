@@ -2,17 +2,20 @@
 
 Autocast rounds each weight in each forward pass, and returns each gradient to fp32 in each backward pass, by an
 operation for each of them. A GPU waits for so many operations of small models. The numbers here are those of autocast.
+Weights that are stored in 16 bits need no rounding, but their gradients return to fp32 in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from trainer.engine.precision import COMPUTE_DTYPES, products
 from trainer.parallel.microbatch import Microbatch
@@ -30,7 +33,7 @@ class RoundedWeights:
     """Copies of weights, with which their modules compute inside of the context `use`.
 
     The gradients of the copies are added to those of the weights in fp32. The copies of trained weights live in the
-    context only; those of frozen ones stay until the weights change.
+    context only; those of frozen ones stay until the weights change. A trained weight in 16 bits is its own copy.
 
     Args:
         models: the models, on their device. Embeddings and norms keep their weights, also if a product shares them.
@@ -52,7 +55,7 @@ class RoundedWeights:
         for number, model in enumerate(models):
             for name, module in products(model):
                 for key, parameter in module.named_parameters(recurse=False):
-                    if parameter.dtype == torch.float32:  # others are stored in 16 bits
+                    if parameter.dtype == torch.float32 or parameter.requires_grad:  # others stay as they are stored
                         if parameter not in found and parameter.requires_grad:
                             group = f"{number}.{_layer(name) if together else name}"
                             groups.setdefault(group, []).append(parameter)
@@ -64,6 +67,16 @@ class RoundedWeights:
         place = {parameter: number for number, parameter in enumerate((*self._trained, *self._frozen))}
         self._users: list[_User] = [(place[parameter], attributes, key) for parameter, attributes, key in users]
         self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
+        self._used_once: Set[Tensor] = frozenset()
+
+    def learn(self, loss: Tensor) -> None:
+        """Learn, inside of `use`, which weights the graph of a loss uses once.
+
+        The gradients of other weights in 16 bits are cast one by one, because their sum is in fp32.
+        """
+        once = used_once(loss)
+        copies = {place: attributes[key] for place, attributes, key in self._users if place < len(self._trained)}
+        self._used_once = {self._trained[i] for i, copy in copies.items() if get_gradient_edge(copy)[:2] in once}
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -101,10 +114,20 @@ class RoundedWeights:
 
     @torch.no_grad()
     def _copies(self, weights: list[Tensor]) -> list[Tensor]:
-        copies = [torch.empty_like(weight, dtype=self._dtype) for weight in weights]
-        if copies:
-            torch._foreach_copy_(copies, weights)
+        copies = [self._copy(weight) for weight in weights]
+        if exact := [weight for weight in weights if weight.dtype == torch.float32]:
+            rounded = [copy for copy, weight in zip(copies, weights, strict=True) if weight.dtype == torch.float32]
+            torch._foreach_copy_(rounded, exact)
         return copies
+
+    def _copy(self, weight: Tensor) -> Tensor:
+        """Return memory for the copy of a weight in fp32, or a view of one in 16 bits."""
+        if weight.dtype == torch.float32:
+            return torch.empty_like(weight, dtype=self._dtype)
+        copy = weight.detach()
+        # Autograd casts the gradient of each use to this type, before it adds them; None: it does not.
+        copy.grad_dtype = None if weight in self._used_once else torch.float32
+        return copy
 
 
 def rounded_weights(
@@ -131,6 +154,34 @@ def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = 
     if rounded := [one for one in tensors if one.dtype != torch.float32]:
         torch._foreach_copy_([new for new, old in zip(exact, tensors, strict=True) if new is not old], rounded)
     return exact
+
+
+def used_once(loss: Tensor) -> set[tuple[Any, int]]:
+    """Return the outputs in the graph of a loss that one operation uses, each as its node and its number there."""
+    waiting: list[Any] = [loss.grad_fn]
+    known, uses = set(waiting), Counter[tuple[Any, int]]()
+    while waiting:
+        edges = [(node, number) for node, number in waiting.pop().next_functions if node is not None]
+        uses.update(edges)
+        new = {node for node, _ in edges} - known
+        known |= new
+        waiting.extend(new)
+    return {edge for edge, number in uses.items() if number == 1}
+
+
+def learning(
+    loss_sum: Callable[[Microbatch], Tensor], learn: Callable[[Tensor], object]
+) -> Callable[[Microbatch], Tensor]:
+    """Return `loss_sum`, which passes the loss of its first call to `learn`."""
+    waiting = [learn]
+
+    def run(microbatch: Microbatch) -> Tensor:
+        loss = loss_sum(microbatch)
+        while waiting:
+            waiting.pop()(loss)
+        return loss
+
+    return run
 
 
 class _Rounded(torch.autograd.Function):

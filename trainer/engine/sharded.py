@@ -33,7 +33,7 @@ from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
-from trainer.engine.rounded_weights import in_fp32
+from trainer.engine.rounded_weights import in_fp32, learning, used_once
 from trainer.models.families.table import layers_of
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
@@ -158,6 +158,15 @@ def _gathered_for_fp32(parameter: Any, gather: Callable[[], None]) -> None:
     """Add the gradients of all uses of a weight that is stored in bf16 in fp32, as on one process."""
     gather()
     parameter._unsharded_param.grad_dtype = torch.float32
+    del parameter.init_unsharded_param  # later gathers keep this tensor
+
+
+def _return_single_uses_together(loss: Tensor) -> None:
+    """Return the gradients of weights that are stored in bf16 to fp32 with their group, if they have one use."""
+    for node, _ in used_once(loss):
+        weight = getattr(node, "variable", None)  # of the node of a leaf
+        if weight is not None and weight.dtype == torch.bfloat16:
+            weight.grad_dtype = None
 
 
 def _reduced_in_fp32(parameters: Sequence[Any], reduce: Callable[[], None], *_: Any) -> None:
@@ -211,5 +220,7 @@ def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunP
     built = prepare_model(built, mesh, plan)
     placements = shard_built(built, mesh, plan)
     forward = ModelForward(built, task, mesh, plan)
-    schedule = AccumulationSchedule(forward.loss_sum, partial(defer_all_reduce, built.model))
+    in_bf16 = plan.recipe.weights != "fp32"
+    loss_sum = learning(forward.loss_sum, _return_single_uses_together) if in_bf16 else forward.loss_sum
+    schedule = AccumulationSchedule(loss_sum, partial(defer_all_reduce, built.model))
     return NativeEngine(forward, [built], schedule, placements, total_steps)
