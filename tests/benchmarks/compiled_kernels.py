@@ -63,40 +63,48 @@ class Flags(NamedTuple):
     causal: bool = False
     dropout: float = 0.1
     joined: bool = False
+    window: int | None = None
+    length: int = LENGTH  # from 256 on, visible tiles of a boolean mask are listed
 
 
 FLAGS = {
     "padding": Flags(torch.bool),
+    "padding, short rows": Flags(torch.bool, length=128),
+    "all keys": Flags(),
     "causal": Flags(causal=True),
     "causal, no dropout": Flags(causal=True, dropout=0.0),
-    "joined rows": Flags(joined=True),
+    "joined rows": Flags(joined=True, window=64),
+    "joined rows, no window": Flags(joined=True),
+    "joined rows, causal": Flags(joined=True, causal=True),
+    "joined rows, causal, no dropout": Flags(joined=True, causal=True, dropout=0.0),
+    "joined rows, causal, window": Flags(joined=True, causal=True, window=64),
     "additive mask": Flags(torch.float32),
     "bias": Flags(torch.bool, has_bias=True),
+    "bias, short rows": Flags(torch.bool, has_bias=True, length=128),
     "causal bias": Flags(has_bias=True, causal=True),
 }
 DIMS = (64, 128, 32, 80, 96, 256)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
 
-def attend(kind: str, dim: int, flags: Flags, rows: int = ROWS, length: int = LENGTH, call: int = 0) -> None:
+def attend(kind: str, dim: int, flags: Flags, rows: int = ROWS, call: int = 0) -> None:
     """Compute attention and its gradients, those of tensors without values."""
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
-    dtype, joined = TYPES[kind], flags.joined
+    dtype, joined, length = TYPES[kind], flags.joined, flags.length
     shape = (1, rows * length, HEADS, dim) if joined else (rows, length, HEADS, dim)
-    query, key, value = (torch.empty(shape, dtype=dtype).transpose(1, 2) for _ in range(3))
+    inputs = [torch.empty(shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
     mask = bias = None
     if flags.mask is not None:
         mask = torch.empty((rows, 1, length, length), dtype=flags.mask)
     if flags.has_bias:
-        bias = torch.empty((1, HEADS, length, length))
-    tiles = fused_attention.visible_tiles(mask, query, key, value) or (None, None)
+        bias = torch.empty((1, HEADS, length, length), requires_grad=True)
+    tiles = fused_attention.visible_tiles(mask, *inputs) or (None, None)
     row_keys = torch.zeros((call + 1, rows), dtype=torch.int64)[call]
-    arguments = (
-        query, key, value, row_keys, mask, bias, *tiles, 0.125, flags.dropout, flags.causal, [0, 0, 0],
-    )  # fmt: skip
-    of_rows = (torch.zeros(rows + 1, dtype=torch.int32), [length] * rows, 64) if joined else ()
-    output, sums = fused_attention.fused_attention(*arguments, *of_rows)
-    fused_attention.backward_of(output, output, sums, *arguments, flags.has_bias, *of_rows)
+    of_rows = (torch.zeros(rows + 1, dtype=torch.int32), [length] * rows, flags.window) if joined else ()
+    output, _ = fused_attention.fused_attention(
+        *inputs, row_keys, mask, bias, *tiles, 0.125, flags.dropout, flags.causal, [0, 0, 0], *of_rows
+    )
+    torch.autograd.grad(output, inputs if bias is None else [*inputs, bias], output.detach())
 
 
 def update_in_eight_bits(width: int, dtype: torch.dtype) -> None:

@@ -35,13 +35,24 @@ def test_batches_of_other_sizes_need_no_other_kernels(name):
         for length in (17, 20, 32, 33, 48, 64, 100, 256, 257, 384, 511):
             for rows in (1, 2, 3, 8, 16):
                 for call in (0, 1):  # its keys may lie at any place of a table
-                    attend("bf16", 64, FLAGS[name], rows, length, call)
+                    attend("bf16", 64, FLAGS[name]._replace(length=length), rows, call)
                 drop(torch.bfloat16, FLAGS[name].joined, False, 0, rows, length)
     # From 256 keys on, the visible tiles are listed.
     most = {"padding": 4, "bias": 4}.get(name, 2)
     assert {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "dropout_kernel"} <= found.keys()
     assert len(found["dropout_kernel"]) == 1
     assert {kernel: len(keys) for kernel, keys in found.items() if len(keys) > most} == {}
+
+
+@pytest.mark.parametrize("name", ["padding", "joined rows", "bias"])
+def test_heads_with_strides_that_are_not_aligned_have_the_kernels_of_larger_ones(name):
+    """Heads of 72 spilled 808 bytes, where those of 80 spill 48."""
+    kernels = []
+    for dim in (72, 80):
+        with specialised_for((8, 0)) as found:
+            attend("bf16", dim, FLAGS[name])
+        kernels.append(found)
+    assert kernels[0] == kernels[1]
 
 
 @pytest.mark.nightly
