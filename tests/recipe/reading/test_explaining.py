@@ -37,6 +37,7 @@ Minimal = dict[str, Any]
             "`model.adapter.rank_pattern` must be an object of names, each with an integer of at least 1, but is"
             ' {"query": 0}',
         ),
+        ("data.validation=0", "`data.validation` must be a number above 0 and below 1, or text, or null, but is 0"),
         ("data.subset=3", '`data.subset` must be text, or null, but is 3; write "3"'),
         (
             "evaluation.every=500",

@@ -19,6 +19,7 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
     [
         ("args.json", json.dumps(ARGUMENTS), "TrainingArguments, not a recipe; convert it with: trainer convert"),
         ("ds.json", json.dumps(DEEPSPEED), "DeepSpeed, not a recipe; convert it with: trainer convert"),
+        ("rows.CSV", "text,label\na,b\n", "is a file of data, not a recipe; write a recipe for it with: trainer init "),
         ("acc.yaml", ACCELERATE, "is a file of accelerate, not a recipe; convert it with: trainer convert"),
     ],
 )

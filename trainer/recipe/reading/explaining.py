@@ -215,6 +215,8 @@ def _remedy(value: object, schema: Schema) -> str:
     types = {branch.get("type") for branch in branches}
     if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
         return f"; write {int(value)}"
+    if types & {"integer", "number"}:
+        return ""  # a text of digits would have another meaning
     for text in (str(value), f"{value} steps"):
         if any(branch.get("type") == "string" and re.search(branch.get("pattern", ""), text) for branch in branches):
             return f'; write "{text}"'
