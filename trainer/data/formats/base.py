@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from trainer.base.digests import digest_of
 from trainer.base.errors import DataError
-from trainer.base.text import size
+from trainer.base.text import listed, size
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -257,7 +257,15 @@ def ending(path: Path) -> str:
 
 def reason(error: BaseException) -> str:
     """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
+    from datasets.table import CastError
+
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, CastError):
+        found, expected = set(error.table_column_names), set(error.requested_column_names)
+        if found != expected:
+            more = [f"`{name}` is new" for name in sorted(found - expected)]
+            fewer = [f"`{name}` is missing" for name in sorted(expected - found)]
+            return f"later rows have other columns than the first: {listed([*more, *fewer], 6)}"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
