@@ -182,7 +182,7 @@ class Runner:
                 state = self._state(part, min(part.limit_seconds, left))
             except OSError as error:  # such as a full disk
                 state = f"failed: {error.strerror}"
-        self.has_failed |= state.startswith("failed")
+        self._judge(state)
         self.note(f"{part.name:20} {time.monotonic() - started:6.1f} s  {state}")
 
     def _state(self, part: Part, limit: float) -> str:
@@ -232,7 +232,7 @@ class Runner:
             self.note(f"{other} beside {one}: no losses to compare ({type(error).__name__})")
             return
         state = "ok" if worst <= tolerance else "failed"
-        self.has_failed |= state == "failed"
+        self._judge(state)
         self.note(f"{other} beside {one}: losses differ by {worst:.1e} at most, {state}")
 
     def _losses(self, name: str) -> dict[tuple[int, bool], float]:
@@ -245,6 +245,10 @@ class Runner:
             for evaluated, found in ((False, line), (True, line.get("eval", {})))
             if "loss" in found
         }
+
+    def _judge(self, state: str) -> None:
+        if state.startswith("failed"):  # never set back: other threads judge, too
+            self.has_failed = True
 
     def note(self, line: str) -> None:
         with self._lock:

@@ -161,6 +161,7 @@ def test_the_first_minutes_on_a_gpu_keep_what_ended(tmp_path: Path):
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
     for other in ("two", "odd", "three"):
         runner.compare("one", other, 0.01)
+    assert runner.has_failed
     Runner(tmp_path, time.monotonic()).run(Part("late", ("-c", "pass")))
     assert "begun" in (tmp_path / "long.txt").read_text()
     assert "reason" in (tmp_path / "failed.txt").read_text()
@@ -213,7 +214,9 @@ def test_the_first_minutes_on_a_gpu_begin_only_where_they_can(tmp_path: Path, mo
 
 
 def test_the_parts_of_the_first_minutes_name_files_that_exist():
-    named = {part.name for part in checks()}
+    order = [part.name for part in checks()]
+    assert order[:5] == ["environment", "ahead", "eight_bits", "attention", "strategies"]
+    named = set(order)
     files = {argument for part in checks() for argument in part.arguments if argument.startswith("tests/gpu/")}
     assert files == {f"tests/gpu/{file.name}" for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {name for pair in SAME_LOSSES for name in pair[:2]} <= named | {"run_resumed"}
