@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+from tests.helpers.reads import READS
 
 
 class _Recording(TorchDispatchMode):

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.reads import READS
 from tests.helpers.training import (
     OPTIMIZERS,
     RANK_STRATEGIES,
@@ -52,13 +53,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DRIVER is None, reason="is for
 
 GPU = torch.device("cuda", 0)
 LENGTH = 12
-_READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.nonzero.default,
-}
 
 
 class Watch(TorchDispatchMode):
@@ -69,7 +63,7 @@ class Watch(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waits = function in _READS and args[0].is_cuda
+        waits = function in READS and args[0].is_cuda
         if function is torch.ops.aten._to_copy.default and not (kwargs or {}).get("non_blocking"):
             device = (kwargs or {}).get("device")
             waits = device is not None and torch.device(device).type != args[0].device.type
