@@ -6,6 +6,7 @@ Triton compiles for a GPU that is not there: these tests launch nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ triton = pytest.importorskip("triton")
 
 from tests.benchmarks.compiled_kernels import FLAGS, GRID, SHARED_KIB, attend, drop, problems  # noqa: E402  # imports Triton
 from tests.helpers.kernel_compiling import specialised_for  # noqa: E402
+from trainer.parallel.kernels.attention_blocks import of_capability  # noqa: E402
 from trainer.parallel.shards.scale_blocks import BLOCK  # noqa: E402
 
 
@@ -62,16 +64,21 @@ def test_every_kernel(name, capability):
     assert list(problems(name, capability)) == []
 
 
-@pytest.mark.parametrize(
-    "capability",
-    [
-        pytest.param(one, marks=pytest.mark.slow if one == (9, 0) else pytest.mark.nightly)
-        for one in ((8, 0), (9, 0), (12, 0))
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB, ids=str)
 def test_the_kernels_of_most_trainings(capability):
-    """BERT with padding and dropout, and moments in 8 bits."""
-    names = ["keys of rows", "dropout, bf16, a residual", f"8-bit AdamW, fp32, rows of {BLOCK}"]
-    names.append("attention, bf16, heads of 64, padding")
+    """BERT with padding and dropout on every GPU; on one, moments in 8 bits and packed rows of Llama, too."""
+    names = ["attention, bf16, heads of 64, padding, short rows"]
+    if capability == (9, 0):
+        names += ["keys of rows", "dropout, bf16, a residual", f"8-bit AdamW, fp32, rows of {BLOCK}"]
+        names += ["attention, bf16, heads of 64, padding", "attention, bf16, heads of 128, joined rows, causal"]
     assert [problem for name in names for problem in problems(name, capability)] == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "like"), [((8, 7), (8, 0)), ((10, 3), (10, 0)), ((11, 0), (8, 0)), ((12, 1), (12, 0))]
+)
+def test_other_gpus_have_blocks_that_fit_them(capability, like):
+    for dtype, dim, has_floats in product((torch.bfloat16, torch.float32), (64, 128, 256), (False, True)):
+        blocks = [of_capability(one, dtype, dim, has_floats) for one in (capability, like)]
+        assert blocks[0] == blocks[1]
