@@ -2,6 +2,10 @@
 
 The mask is that of `trainer.parallel.random`. The backward pass draws it again, so none is kept.
 
+The layer norm that follows is not fused. In BERT-base (bf16, 32 rows of 128 tokens) this would save 48 of 582
+operations and 0.6 of 18.2 GB, as the norm keeps its input anyway. Its sums would have another order than torch's,
+so the results would not be those of the eager function bit for bit.
+
 This module imports Triton at the first call: see `trainer.parallel.kernels.kernel_support`.
 """
 
