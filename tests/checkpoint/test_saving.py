@@ -154,7 +154,7 @@ class TestIdentity:
             saver(tmp_path, engine, **recipe).resume("auto")
         assert words in str(error.value)
         assert "belongs to another training" in str(error.value)
-        assert "Name another `checkpoint.folder`, or restore" in str(error.value)
+        assert "Give the run another `name` or `checkpoint.folder`, or restore" in str(error.value)
         assert engine.loaded_step is None
 
     def test_the_weights_of_a_mixture_may_not(self):

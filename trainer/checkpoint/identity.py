@@ -70,7 +70,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 def remedy(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return the remedy for differences."""
     was, now = dotted_leaves(saved), dotted_leaves(own)
-    text = "Name another `checkpoint.folder`, or restore the values"
+    text = "Give the run another `name` or `checkpoint.folder`, or restore the values"
     if all(was.get(key) == now.get(key) for key in ("training.epochs", "training.max_steps")):
         return text
     return (

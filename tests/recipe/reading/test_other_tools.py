@@ -11,6 +11,7 @@ from trainer.recipe.reading.loading import load_recipe
 
 ARGUMENTS = {"output_dir": "x", "num_train_epochs": 3, "learning_rate": 2e-5, "per_device_train_batch_size": 8}
 DEEPSPEED = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "optimizer": {}}
+AXOLOTL = "base_model: x\nadapter: lora\nlora_r: 8\nsequence_len: 256\nlearning_rate: 0.1\nbf16: auto\n"
 ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
 
 
@@ -20,6 +21,7 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
         ("args.json", json.dumps(ARGUMENTS), "TrainingArguments, not a recipe; convert it with: trainer convert"),
         ("ds.json", json.dumps(DEEPSPEED), "DeepSpeed, not a recipe; convert it with: trainer convert"),
         ("rows.CSV", "text,label\na,b\n", "is a file of data, not a recipe; write a recipe for it with: trainer init "),
+        ("axo.yml", AXOLOTL, "is a file of axolotl, not a recipe; for the keys here: trainer convert "),
         ("acc.yaml", ACCELERATE, "is a file of accelerate, not a recipe; convert it with: trainer convert"),
     ],
 )

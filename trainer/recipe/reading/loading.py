@@ -19,7 +19,7 @@ import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, TRAINING_ARGUMENTS
+from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading.explaining import Finding, explain, findings
 from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
@@ -116,8 +116,9 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     if not isinstance(node.value, dict):
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
     if tool := _other_tool(node):
-        command = f"trainer convert {shlex.quote(shown_path(file))} --output recipe.json"
-        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; convert it with: {command}")
+        command = f"trainer convert {shlex.quote(shown_path(file))}"
+        fix = f"for the keys here: {command}" if tool in FORMATS else f"convert it with: {command} --output recipe.json"
+        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; {fix}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -135,6 +136,7 @@ def _other_tool(node: Node) -> str | None:
         return None
     own = set(node.members) - Recipe.model_fields.keys()
     tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
+    tables |= {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
     known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
     best = max(known, key=known.__getitem__)
     return best if 2 * known[best] > len(own) else None
