@@ -104,14 +104,19 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
 def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensor_batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
     optimizer = {"name": name, "learning_rate": 0.1}
-    keys = {"optimizer": optimizer, "schedule": {"name": "constant"}}
-    plan = plan_run(recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys}), world_size)
+    model = {**DEEP_BERT, "freeze": ["layer.0"], "unfreeze_at_step": 2}
+    keys = {"optimizer": optimizer, "schedule": {"name": "constant"}, "model": model}
+    plan = plan_run(recipe_of({"training": FEW_ROWS, **keys}), world_size)
     monkeypatch.setattr(shortening, "_MOST", MOST)
     short = plan_step(plan, 0, LENGTH, cuda=True)
     monkeypatch.setattr(shortening, "_MOST", 99)
     whole = plan_step(plan, 0, LENGTH, cuda=True)
     update = Place("", backward=False, update=True)
     assert short.peaks[update].num_bytes == pytest.approx(whole.peaks[update].num_bytes, abs=256)  # some scalars
+    assert short.early is not None
+    assert whole.early is not None
+    early, expected_early = (plan.early.peaks[update].num_bytes for plan in (short, whole))
+    assert early == pytest.approx(expected_early, abs=256)
     found, expected = (
         {
             kind: amount

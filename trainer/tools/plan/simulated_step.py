@@ -191,7 +191,9 @@ class _Simulation:
             _fill_gradients(engine, ledger)
             _step(engine)  # makes the state of the optimizer
             _label_model(ledger, engine, built, self.offload)
-            _fill_gradients(engine, ledger)
+            late = _fill_gradients(engine, ledger)
+            if not in_buckets:
+                late.clear()
             with torch.no_grad():
                 ledger.restart()
                 _step(engine)
@@ -325,13 +327,19 @@ def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[Nati
             yield engine, mesh
 
 
-def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> None:
-    late = set(engine.late)
+def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> list[torch.Tensor]:
+    """Set the gradients before an update, and return those without one, which DDP keeps in its buckets."""
+    unused, late = [], set(engine.late)
     for parameter in engine.parameters.values():
-        if parameter.requires_grad and parameter not in late:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            ledger.assign([parameter.grad], GRADIENTS)
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            ledger.assign([gradient], GRADIENTS)
+            if parameter in late:
+                unused.append(gradient)
+            else:
+                parameter.grad = gradient
     engine.optimizer.found_inf = torch.zeros(())
+    return unused
 
 
 def _step(engine: NativeEngine) -> None:
