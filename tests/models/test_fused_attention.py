@@ -63,8 +63,8 @@ class TestNotes:
         with torch.device("meta"):
             return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
 
-    def notes(self, monkeypatch, *, installed: bool = True, capability=(9, 0), implementation: str = KEYED_ATTENTION):
-        monkeypatch.setattr(kernel_support, "find_spec", lambda name: object() if installed else None)
+    def notes(self, monkeypatch, *, missing: str = "", capability=(9, 0), implementation: str = KEYED_ATTENTION):
+        monkeypatch.setattr(kernel_support, "find_spec", lambda name: None if name == missing else object())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
         return attention_notes(self.model(implementation), self.GPU)
@@ -76,7 +76,11 @@ class TestNotes:
 
     @pytest.mark.parametrize(
         ("options", "reason"),
-        [({"installed": False}, "Triton is not installed"), ({"capability": (7, 5)}, "Tesla T4 is older than")],
+        [
+            ({"missing": "triton"}, "Triton is not installed"),
+            ({"missing": "triton.knobs"}, "Triton is older than 3.4"),
+            ({"capability": (7, 5)}, "Tesla T4 is older than"),
+        ],
     )
     def test_the_eager_function(self, monkeypatch, options, reason):
         (note,) = self.notes(monkeypatch, **options)

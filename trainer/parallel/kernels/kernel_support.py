@@ -21,8 +21,8 @@ _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttent
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
 def is_interpreted() -> bool:
     """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
-    triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    knobs = getattr(sys.modules.get("triton"), "knobs", None)
+    return knobs is not None and bool(knobs.runtime.interpret)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -45,6 +45,8 @@ def obstacle(device: torch.device) -> str | None:
         return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"
     if find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`)"
+    if find_spec("triton.knobs") is None:
+        return "Triton is older than 3.4 (`pip install --upgrade triton`)"
     return age_obstacle(device)
 
 
