@@ -22,6 +22,7 @@ from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 _ALIGNED = 16  # elements: Triton reads several at once
+_SMALL_DIM = 32
 _LISTED_KEYS = 256  # from which on it pays to list the visible tiles
 
 
@@ -351,10 +352,10 @@ def _with_aligned_heads(tensor: Tensor) -> Tensor:
     """Return `tensor` with zeros after each head, which change no sum, up to an aligned size.
 
     Kernels read heads of 72 dimensions element by element: those of bf16 would spill 808 bytes a thread on capability
-    8.0, where those of 80 spill 48.
+    8.0, where those of 80 spill 48. Small heads spill as little as aligned ones.
     """
     missing = -tensor.shape[-1] % _ALIGNED
-    return F.pad(tensor, (0, missing)) if missing else tensor
+    return F.pad(tensor, (0, missing)) if missing and tensor.shape[-1] > _SMALL_DIM else tensor
 
 
 def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:
