@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
+from tests.helpers.training import TINY_BERT, TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
 from tests.parity.cases import Case
 from trainer.engine import ddp, forward
 from trainer.engine.ddp import GradientPlaces
@@ -29,6 +29,7 @@ from trainer.tools.plan.simulated_step import plan_step
 SEVERAL = {"micro_batch_size": 5}
 ALBERT = {"config": {"model_type": "albert", **CONFIGS["albert"]}, "tokenizer": "none"}
 LLAMA = {"config": {**TINY_DECODERS["llama"], "tie_word_embeddings": True}, "tokenizer": "none"}
+CHUNKS = {"config": {**TINY_BERT, "chunk_size_feed_forward": 16}}
 LORA = {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}
 
 
@@ -71,6 +72,8 @@ def assert_as_autocast(**sections: Any) -> None:
         {"weights": "bf16_compensated"},
         {"weights": "bf16_compensated", "model": ALBERT},
         {"weights": "bf16_compensated", "activation_checkpointing": "full"},
+        # a row of the second step is the first to have two chunks
+        {"weights": "bf16_compensated", "model": CHUNKS, "data": {"pad_to": 16}, "training": {"micro_batch_size": 3}},
         {"weights": "bf16_compensated", "task": {"type": "causal_lm"}, "model": LLAMA},
     ],
     ids=str,

@@ -134,19 +134,18 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         complete = partial(round_gradients_, list(named.values()), sent_in)
     elif not is_alone and not recipe.cuda_graphs:
         complete = partial(_refuse_unused_parameters, model)
+    # A graph rounds the weights itself, because it reads the memory that it was captured with.
+    forward = ModelForward(built, task, mesh, plan, call, rounded=None if recipe.cuda_graphs else rounded)
+    loss_sum = forward.loss_sum if rounded is None else learning(model, forward.loss_sum, rounded.learn)
     if recipe.cuda_graphs:
         if task.rows_depend:
             raise UsageError(
                 "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"
                 " a graph see their microbatch only; set it to false"
             )
-        forward = ModelForward(built, task, mesh, plan, call)
-        # A graph rounds the weights itself, because it reads the memory that it was captured with.
-        loss_sum = forward.loss_sum if rounded is None else rounded.used_in(learning(forward.loss_sum, rounded.learn))
+        loss_sum = loss_sum if rounded is None else rounded.used_in(loss_sum)
         capture = replay_eagerly if simulated() else CudaCapture(mesh.device)
         schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)
     else:
-        forward = ModelForward(built, task, mesh, plan, call, rounded=rounded)
-        loss_sum = forward.loss_sum if rounded is None else learning(forward.loss_sum, rounded.learn)
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     return NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)

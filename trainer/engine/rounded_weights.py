@@ -170,10 +170,15 @@ def used_once(loss: Tensor) -> set[tuple[Any, int]]:
 
 
 def learning(
-    loss_sum: Callable[[Microbatch], Tensor], learn: Callable[[Tensor], object]
+    model: nn.Module, loss_sum: Callable[[Microbatch], Tensor], learn: Callable[[Tensor], object]
 ) -> Callable[[Microbatch], Tensor]:
-    """Return `loss_sum`, which passes the loss of its first call to `learn`."""
-    waiting = [learn]
+    """Return `loss_sum`, which passes the loss of its first call to `learn`.
+
+    A model that computes its feed-forward in chunks of positions uses weights more often for longer rows: nothing is
+    learned of it.
+    """
+    has_chunks = any(getattr(module, "chunk_size_feed_forward", 0) for module in model.modules())
+    waiting = [] if has_chunks else [learn]
 
     def run(microbatch: Microbatch) -> Tensor:
         loss = loss_sum(microbatch)
