@@ -62,6 +62,10 @@ class TestImport:
         assert ended.returncode == 0, ended.stderr
 
 
+class OwnError(trainer.RecipeError):
+    """An error of another package."""
+
+
 class TestErrors:
     def test_of_a_recipe_hold_all_problems(self, tmp_path):
         with pytest.raises(trainer.RecipeError) as caught:
@@ -88,11 +92,13 @@ class TestErrors:
             trainer.NonFiniteError("step 3"),
             trainer.TrainerError("the disk is full"),
             trainer.OutOfMemoryError("the memory is full", ["trainer", "plan"]),
+            OwnError("one", "two"),
         ],
     )
     def test_keep_their_class_on_the_way(self, error):
         other = error_of_values(json.loads(json.dumps(error_to_values(error))))
-        assert (type(other), str(other), other.exit_code) == (type(error), str(error), error.exit_code)
+        kind = trainer.RecipeError if type(error) is OwnError else type(error)
+        assert (type(other), str(other), other.exit_code) == (kind, str(error), error.exit_code)
         for name in ("problems", "plan_command"):
             assert getattr(other, name, None) == getattr(error, name, None)
 

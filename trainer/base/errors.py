@@ -189,20 +189,20 @@ _KINDS = {kind.__name__: kind for kind in (
     TrainerError, UsageError, OutOfMemoryError, RecipeError, DataError, DataProblemsError, LaunchError, LostPeerError,
     StoppedError, NonFiniteError,
 )}  # fmt: skip
-_KINDS_OF_CODES = {ExitCode.USER: UsageError, ExitCode.NON_FINITE: NonFiniteError, ExitCode.STOPPED: StoppedError}
 
 
 def error_to_values(error: TrainerError) -> list[Any]:
-    """Convert an error to JSON values for another process."""
+    """Convert an error to JSON values for another process; a class of another module becomes its nearest base here."""
+    kind = next(kind for kind in type(error).__mro__ if kind in _KINDS.values())
     arguments: list[Any] = list(error.problems) if isinstance(error, RecipeError) else [str(error)]
     if isinstance(error, OutOfMemoryError):
         arguments.append(list(error.plan_command))
-    return [type(error).__name__, int(error.exit_code), arguments]
+    return [kind.__name__, int(error.exit_code), arguments]
 
 
 def error_of_values(values: list[Any]) -> TrainerError:
-    """Return the error of `error_to_values`; a class of another module becomes the class of its exit code."""
+    """Return the error of `error_to_values`."""
     name, code, arguments = values
-    error = _KINDS.get(name, _KINDS_OF_CODES.get(ExitCode(code), TrainerError))(*arguments)
+    error = _KINDS[name](*arguments)
     error.exit_code = ExitCode(code)
     return error
