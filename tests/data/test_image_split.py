@@ -193,7 +193,20 @@ def test_rows_of_text_files_may_name_images(beside, tmp_path):
     assert grey_values(data, tmp_path / "cache") == [10, 10]
 
 
-def test_a_pipe_is_no_image(beside, tmp_path):
-    data = written(beside, [{"bytes": None, "path": "pipe.png"}] * 2, PLAIN)
-    with pytest.raises(DataError, match=r"names the file `pipe.png`, which cannot be read: .*no regular file"):
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("pipe.png", "is a pipe or a device in `"),
+        ("", "is a folder in `"),
+        ("https://a.org/1.png", "does not exist in `"),
+        ("loop.png", "does not exist in `"),
+        ("a\0.png", "has a null character in its name;"),
+        ("text " * 99, "cannot be read: File name too long;"),
+    ],
+)
+def test_a_name_of_no_file_is_no_image(beside, tmp_path, path, problem):
+    (beside / "loop.png").symlink_to("loop.png")
+    data = written(beside, [{"bytes": None, "path": path}] * 2, PLAIN)
+    with pytest.raises(DataError) as error:
         grey_values(data, tmp_path / "cache")
+    assert f"names the file `{path:.200}`, which {problem}" in str(error.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.base.disk import read_plain
+from trainer.base.disk import no_file, read_plain
 from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
@@ -183,10 +184,11 @@ def _with_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path],
         try:
             return _content(value, folders)
         except (OSError, ValueError) as error:
-            problem = str(error) if isinstance(error, _OutsideError) else f"cannot be read: {error}"
+            problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
             raise DataError(
                 f"column `{name}`, row {first_row + place + 1} of {where} must be an image, but names the file"
-                f" `{_path(value)}`, which {problem}; correct the path, or write the bytes of the image into the row"
+                f" `{_path(value):.200}`, which {problem}; correct the path, or write the bytes of the image"
+                " into the row"
             ) from error
 
     before = rows.with_format("arrow")[:]
@@ -200,26 +202,29 @@ def _with_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path],
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features))
 
 
-class _OutsideError(ValueError):
-    """Error of a file that is not in the folders of the data."""
-
-
 def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> bytes | None:
     """Return an encoded image, from its bytes or from the file that it names; None: it has neither.
 
     Raises:
-        OSError, ValueError: the file is outside of all folders, perhaps by a link, or cannot be read.
+        OSError: the file cannot be read.
+        ValueError: there is no such file in the folders; links count by their targets.
     """
     if isinstance(value, Mapping) and value["bytes"] is not None:
         return bytes(value["bytes"])
     path = _path(value)
     if path is None:
         return None
-    found = [(folder / path).resolve() for folder in folders]
+    if "\0" in path:
+        raise ValueError("has a null character in its name")
+    found = [Path(os.path.realpath(folder / path)) for folder in folders]  # `Path.resolve` refuses a loop of links
     inside = [file for file, folder in zip(found, folders, strict=True) if file.is_relative_to(folder.resolve())]
+    places = ", ".join(f"`{folder}`" for folder in folders) or "all folders"
     if not inside:
-        raise _OutsideError(f"is outside of {', '.join(f'`{folder}`' for folder in folders) or 'all folders'}")
-    return read_plain(next((file for file in inside if file.exists()), inside[0]))
+        raise ValueError(f"is outside of {places}")
+    file = next((file for file in inside if file.is_file()), inside[0])
+    if not file.is_file():
+        raise ValueError(f"{no_file(file)} in {places}")
+    return read_plain(file)
 
 
 def _path(value: Mapping[str, Any] | str | None) -> str | None:
