@@ -222,6 +222,14 @@ def test_folders_that_hold_something_else(in_folder):
         load_folder("single")
 
 
+def test_splits_beside_one_with_a_held_out_share_are_noted(in_folder):
+    rows = datasets.Dataset.from_list(ROWS * 2)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk("saved")
+    splits = load_splits(FolderData(source="folder", path="saved", validation=0.5))
+    assert splits.notes[0] == "`data.validation` is a share of `train`; other splits of `saved`: `test`"
+    assert len(splits.train.rows) == len(splits.validation.rows) == 2
+
+
 def test_an_empty_split_of_a_saved_folder(in_folder):
     split = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": split.select([]), "validation": split}).save_to_disk("saved")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
+from trainer.base.text import listed
 from trainer.data.formats.base import Files, TextOptions, json_chats, reason
 from trainer.data.formats.csv_files import open_quotes_notes
 from trainer.data.formats.table import Format
@@ -198,6 +199,9 @@ def _named_splits(data: HubData | FolderData, columns: Sequence[str], problems: 
                 raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
             split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
             splits[key] = _mapped(split, data.map, columns, notes)
+    others = [f"`{one}`" for one in found if one != data.train]
+    if isinstance(data.validation, float) and others:
+        notes.append(f"`data.validation` is a share of `{data.train}`; other splits of {name}: {listed(others, 6)}")
     return _with_train(splits, notes, problems)
 
 
