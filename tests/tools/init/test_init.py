@@ -63,6 +63,9 @@ def test_a_file_without_names_and_rows_longer_than_the_model_are_noted(capsys: p
     shown = capsys.readouterr().out
     assert "note      the first line gives the columns their names, but `a` is also a value there;" in shown
     assert "length    128 tokens: the most of the model; 50% of the rows have as many tokens or more\n" in shown
+    Path("named.jsonl").write_text('{"text": "text"}\n')
+    assert main(["init", "named.jsonl", "--yes"]) == ExitCode.DONE
+    assert "the first line" not in capsys.readouterr().out
 
 
 def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

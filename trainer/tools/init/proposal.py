@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.base.errors import Problems, TrainerError, UsageError
 from trainer.base.text import size
+from trainer.data.formats.table import format_of
 from trainer.data.sources import load_splits
 from trainer.models.configuration import load_config, max_positions
 from trainer.models.tokenizer import load_tokenizer
@@ -86,10 +87,11 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     columns = columns_of(rows, MOST_ROWS)
     number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
     lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
-    if found := [column.name for column in columns if column.name in column.distinct]:
+    repeated = [column.name for column in columns if column.name in column.distinct]
+    if repeated and format_of(request.source) in ("csv", "excel"):
         lines.append(
-            f"note      the first line gives the columns their names, but `{found[0]}` is also a value there; if that"
-            " line is a row, add a line of names"
+            f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
+            " that line is a row, add a line of names"
         )
     shape = _shape(columns, request, ask)
     for key, value in shape.task.items():
