@@ -284,6 +284,8 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "Usage: trainer"),
         (["frobnicate"], "No such command 'frobnicate'"),
+        (["train", "my.json"], "error: `train` is no command; to train a recipe: trainer run RECIPE"),
+        (["run", "--config", "my.json"], "error: `--config` is no option; name the recipe alone"),
         (["check"], "Missing argument 'RECIPE'"),
         (["check", "bert_base_mrpc", "--processes", "0"], "--processes"),
         (["check", "bert_base_mrpc", "--processes", "two"], "--processes"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer import __version__
-from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError
+from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
 from trainer.cli import (
     check,
     compare,
@@ -44,6 +44,8 @@ _VERBS = (
     report.report, why.why, runs.runs, doctor.doctor, launch_script.launch_script, export.export, push.push,
     evaluate.evaluate, predict.predict, mine.mine, convert.convert, schema.schema,
 )  # fmt: skip
+_OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
+"""Words of other tools for `run`."""
 app = typer.Typer(
     help="Fine-tunes Hugging Face models from one recipe, on one process or many.",
     no_args_is_help=True,
@@ -58,9 +60,11 @@ app.add_typer(recipes.app, name="recipes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code; `argv` holds the arguments after the program's name."""
     forbid_telemetry()
-    arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
+    arguments = list(_without_local_rank(sys.argv[1:] if argv is None else argv))
     try:
-        _command().main(list(arguments), prog_name="trainer")
+        if arguments[:1] and arguments[0] in _OTHER_WORDS:
+            raise UsageError(f"`{arguments[0]}` is no command; to train a recipe: trainer run RECIPE")
+        _command().main(arguments, prog_name="trainer")
         sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

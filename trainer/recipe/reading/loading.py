@@ -98,6 +98,8 @@ def _find_recipe(source: str, folder: Path) -> Path:
         return shipped[name]
     if os.path.exists(path):
         raise RecipeError(f"{shown_path(path)}: is not a recipe file; `trainer recipes` lists the shipped recipes")
+    if source.startswith("-"):
+        raise RecipeError(f"`{source}` is no option; name the recipe alone, as in: trainer run RECIPE")
     raise RecipeError(f"{shown_path(path)}: no such file, and no shipped recipe has this name; {meant(source)}")
 
 
