@@ -16,8 +16,10 @@ from transformers import pipeline
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe
+from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.training import prediction_files
+from trainer.training.prediction_files import spooled
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,12 @@ def test_wrong_rows(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["predict", str(trained / "run"), *arguments]) == 2
     assert message in capfd.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_folder_is_no_input(tmp_path: Path) -> None:
+    fix = "is a folder; for its images, name a CSV file in it with a column of their names"
+    with pytest.raises(UsageError, match=fix), spooled(str(tmp_path)):
+        pass
 
 
 def test_a_folder_without_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,10 +51,10 @@ def spooled(name: str) -> Iterator[Path]:
     if name != STANDARD:
         path = Path(name)
         if not path.is_file():
-            raise UsageError(
-                f"`--input` must name a file, but {path} {no_file(path)}; name another, or pass JSON Lines to"
-                " `--input -`"
-            )
+            fix = "name another, or pass JSON Lines to `--input -`"
+            if path.is_dir():
+                fix = "for its images, name a CSV file in it with a column of their names"
+            raise UsageError(f"`--input` must name a file, but {path} {no_file(path)}; {fix}")
         yield path.absolute()
         return
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
