@@ -489,16 +489,16 @@ def test_the_attention_function_has_no_graph_break(monkeypatch: pytest.MonkeyPat
 
 def test_its_products_are_counted():
     assert torch.ops.trainer.keyed_attention in FLOPS
-    case = Case(heads=(2, 1), lengths=(9, 15), bias=(1, 2, 9, 15), dims=(16, 32))
+    case = Case(heads=(2, 1), lengths=(9, 15), bias=(1, 2, 9, 15), dims=(16, 24))
     tensors = [tensor.requires_grad_() for tensor in case.tensors()]
     with FlopCounterMode(display=False) as counter:
         output, _ = fused_attention.fused_attention(
             *tensors[:3], torch.tensor([1, 2]), None, tensors[3], None, None, 0.4, 0.3, False, [0, 0, 0]
         )
         pairs = 2 * BATCH * 2 * 9 * 15
-        assert counter.get_total_flops() == pairs * (16 + 32)
+        assert counter.get_total_flops() == pairs * (16 + 24)
         output.sum().backward()
-    assert counter.get_total_flops() == pairs * (16 + 32) + pairs * (5 * 16 + 4 * 32)
+    assert counter.get_total_flops() == pairs * (16 + 24) + pairs * (5 * 16 + 4 * 24)
 
 
 HEADS = {"bert": "AutoModelForSequenceClassification", "t5": "AutoModelForSeq2SeqLM",

@@ -87,7 +87,7 @@ def planned_model(plan: RunPlan) -> ModelDescription:
 
 
 def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: bool = True) -> StepPlan:
-    """Run some steps of `rank` on fake tensors, and return the plan of the last, in which all parameters are trained.
+    """Run some steps of `rank` on fake tensors, and return the plan of the last, after `model.unfreeze_at_step`.
 
     The first step makes the state of the optimizer. The second one notes the places in DDP's last buckets. No weights
     are read: the configuration of the model is enough.
