@@ -69,7 +69,7 @@ class Parallel(Section):
     data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, one shard group may be smaller; none:
     such a launch is refused."""
     reshard_after_forward: bool = True
-    """Under fsdp and hsdp: free gathered weights after the forward pass, and gather them again."""
+    """Under fsdp and hsdp: free gathered layers after the forward pass, and gather them again."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep the optimizer state, or parameters and optimizer state, in CPU memory."""
     load: Literal["read", "broadcast"] = "read"
