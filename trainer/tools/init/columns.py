@@ -73,7 +73,12 @@ def _kind(values: Sequence[Any]) -> Kind:
     if len(kinds - {"empty"}) != 1:
         return "empty" if not kinds - {"empty"} else "object"
     kind = (kinds - {"empty"}).pop()
-    return "image" if kind == "text" and all(value.lower().endswith(IMAGE_ENDINGS) for value in values) else kind
+    return "image" if kind == "text" and all(map(_names_image, values)) else kind
+
+
+def _names_image(text: str) -> bool:
+    """Return whether a text names an image file; an address names none."""
+    return text.lower().endswith(IMAGE_ENDINGS) and "://" not in text
 
 
 def _kind_of(value: Any) -> Kind:
