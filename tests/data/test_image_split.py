@@ -14,7 +14,7 @@ import pytest
 
 from trainer.base.errors import DataError
 from trainer.data import readers
-from trainer.data.image_split import encode_images
+from trainer.data.image_split import encode_images, encode_streamed
 from trainer.data.sources import Split, load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 from trainer.tasks.image_classification import ImageClassificationTask
@@ -210,3 +210,9 @@ def test_a_name_of_no_file_is_no_image(beside, tmp_path, path, problem):
     with pytest.raises(DataError) as error:
         grey_values(data, tmp_path / "cache")
     assert f"names the file `{path:.200}`, which {problem}" in str(error.value)
+
+
+def test_a_stream_reads_no_files_that_its_rows_name():
+    rows = datasets.Dataset.from_dict({"image": ["1.png"], "label": ["no"]})
+    with pytest.raises(DataError, match=r"names the file `1.png`, which a stream does not read; .*the bytes"):
+        encode_streamed(TASK, Processor(), (1, 2, 3), rows, "`some.jsonl`", 0)

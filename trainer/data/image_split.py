@@ -214,11 +214,13 @@ def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> 
     path = _path(value)
     if path is None:
         return None
+    if not folders:
+        raise ValueError("a stream does not read")
     if "\0" in path:
         raise ValueError("has a null character in its name")
     found = [Path(os.path.realpath(folder / path)) for folder in folders]  # `Path.resolve` refuses a loop of links
     inside = [file for file, folder in zip(found, folders, strict=True) if file.is_relative_to(folder.resolve())]
-    places = ", ".join(f"`{folder}`" for folder in folders) or "all folders"
+    places = ", ".join(f"`{folder}`" for folder in folders)
     if not inside:
         raise ValueError(f"is outside of {places}")
     file = next((file for file in inside if file.is_file()), inside[0])
