@@ -197,7 +197,7 @@ def test_rows_of_text_files_may_name_images(beside, tmp_path):
     ("path", "problem"),
     [
         ("pipe.png", "is a pipe or a device in `"),
-        ("", "is a folder in `"),
+        ("deep", "is a folder in `"),
         ("https://a.org/1.png", "does not exist in `"),
         ("loop.png", "does not exist in `"),
         ("a\0.png", "has a null character in its name;"),
@@ -216,3 +216,9 @@ def test_a_stream_reads_no_files_that_its_rows_name():
     rows = datasets.Dataset.from_dict({"image": ["1.png"], "label": ["no"]})
     with pytest.raises(DataError, match=r"names the file `1.png`, which a stream does not read; .*the bytes"):
         encode_streamed(TASK, Processor(), (1, 2, 3), rows, "`some.jsonl`", 0)
+
+
+def test_an_empty_name_is_no_image(beside, tmp_path):
+    data = written(beside, [{"bytes": None, "path": ""}] * 2, PLAIN)
+    with pytest.raises(DataError, match=r"row 1 of .* is null; every row needs an image"):
+        grey_values(data, tmp_path / "cache")

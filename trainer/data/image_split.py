@@ -231,4 +231,4 @@ def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> 
 
 def _path(value: Mapping[str, Any] | str | None) -> str | None:
     """Return the name of the file of an image; None: it has none."""
-    return value.get("path") if isinstance(value, Mapping) else value
+    return (value.get("path") if isinstance(value, Mapping) else value) or None
