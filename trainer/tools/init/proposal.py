@@ -195,7 +195,8 @@ def _put_rows(draft: Draft, number: int) -> None:
         if number < _FEWEST_TO_HOLD_OUT:
             draft.put("data.validation", None, f"{number} rows are too few to hold some out")
         else:
-            draft.put("data.validation", _HELD_OUT, "the share of the rows to hold out, or a file")
+            other = "file" if draft.get("data.source") == "files" else "split"
+            draft.put("data.validation", _HELD_OUT, f"the share of the rows to hold out, or a {other}")
     fitting = min(_LARGEST_STEP, max(1, number // _FEWEST_STEPS))
     draft.put("training.global_batch_size", 2 ** (fitting.bit_length() - 1), "rows of a step, over all devices")
 
