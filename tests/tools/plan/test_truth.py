@@ -116,7 +116,7 @@ def test_the_peaks_before_and_after_parameters_are_unfrozen():
         return {
             "model": {"config": SMALL_BERT, "tokenizer": "none", "freeze": FROZEN, "unfreeze_at_step": step},
             "training": {"max_steps": 200, "global_batch_size": 8, "micro_batch_size": 4},
-            # whose update needs the most memory, and less of it if each layer has a group of its own
+            # Its update needs the most memory, and less of it if each layer has a group of its own.
             "optimizer": {"name": "schedule_free_adamw", "layer_decay": 0.5},
             "schedule": {"name": "constant"},
         }
