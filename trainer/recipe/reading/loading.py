@@ -33,7 +33,7 @@ from trainer.recipe.schema import Place, Recipe, Section
 
 MAX_EXTENDS = 16
 MAX_PROBLEMS = 50
-_DATA_ENDINGS = frozenset((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".conll"))
+_DATA_ENDINGS = (".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".conll", ".bio", ".iob")
 _ANY_ROWS = Node(
     {"data": Node({key: Node(value, DEFAULT) for key, value in (("source", "files"), ("train", "rows"))}, DEFAULT)},
     DEFAULT,
@@ -111,7 +111,7 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     chain = (*chain, Path(os.path.realpath(file)))
     if len(chain) > 1 and not is_yaml(file) and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
-    if len(chain) == 1 and file.suffix.lower() in _DATA_ENDINGS:
+    if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_DATA_ENDINGS):
         command = f"trainer init {shlex.quote(shown_path(file))}"
         raise RecipeError(f"{shown_path(file)}: is a file of data, not a recipe; write a recipe for it with: {command}")
     node, problems = read_file(file)
