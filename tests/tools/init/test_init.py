@@ -63,9 +63,17 @@ def test_a_file_without_names_and_rows_longer_than_the_model_are_noted(capsys: p
     shown = capsys.readouterr().out
     assert "note      the first line gives the columns their names, but `a` is also a value there;" in shown
     assert "length    128 tokens: the most of the model; 50% of the rows have as many tokens or more\n" in shown
-    Path("named.jsonl").write_text('{"text": "text"}\n')
-    assert main(["init", "named.jsonl", "--yes"]) == ExitCode.DONE
-    assert "the first line" not in capsys.readouterr().out
+
+
+def test_tools_of_chats_are_left_to_a_pretrained_model(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": chat, "tools": "tools"}), encoding="utf-8")
+    assert main(["init", "chats.jsonl", "--yes"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "column `tools` is not read" in shown
+    assert "the first line" not in shown, "of JSON, which has no line of names"
+    comment = "  # the sample writes no tools; with a pretrained model add tools: tools"
+    assert f"messages: messages{comment}\n" in Path("chats.yaml").read_text()
 
 
 def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

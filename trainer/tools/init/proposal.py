@@ -179,6 +179,8 @@ def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
         draft.put("training.epochs", 3)
         draft.put("optimizer.learning_rate", rate)
         return name or "as given"
+    if tools := draft.values.get("task", {}).pop("tools", None):
+        draft.comments["task.messages"] = f"the sample writes no tools; with a pretrained model add tools: {tools}"
     sample = load_recipe(_SAMPLES.get(kind, "bert_sample")).recipe
     draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {hub}"
     draft.put("model.config", sample.model.config)
