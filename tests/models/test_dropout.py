@@ -13,7 +13,7 @@ from tests.helpers.training import TINY_BERT
 from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import RefuseUnkeyedDropout, dropout_notes, key_dropout, set_probabilities, site_of
-from trainer.models.families.table import FAMILIES, is_residual_output
+from trainer.models.families.table import FAMILIES, residual_output
 from trainer.parallel.dropout import DropoutKeys, KeyedDropout, MicrobatchKey
 from trainer.parallel.kernels import kernel_support
 
@@ -56,8 +56,8 @@ class TestResidualOutputs:
         def results(replaced: bool) -> tuple[torch.Tensor, ...]:
             keys = DropoutKeys(0)
             model = build(model_type, "AutoModelForSequenceClassification", 0.2, keys)
-            changed = [module for name, module in model.named_modules() if is_residual_output(model, name)]
-            assert len(changed) == 2 * model.config.num_hidden_layers
+            changed = [module for name, module in model.named_modules() if residual_output(model, name) is not None]
+            assert len(changed) == (5 if model_type == "t5" else 2) * model.config.num_hidden_layers
             for module in changed:
                 assert type(module) is not type(module).__base__
                 if not replaced:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer.base.errors import UsageError
-from trainer.models.families.table import called_dropouts, first_shared_call, is_residual_output
+from trainer.models.families.table import called_dropouts, first_shared_call, residual_output
 from trainer.models.forward_context import replace_forward, run_within
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
 from trainer.parallel.kernels import kernel_support
@@ -49,18 +49,12 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
         if called := called_dropouts(model, name):
             _key_called(module, name, called, keys)
             replaced += len(called)
-        if is_residual_output(model, name):
-            replace_forward(module, _residual_output)
+        if (forward := residual_output(model, name)) is not None:
+            replace_forward(module, forward)
     # Any module may call the attention function, so each gets a site.
     for name, module in model.named_modules():
         setattr(module, _SITE, DropoutSite(keys, f"{name}.attention"))
     return replaced
-
-
-def _residual_output(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """Return the output of a module of `ModelFamily.residual_outputs`; the dropout adds the residual."""
-    output: Tensor = module.LayerNorm(module.dropout(module.dense(hidden_states), input_tensor))
-    return output
 
 
 def _key_called(module: nn.Module, path: str, names: tuple[str, ...], keys: DropoutKeys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
+from trainer.models.families.residuals import dense_then_norm
 
 _LAYERS = "encoder.layer.*"
 
@@ -27,7 +28,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
             context_parallel=True,
         ),
         stages=StagePlan((LayerStack(_LAYERS, before=("embeddings", "embeddings_project")),)),
-        residual_outputs=(f"{_LAYERS}.(attention.output|output)",),
+        residual_outputs={f"{_LAYERS}.(attention.output|output)": dense_then_norm},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.models.families.family import ModelFamily, TensorPlan
+from trainer.models.families.residuals import dense_then_norm
 
 _LAYERS = "encoder.layer.*"
 _ATTENTION = f"{_LAYERS}.attention.self"
@@ -35,7 +36,7 @@ DEBERTA_V2 = ModelFamily(
         head_dropouts=(f"{_ATTENTION}.dropout",),
     ),
     shared_dropouts=(f"{_ATTENTION}.pos_dropout", f"{_ATTENTION}.(pos_query_proj|pos_key_proj).lora.dropout"),
-    residual_outputs=(f"{_LAYERS}.(attention.output|output)",),
+    residual_outputs={f"{_LAYERS}.(attention.output|output)": dense_then_norm},
     # With `share_att_key`, these project the hidden states first, and then the embeddings of relative positions.
     shared_second_calls=(f"{_ATTENTION}.(query_proj|key_proj).lora.dropout",),
     undeclared_keys=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,8 @@ class ModelFamily:
     # Names for the dropouts that modules call as functions, in the order of the calls in a forward pass. Each becomes a
     # submodule, which `TensorPlan` may name.
     called_dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Modules that return `LayerNorm(dropout(dense(hidden_states)) + residual)`. On a GPU, one kernel drops and adds.
-    residual_outputs: tuple[str, ...] = ()
+    # The forward functions of modules that drop and add a residual; a `KeyedDropout` does both there.
+    residual_outputs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     shared_second_calls: tuple[str, ...] = ()  # dropouts of such a tensor in their second call of a forward pass
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     packs: bool = False  # whether layers hand unknown arguments on to the attention function, and may omit padding

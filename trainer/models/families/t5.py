@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
+from trainer.models.families.residuals import t5_attention, t5_feed_forward
 
 _LAYERS = "(encoder|decoder).block.*"
 _ATTENTION = f"{_LAYERS}.layer.*.(SelfAttention|EncDecAttention)"
@@ -40,6 +41,12 @@ T5 = ModelFamily(
             LayerStack("decoder.block.*", before=("decoder.embed_tokens",), num_results=3, first_layer=_FIRST_LAYER),
         )
     ),
+    residual_outputs={
+        "encoder.block.*.layer.0": t5_attention,
+        "encoder.block.*.layer.1": t5_feed_forward,
+        "decoder.block.*.layer.(0|1)": t5_attention,
+        "decoder.block.*.layer.2": t5_feed_forward,
+    },
     starts_with_padding=True,
     undeclared_keys=("decoder_start_token_id",),
 )

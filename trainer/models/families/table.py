@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -109,9 +109,10 @@ def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     return next((names for pattern, names in called.items() if _matches_any((pattern,), model, name)), ())
 
 
-def is_residual_output(model: nn.Module, name: str) -> bool:
-    """Return whether the module `name` drops, adds a residual and normalises, by the model's family."""
-    return _matches_any(family.residual_outputs if (family := _in_table(model)) else (), model, name)
+def residual_output(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Return the forward function of the module `name` if it drops and adds a residual, by the model's family."""
+    outputs = family.residual_outputs if (family := _in_table(model)) else {}
+    return next((forward for pattern, forward in outputs.items() if _matches_any((pattern,), model, name)), None)
 
 
 def first_shared_call(model: nn.Module, name: str) -> int | None:
