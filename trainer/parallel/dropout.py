@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from trainer.base.errors import UsageError
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.kernels import fused_dropout, kernel_support
+from trainer.parallel.kernels.launching import operation
 from trainer.parallel.random import (
     MAX_INDEX_DIMS,
     element_keys,
@@ -275,6 +276,38 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     return dropped
 
 
+def _draw(
+    row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, shape: Sequence[int],
+    offsets: Sequence[int], probability: float,
+) -> Tensor:  # fmt: skip
+    """Return the mask of kept elements; the arguments are those of `_Streams`."""
+    if token_rows is None or token_positions is None:
+        keys = element_keys(row_keys, shape[1:-1], offsets[1:-1])
+    else:
+        part = slice(offsets[1], offsets[1] + shape[1])
+        keys = token_keys(row_keys, token_rows[part], token_positions[part])
+        # Context ranks pad the joined sequence at its end, and use no mask there.
+        keys = F.pad(keys, [0, shape[1] - len(keys)]).unsqueeze(0)
+    return keep_mask(keys, shape[-1], probability, offsets[-1])
+
+
+# Inductor would write C++ with products of signed numbers. They overflow, so the C++ compiler may change the words
+# (pytorch/pytorch#175966). It does not look into an operation.
+_draw_apart = operation(
+    "trainer::keep_mask",
+    "(Tensor row_keys, Tensor? token_rows, Tensor? token_positions, SymInt[] shape, SymInt[] offsets,"
+    " float probability) -> Tensor",
+)(_draw)
+
+
+@torch.library.register_fake("trainer::keep_mask")  # type: ignore[untyped-decorator]
+def _empty_mask(
+    row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, shape: Sequence[int],
+    offsets: Sequence[int], probability: float,
+) -> Tensor:  # fmt: skip
+    return row_keys.new_empty(shape, dtype=torch.uint8)
+
+
 class _Streams(NamedTuple):
     shape: tuple[int, ...]  # the shape of the activations, `[batch, ..., features]`
     offsets: list[int]  # the start of each dimension in that of one process
@@ -283,15 +316,10 @@ class _Streams(NamedTuple):
     tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def mask(self, probability: float) -> Tensor:
+        draw = _draw_apart if torch.compiler.is_compiling() else _draw
         rows, positions = self.tokens
-        if rows is None or positions is None:
-            keys = element_keys(self.row_keys, self.shape[1:-1], self.offsets[1:-1])
-        else:
-            part = slice(self.offsets[1], self.offsets[1] + self.shape[1])
-            keys = token_keys(self.row_keys, rows[part], positions[part])
-            # Context ranks pad the joined sequence at its end, and use no mask there.
-            keys = F.pad(keys, [0, self.shape[1] - len(keys)]).unsqueeze(0)
-        return keep_mask(keys, self.shape[-1], probability, self.offsets[-1])
+        mask: Tensor = draw(self.row_keys, rows, positions, self.shape, self.offsets, probability)
+        return mask
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,6 @@ def _mix_(words: Tensor) -> Tensor:
     return words
 
 
-def _indices(start: int, end: int, device: torch.device) -> Tensor:
-    """Return the integers of a range, int64 `[end - start]`.
-
-    torch.compile makes the product of `torch.arange` and a number an index of C++, which overflows without wrapping
-    (pytorch/pytorch#175966). A bit operation keeps it a product of tensors.
-    """
-    return torch.arange(start, end, device=device).bitwise_or_(0)
-
-
 def stream_key(*parts: int | str) -> int:
     """Return a 64-bit key for a named stream, such as (seed, step, site), stable across processes and versions."""
     return stream_keys(parts[:1], [parts[1:]])[0]
@@ -132,7 +123,7 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 def random_lanes(keys: Tensor, num_columns: int, first_column: int = 0) -> Tensor:
     """Return 16 random bits for each element of rows, as int16 `[..., num_columns]`; see `keep_mask`."""
     first_word, last_word = first_column // LANES, (first_column + num_columns + LANES - 1) // LANES
-    words = derive_keys(keys, _indices(first_word, last_word, keys.device))
+    words = derive_keys(keys, torch.arange(first_word, last_word, device=keys.device))
     start = first_column - first_word * LANES
     return words.view(torch.int16)[..., start : start + num_columns]
 
@@ -177,7 +168,7 @@ def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> 
     assert len(shape) <= MAX_INDEX_DIMS, f"a counter has no room for the indices of {len(shape)} dimensions"
     for level, (size, offset) in enumerate(zip(shape, offsets, strict=True), start=1):
         stride = _signed(GOLDEN_GAMMA << level * INDEX_BITS)
-        keys = keys.unsqueeze(-1) + _indices(offset, offset + size, keys.device) * stride
+        keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
     return keys
 
 
