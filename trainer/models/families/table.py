@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,8 @@ from trainer.models.families.shipped import shipped_family, shipped_layers
 from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
 from trainer.parallel.pipeline.stand_ins import Absent
+
+Value = TypeVar("Value")
 
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
@@ -103,16 +105,20 @@ def _matches_any(patterns: Iterable[str], model: nn.Module, name: str) -> bool:
     return any(matches(pattern, relative_name(model, name)) for pattern in patterns)
 
 
+def _first_match(values: Mapping[str, Value], model: nn.Module, name: str) -> Value | None:
+    return next((value for pattern, value in values.items() if _matches_any((pattern,), model, name)), None)
+
+
 def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return names for the dropouts that the module `name` calls as functions, by the model's family, in order."""
     called = family.called_dropouts if (family := _in_table(model)) else {}
-    return next((names for pattern, names in called.items() if _matches_any((pattern,), model, name)), ())
+    return _first_match(called, model, name) or ()
 
 
 def residual_output(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """Return the forward function of the module `name` if it drops and adds a residual, by the model's family."""
     outputs = family.residual_outputs if (family := _in_table(model)) else {}
-    return next((forward for pattern, forward in outputs.items() if _matches_any((pattern,), model, name)), None)
+    return _first_match(outputs, model, name)
 
 
 def first_shared_call(model: nn.Module, name: str) -> int | None:
