@@ -221,7 +221,6 @@ def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunP
     placements = shard_built(built, mesh, plan)
     forward = ModelForward(built, task, mesh, plan)
     is_exact = plan.recipe.weights == "fp32"
-    learned = learning(built.model, forward.loss_sum, _return_single_uses_together)
-    loss_sum = forward.loss_sum if is_exact else learned
+    loss_sum = forward.loss_sum if is_exact else learning(built.model, forward.loss_sum, _return_single_uses_together)
     schedule = AccumulationSchedule(loss_sum, partial(defer_all_reduce, built.model))
     return NativeEngine(forward, [built], schedule, placements, total_steps)
