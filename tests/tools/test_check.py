@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
@@ -143,7 +146,65 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
     assert all(part in found[0] for part in ("row 2 of", words, "(also row 4)"))
     write_rows(tmp_path / "train.jsonl", [good, good])
     assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
-    assert "`model.name_or_path` is not checked" in capsys.readouterr().out
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert before == "checked   no problem was found in the other parts"
+    assert last == (
+        "unchecked `model.name_or_path` (configuration, weights, tokenizer and lengths of rows):"
+        " google-bert/bert-base-uncased is neither a folder here nor in the hub's cache; `hf download"
+        " google-bert/bert-base-uncased` fetches it, unless it is misspelt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "keeps_rows"),
+    [
+        ({"type": "sequence_classification", "text": "x"}, {"x": "word1 " * 20}, True),
+        ({**NER, "words": "w", "tags": "t"}, {"w": ["word1"] * 20, "t": ["O", "B-x"] * 10}, False),
+        ({"type": "causal_lm", "text": "x", "packing": True}, {"x": "word1 " * 60}, False),
+        ({"type": "causal_lm", "prompt": "x", "completion": "y"}, {"x": "word1 " * 8, "y": "word2"}, True),
+        (
+            {"type": "question_answering"},
+            {"question": "word1 " * 8, "context": "word2 " * 30, "answers": {"text": ["word2"], "answer_start": [0]}},
+            False,
+        ),
+    ],
+    ids=["classes", "tags", "packed texts", "answers", "questions"],
+)
+def test_a_tokenizer_that_stands_in_gives_no_advice(tmp_path, capsys, task, row, keeps_rows):
+    recipe = json.loads(write_tiny_run(tmp_path, data={"max_length": 32}).read_text())
+    task = dict(task)
+    recipe["data"]["packing"] = task.pop("packing", False)
+    (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "task": task, "model": HUB}))
+    for name in ("train", "validation"):
+        write_rows(tmp_path / f"{name}.jsonl", [{**row, "label": "ab"[number % 2]} for number in range(16)])
+    assert main(["check", str(tmp_path / "recipe.json")]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    notes = [line for line in shown.splitlines() if line.startswith("note ")]
+    assert [note for note in notes if "holds the rows" not in note] == []
+    assert ("\nsteps " in shown) == keeps_rows, "windows and packed rows are counted by the tokenizer"
+
+
+def test_a_model_in_the_cache_of_the_hub_is_checked_without_the_hub(tmp_path, capsys, monkeypatch):
+    recipe = write_tiny_run(tmp_path, model={"config": None, "tokenizer": None, "name_or_path": "owner/name"})
+    cached = tmp_path / "hub" / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    folder = cached / "snapshots" / ("0" * 40)
+    keys = {key: value for key, value in TINY_BERT.items() if key != "model_type"}
+    BertForSequenceClassification(BertConfig(**keys, num_labels=3)).save_pretrained(folder)
+    shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("the network was used"))
+    assert main(["check", str(recipe), "data.max_length=4"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "note      most training rows are truncated: " in shown, "by its own tokenizer"
+    assert shown.endswith("checked   no problem was found\n")
+    assert not constants.HF_HUB_OFFLINE
+    os.remove(folder / "model.safetensors")
+    assert main(["check", str(recipe), "--json"]) == ExitCode.DONE
+    (unchecked,) = json.loads(capsys.readouterr().out)["unchecked"]
+    assert unchecked.startswith("`model.name_or_path` (weights): owner/name is neither")
 
 
 @pytest.mark.parametrize(

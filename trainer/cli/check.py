@@ -34,8 +34,9 @@ def check(
 ) -> None:
     """Check a recipe, its data and its model; show the keys of its file and the numbers that follow from them.
 
-    Data and model are checked if they are on this machine: the first rows of each split, the tokenizer, the names and
-    sizes of the weights, and the contents of each pipeline stage. It needs no GPU and no network.
+    Data and model are checked if they are on this machine, also in the hub's cache: the first rows of each split, the
+    tokenizer, the names and sizes of the weights, and the contents of each pipeline stage. The last lines name the
+    parts that are not. It needs no GPU and no network.
     """
     from trainer.recipe.local_parts import LocalParts
     from trainer.recipe.plan import plan_run
@@ -43,25 +44,28 @@ def check(
 
     resolved = load_recipe(recipe, overrides or ())
     plan = plan_run(resolved.recipe, processes)
-    local = LocalParts.of(resolved.recipe)
     checked = None
-    if not quick and not local.is_empty:
-        from trainer.tools.check import check_parts  # brings torch
+    unchecked: tuple[str, ...] = ("`--quick`: data and model",)
+    if not quick:
+        local = LocalParts.of(resolved.recipe)
+        unchecked = local.unchecked
+        if not local.is_empty:
+            from trainer.tools.check import check_parts  # brings torch
 
-        checked = check_parts(plan)
+            checked = check_parts(plan)
     problems = checked.problems if checked else ()
     stages, groups = (checked.model.stages, checked.model.groups.table) if checked and checked.model else (None, ())
-    notes = ("`--quick`: data and model are not checked",) if quick else checked.notes if checked else local.notes
+    notes = checked.notes if checked else ()
     if problems:
         show_error(RecipeError(*problems))
     if as_json:
         objects = [dict(zip(groups[0], row, strict=True)) for row in groups[1:]]
-        found = {"groups": objects, "problems": problems, "notes": notes}
+        found = {"groups": objects, "problems": problems, "notes": notes, "unchecked": unchecked}
         print_json({**_as_object(resolved, plan, stages), **found})
     else:
         _print_everything(resolved) if everything else _print_written(resolved)
         _print_plan(plan, stages, everything)
-        rows = len(checked.data.train) if checked and checked.data else 0
+        rows = len(checked.data.train) if checked and checked.data and checked.data.counts_rows else 0
         if checked and rows and rows < checked.most_rows:
             typer.echo(
                 f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows"
@@ -71,7 +75,9 @@ def check(
         for note in without_repetitions(notes):
             typer.echo(f"note      {for_terminal(note)}")
         if checked is not None and not problems:
-            typer.echo("checked   no problem was found")
+            typer.echo(f"checked   no problem was found{' in the other parts' if unchecked else ''}")
+        for part in unchecked:
+            typer.echo(f"unchecked {for_terminal(part)}")
     if problems:
         raise typer.Exit(ExitCode.USER)
 

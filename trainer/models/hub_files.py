@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -43,7 +43,7 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
     for cause in (error, *causes(error)):
         if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
             continue
-        if str(cause.filename or "").startswith(HF_HUB_CACHE):
+        if str(cause.filename or "").startswith(constants.HF_HUB_CACHE):
             return storage_error(
                 f"the hub's cache must be a folder that can be used, but {cause.filename} cannot ({cause.strerror});"
                 " make room, restore its permissions, or set HF_HOME to another folder",
@@ -53,6 +53,19 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
         f"`{key}` is {name!r}, which could not be opened: {one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
     )
+
+
+@contextmanager
+def local_files_only() -> Iterator[None]:
+    """Read models and data sets of the hub from its caches alone, inside the block."""
+    import datasets
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def require_small_files(key: str, name: str, revision: str | None) -> None:

@@ -1,51 +1,107 @@
-"""The parts of a recipe that are on this machine: model, tokenizer and data. The others are names on the hub."""
+"""The parts of a recipe that are on this machine: model, tokenizer and data, in folders or in the hub's cache."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.recipe.schema import HubData, ImageKeys
 
 if TYPE_CHECKING:
     from trainer.recipe.schema import Recipe
 
+_CONFIGURATION = ("config.json",)
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_VOCABULARY = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "spm.model", "source.spm", "tekken.json",
+)  # fmt: skip
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
 
 @dataclass(frozen=True)
 class LocalParts:
-    """Whether the parts of a recipe are on this machine; `notes` name the others."""
+    """Whether the parts of a recipe are on this machine; `unchecked` names the others, for the user."""
 
     has_model: bool
     has_tokenizer: bool
     has_data: bool
-    notes: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     has_teacher: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> LocalParts:
         """Return the parts of a resolved recipe that are on this machine."""
-        model, data = recipe.model, recipe.data
-        has_model = model.name_or_path is None or os.path.isabs(model.name_or_path)
-        has_tokenizer = os.path.isabs(model.tokenizer) if model.tokenizer else has_model
-        has_data = not isinstance(data, HubData) or os.path.isabs(data.name)
-        teacher = None if recipe.distillation is None else recipe.distillation.teacher
-        has_teacher = teacher is not None and os.path.isabs(teacher)
-        on_hub = [
-            f"`{key}` is not checked: {name} is a name on the hub"
-            for key, name, is_here in (
-                ("model.name_or_path", model.name_or_path, has_model),
-                ("model.tokenizer", model.tokenizer, has_tokenizer or model.tokenizer is None),
-                ("distillation.teacher", teacher, has_teacher or teacher is None),
-                ("data.name", getattr(data, "name", None), has_data),
-            )
-            if not is_here
-        ]
-        # An image processor comes with the model.
-        is_readable = has_data and (has_model or not isinstance(recipe.task, ImageKeys))
-        return cls(has_model, has_tokenizer, is_readable, tuple(on_hub), has_teacher)
+        data, distillation = recipe.data, recipe.distillation
+        model = _Place("model.name_or_path", recipe.model.name_or_path, recipe.model.revision)
+        tokenizer = model if recipe.model.tokenizer is None else _Place("model.tokenizer", recipe.model.tokenizer)
+        is_of_images = isinstance(recipe.task, ImageKeys)
+        lacking: dict[_Place, list[str]] = {}
+
+        def finds(place: _Place, files: tuple[str, ...], part: str) -> bool:
+            found = place.holds(files)
+            if not found:
+                lacking.setdefault(place, []).append(part)
+            return found
+
+        has_model = finds(model, _CONFIGURATION, "configuration")
+        finds(model, _WEIGHTS, "weights")
+        has_processor = not is_of_images or finds(model, _PROCESSOR, "image processor")
+        has_tokenizer = is_of_images or finds(tokenizer, _VOCABULARY, "tokenizer and lengths of rows")
+        has_teacher = distillation is not None and finds(
+            _Place("distillation.teacher", distillation.teacher, distillation.revision), _CONFIGURATION, "the whole"
+        )
+        has_data = not isinstance(data, HubData) or _has_rows(data)
+        if isinstance(data, HubData) and not has_data:
+            lacking[_Place("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
+        unchecked = tuple(place.unchecked(parts) for place, parts in lacking.items())
+        return cls(has_model, has_tokenizer, has_data and has_processor, unchecked, has_teacher)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to check."""
         return not self.has_model and not self.has_data
+
+
+class _Place(NamedTuple):
+    """A folder or a name on the hub, its key in a recipe, and an option that fetches it; None: it is not needed."""
+
+    key: str
+    name: str | None
+    revision: str | None = None
+    option: str | None = None
+
+    def holds(self, files: tuple[str, ...]) -> bool:
+        """Return whether it is a folder, or one of the files is in the hub's cache."""
+        if self.name is None or os.path.isabs(self.name):
+            return True
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = (try_to_load_from_cache(self.name, file, revision=self.revision) for file in files)
+            return any(isinstance(path, str) for path in found)
+        except HFValidationError:  # it is no name on the hub, and the check that reads it has a message
+            return True
+
+    def unchecked(self, parts: list[str]) -> str:
+        revision = f" --revision {self.revision}" if self.revision else ""
+        command = f"hf download {self.name}{f' {self.option}' if self.option else ''}{revision}"
+        return (
+            f"`{self.key}` ({', '.join(parts)}): {self.name} is neither a folder here nor in the hub's cache;"
+            f" `{command}` fetches it, unless it is misspelt"
+        )
+
+
+def _has_rows(data: HubData) -> bool:
+    """Return whether a data set is a folder, or `datasets` has prepared it in its cache."""
+    if os.path.isabs(data.name):
+        return True
+    from datasets.config import HF_DATASETS_CACHE
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, name = data.name.split("/")
+    folder = Path(HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(name)]))
+    return any(folder.glob(f"{data.subset or '*'}/*/{data.revision or '*'}"))

@@ -21,6 +21,7 @@ from trainer.checkpoint.memory_folder import KEPT, room_in
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.configuration import load_config
+from trainer.models.hub_files import local_files_only
 from trainer.models.sentence_folder import embedding_notes
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
@@ -32,6 +33,7 @@ from trainer.training.run_data import PreparedData, UnknownClassesError, prepare
 from trainer.training.teaching import check_teacher
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
+_MOST_BYTES_OF_A_TOKEN = 16  # on average over a row
 MOST_ROWS = 10_000
 MOST_IMAGES = 200
 """Rows of each split that a check prepares."""
@@ -39,20 +41,25 @@ MOST_IMAGES = 200
 
 @dataclass(frozen=True)
 class Checked:
-    """The problems of data and model, notes for the user, and the model and data that were prepared; None: not here."""
+    """The problems of data and model, notes for the user, and the model and data that were prepared; None: not here.
+
+    `unchecked` names the parts that are not on this machine.
+    """
 
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    unchecked: tuple[str, ...]
     model: CheckedModel | None
     data: PreparedData | None
     most_rows: int = MOST_ROWS  # of each split that a check prepares; more are not counted
 
 
+@local_files_only()
 def check_parts(plan: RunPlan) -> Checked:
-    """Check the data and the model of a plan, as far as they are on this machine."""
+    """Check the data and the model of a plan, as far as they are on this machine; the hub is not asked."""
     recipe = plan.recipe
     local = LocalParts.of(recipe)
-    notes = list(local.notes)
+    notes: list[str] = []
     problems = Problems()
     check_needs(recipe, problems)
     data = model = None
@@ -61,7 +68,7 @@ def check_parts(plan: RunPlan) -> Checked:
         if local.has_model and local.has_tokenizer:
             with problems.collect():
                 return load_preparation(recipe)
-            return _standing_in(recipe, LocalParts(False, False, True))
+            return _standing_in(recipe, LocalParts(has_model=False, has_tokenizer=False, has_data=True))
         return _standing_in(recipe, local)
 
     is_text = not isinstance(recipe.task, ImageKeys)
@@ -74,7 +81,7 @@ def check_parts(plan: RunPlan) -> Checked:
                 notes.append("rows are not checked: the first rows of a large file may lack some classes")
     if data is not None:
         notes += data.data_notes
-        if local.has_tokenizer:
+        if data.preparation.counts_tokens:
             with problems.collect():
                 require_fitting_rows(data.train, plan.batch)
     if local.has_model:
@@ -90,7 +97,7 @@ def check_parts(plan: RunPlan) -> Checked:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
-    return Checked(tuple(problems.messages), tuple(notes), model, data, most)
+    return Checked(tuple(problems.messages), tuple(notes), local.unchecked, model, data, most)
 
 
 def _memory_notes(recipe: Recipe, model: nn.Module | None) -> list[str]:
@@ -118,10 +125,16 @@ def _memory_notes(recipe: Recipe, model: nn.Module | None) -> list[str]:
 
 
 def _standing_in(recipe: Recipe, local: LocalParts) -> Preparation:
-    """Return a preparation of texts with stand-ins for parts that are on the hub: a tokenizer of bytes, any model."""
-    tokenizer = tokenizer_of(recipe) if local.has_tokenizer else _byte_tokenizer()
+    """Return a preparation of texts with stand-ins for parts that are on the hub: a tokenizer of bytes, any model.
+
+    Bytes are no tokens, so rows are cut far beyond their maximum length.
+    """
     config = load_config(recipe.model, {}) if local.has_model else _ANY_CONFIGURATION
-    return TextPreparation(tokenizer, recipe.data.max_length, config=config)
+    if local.has_tokenizer:
+        return TextPreparation(tokenizer_of(recipe), recipe.data.max_length, config=config)
+    return TextPreparation(
+        _byte_tokenizer(), recipe.data.max_length * _MOST_BYTES_OF_A_TOKEN, config=config, counts_tokens=False
+    )
 
 
 _ANY_CONFIGURATION = SimpleNamespace(

@@ -49,12 +49,14 @@ class Preparation(ABC):
         notes: notes on the preparation for the user.
         config: the configuration of transformers.
         sentence_folder: the model's folder of sentence-transformers; None: it is none.
+        counts_tokens: whether rows have the tokens of the model; false: another tokenizer stands in for a check.
     """
 
     labels: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
     config: Any
     sentence_folder: SentenceFolder | None = None
+    counts_tokens: bool = True
 
     @property
     @abstractmethod
@@ -229,6 +231,7 @@ class TextPreparation(Preparation):
     num_processes: int | None = None
     pad_to: int = 1
     sentence_folder: SentenceFolder | None = None
+    counts_tokens: bool = True
     _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
 
     def __post_init__(self) -> None:

@@ -45,7 +45,8 @@ class PreparedData:
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
     step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
-    rows, encoded. `is_whole` is false if only the first rows of a split are here.
+    rows, encoded. `is_whole` is false if only the first rows of a split are here, and `counts_rows` if a tokenizer that
+    stands in decides their number.
     """
 
     task: Task
@@ -58,6 +59,7 @@ class PreparedData:
     unit: str = "rows"
     stream: StreamedSplit | None = None
     is_whole: bool = True
+    counts_rows: bool = True
 
     @property
     def num_train_rows(self) -> int:
@@ -190,28 +192,40 @@ def prepare_data(
         for split in ((None if splits.stream else splits.train), splits.validation)
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
-    tokenizer = preparation.text_tokenizer
-    own = task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
     prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream)
     source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
     unit = row_unit(recipe, task, prepared.splits, source_rows)
+    counts_rows = preparation.counts_tokens or _keeps_rows(recipe, task)
+    numbers = []
+    if splits.stream:
+        numbers = stream_notes(recipe, stream, splits)
+    elif counts_rows:
+        numbers = row_notes(recipe, unit, prepared.splits, source_rows)
     notes = (
         *splits.notes,
         *data_notes,
-        *own,
-        *(
-            stream_notes(recipe, stream, splits)
-            if splits.stream
-            else row_notes(recipe, unit, prepared.splits, source_rows)
-        ),
+        *(_tokenizer_notes(task, preparation) if preparation.counts_tokens else ()),
+        *numbers,
         *(() if splits.stream else class_notes(task, train, validation)),
-        *trained_notes(task, train, tokenizer),
-        *position_notes(preparation.config, prepared.splits),
+        *(_token_notes(prepared) if preparation.counts_tokens else ()),
         *bounded,
-        *mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)),
+        *(mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)) if counts_rows else ()),
     )
     is_whole = not bounded and (stream is None) == (splits.stream is None)
-    return replace(prepared, data_notes=notes, unit=unit, is_whole=is_whole)
+    return replace(prepared, data_notes=notes, unit=unit, is_whole=is_whole, counts_rows=counts_rows)
+
+
+def _tokenizer_notes(task: Task, preparation: Preparation) -> list[str]:
+    tokenizer = preparation.text_tokenizer
+    return task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
+
+
+def _token_notes(data: PreparedData) -> list[str]:
+    preparation = data.preparation
+    return [
+        *trained_notes(data.task, data.train, preparation.text_tokenizer),
+        *position_notes(preparation.config, data.splits),
+    ]
 
 
 def _streamed(
@@ -239,7 +253,7 @@ def _require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
         UsageError: a key counts epochs.
     """
     drops_rows = stream.row_map is not None and stream.row_map.conditions
-    if task.keeps_rows and task.packer(recipe.data.max_length) is None and not drops_rows:
+    if _keeps_rows(recipe, task) and not drops_rows:
         return
     why = "because task or map change the number of rows, so the number of steps of an epoch of a stream is unknown"
     if recipe.training.max_steps is None:
@@ -252,6 +266,11 @@ def _require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
     ):
         if every is not None and every.unit == "epochs":
             raise UsageError(f'`{key}` must count steps, such as "1000 steps", but is {every}, {why}')
+
+
+def _keeps_rows(recipe: Recipe, task: Task) -> bool:
+    """Return whether each row of the source becomes one encoded row."""
+    return task.keeps_rows and task.packer(recipe.data.max_length) is None
 
 
 def _shown(split: Split, observer: Observer) -> Split:

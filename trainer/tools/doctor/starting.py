@@ -98,7 +98,7 @@ def parts(machine: Machine) -> Finding:
 
     parts = LocalParts.of(machine.recipe)
     if parts.is_empty:
-        return ok("; ".join(parts.notes))
+        return ok("; ".join(f"not checked: {part}" for part in parts.unchecked))
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         file = Path(folder) / "recipe.json"
         file.write_text(machine.recipe.model_dump_json(), encoding="utf-8")
@@ -113,7 +113,8 @@ def parts(machine: Machine) -> Finding:
     except json.JSONDecodeError:
         return warning("not checked", "fix the check `recipe` first, and run `trainer check`")
     if not found["problems"]:
-        return ok("; ".join(["no problem", *found["notes"]]))
+        unchecked = (f"not checked: {part}" for part in found["unchecked"])
+        return ok("; ".join(["no problem", *found["notes"], *unchecked]))
     numbered = [f"({number}) {text}" for number, text in enumerate(found["problems"], start=1)]
     return problem(" ".join(numbered), "fix them; `trainer check` with the same recipe shows one on each line")
 

@@ -110,6 +110,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     lines.append(f"batch     {_put_batch(draft, devices)}")
     draft.resolved()
     lines += [f"note      {note}" for note in checked.notes]
+    lines += [f"unchecked {part}" for part in checked.unchecked]
     return Proposal(draft.text(), tuple(lines), checked.problems)
 
 
