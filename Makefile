@@ -1,22 +1,25 @@
-# `make train` and `make test` need Python 3.10 or newer, make, g++ and a package registry; the rest is installed here.
+# `make train` and `make test` need Python 3.11 or newer, make, g++ and a package registry; the rest is installed here.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # Two more than two cores: tests wait for processes and timeouts. One file is tested without: `pytest FILE`.
+VERSIONS := lowest newest
 WORKERS := --numprocesses 4 --dist worksteal
 # Tests start hundreds of processes; without bytecode each compiles the source again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly plant check docs bench bench-quick gpu fake-gpu dist clean
+.PHONY: help train test test-all test-nightly test-bounds plant check docs bench bench-quick gpu fake-gpu dist clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
 	@echo "make test       run the quick tests"
 	@echo "make test-all   run all tests but those of make test-nightly"
 	@echo "make test-nightly  run tests with further values of parameters"
+	@echo "make test-bounds  run the sample and the parity rows with the lowest and the newest versions of all packages"
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
@@ -41,6 +44,9 @@ test-all: $(INSTALLED)
 
 test-nightly: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.helpers.second_look $(WORKERS) -m nightly
+
+test-bounds:
+	for versions in $(VERSIONS); do PYTHON=$(PYTHON) .ci/bounds $$versions || exit; done
 
 plant: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.planted
@@ -87,11 +93,11 @@ docs: $(INSTALLED)
 	@echo "read it at http://127.0.0.1:8000: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-		echo "$(PYTHON) is missing or older than Python 3.10; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
+	@$(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+		echo "$(PYTHON) is missing or older than Python 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; \
 		exit 1; }
 	@echo "installing into $(VENV), once; this takes some minutes"
-	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed,excel,lora,quantization,schedule-free,generation,onnx,search,tensorboard,wandb,mlflow,docs,dev]'
 	@touch $@
 

@@ -14,7 +14,6 @@ import ast
 import importlib.util
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import tomllib
 import typer
 from pydantic.fields import FieldInfo
 
@@ -39,11 +39,6 @@ from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from itertools import chain
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
+from packaging.requirements import Requirement
 
+from tests.helpers.bounds import declared, false_bounds
 from tests.helpers.processes import ROOT, run
 from trainer import __version__
 
@@ -47,22 +49,37 @@ def test_a_release_runs_what_make_dist_runs():
 
 
 def test_every_dependency_is_pinned():
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
-    requirements = pytest.importorskip("packaging.requirements")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = [
-        requirements.Requirement(line)
+        Requirement(line)
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     ]
-    declared = list(chain(project["dependencies"], *project["optional-dependencies"].values()))
-    for version in ("3.10", "3.11"):
-        pinned = {
-            pin.name.lower(): next(iter(pin.specifier)).version
-            for pin in pins
-            if pin.marker is None or pin.marker.evaluate({"python_version": version})
-        }
-        for requirement in map(requirements.Requirement, declared):
-            if requirement.marker is not None and not requirement.marker.evaluate({"python_version": version}):
-                continue
-            assert requirement.specifier.contains(pinned[requirement.name.lower()]), (requirement, version)
+    pinned = {pin.name.lower(): next(iter(pin.specifier)).version for pin in pins}
+    assert len(pinned) == len(pins), "one version of each, on every Python"
+    for requirement in declared():
+        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+
+
+def test_a_lower_bound_that_cannot_be_installed_is_named():
+    bounds = {one.name: next(part.version for part in one.specifier if part.operator == ">=") for one in declared()}
+    assert not list(false_bounds("\n".join(f"{name}=={bound}" for name, bound in bounds.items())))
+    bounds |= {"torch": "99.1+cpu", "trl": bounds["trl"] + ".0"}
+    (line,) = false_bounds("\n".join(f"{name}=={bound}" for name, bound in bounds.items()))
+    assert line.startswith("torch>=")
+    assert line.endswith(" is false: the lowest version that can be installed is 99.1")
+
+
+def test_the_nightly_workflow_tries_both_ends_of_the_bounds():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"].values()
+    assert [one["versions"] for one in job["strategy"]["matrix"]["include"]] == ["lowest", "newest"]
+    assert "make test-bounds VERSIONS=${{ matrix.versions }}" in [step.get("run") for step in job["steps"]]
+    assert run([Path(sys.executable).parent / "shellcheck", ROOT / ".ci" / "bounds"]).returncode == 0
+
+
+def test_make_names_the_oldest_python(tmp_path):
+    ended = run(["make", "-C", ROOT, "train", "PYTHON=false", f"VENV={tmp_path / 'none'}"])
+    assert ended.returncode == 2
+    bound = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    message = f"false is missing or older than Python {bound}; name a newer one: make PYTHON=python3.12 train"
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -45,7 +45,7 @@ def _leave_current_folder() -> None:
 
     A checkout that is not installed is itself found in that folder.
     """
-    if getattr(sys.flags, "safe_path", False):  # `python -P`, since Python 3.11, adds none
+    if sys.flags.safe_path:  # `python -P` adds none
         return
     with suppress(OSError):  # the current folder may be gone
         here = os.getcwd()

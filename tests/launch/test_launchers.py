@@ -392,7 +392,6 @@ def test_python_m_does_not_import_a_file_of_the_current_folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
 def test_doctor_does_not_run_a_file_of_the_current_folder(tmp_path):
     ended = finish(start([BIN / "trainer", "doctor", str(RECIPE), "--json"], shadowing(tmp_path)))
     assert '"no problem' in ended.stdout, ended.stdout + ended.stderr

@@ -136,7 +136,6 @@ def test_a_planning_process_is_no_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot leave the current folder out")
 def test_advice_comes_from_a_process_that_runs_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = write_tiny_run(tmp_path)
     (tmp_path / "trainer.py").write_text("raise SystemExit('not the package')")

@@ -20,7 +20,7 @@ def this_machine() -> str:
 def child_variables() -> dict[str, str]:
     """Return variables with which a child process imports the packages that this process would import.
 
-    A `trainer.py` of the current folder does not run in place of the package; that needs Python 3.11.
+    A `trainer.py` of the current folder does not run in place of the package.
     """
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
 

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, TimeoutError  # the builtin one only from Python 3.11 on
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from trainer.tools.doctor.finding import Finding, Result, problem, warning
