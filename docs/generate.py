@@ -14,6 +14,7 @@ import ast
 import importlib.util
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import tomllib
 import typer
 from pydantic.fields import FieldInfo
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 from packaging.requirements import Requirement
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import tokenizers
@@ -29,7 +29,6 @@ from trainer.ranks.environment import available_cores
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-    from typing_extensions import Self
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
 _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process pays

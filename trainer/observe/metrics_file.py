@@ -26,10 +26,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Required, get_type_hints
 
 from pydantic import TypeAdapter
-from typing_extensions import Required, TypedDict  # pydantic needs these below Python 3.12
+from typing_extensions import TypedDict  # pydantic needs it below Python 3.12
 
 from trainer.base.disk import open_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error

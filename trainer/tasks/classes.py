@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from trainer.tasks.metrics.table import METRICS, merit
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_kind, shown
 from trainer.tasks.types import Dataset, EvaluatedSplit
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _CLASSES_PICTURED = 30  # a larger matrix of confusions cannot be read, and each evaluation stores one
 PROBABILITY_DIGITS = 6  # after the point, in predictions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from trainer.base.errors import UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.task import TextTask
 from trainer.tasks.types import Dataset
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _ROWS_AT_ONCE = 1000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, ImageProcessor, Tokenizer
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Loss(ABC):

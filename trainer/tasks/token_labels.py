@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from trainer.parallel.tensor.cross_entropy import (
 )
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import TextTask
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 TOKEN_METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("perplexity", "losses")}
 """The row in the table of metrics and the input in the predictions, by the metric's name in a recipe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +81,8 @@ def _words_of_tokens(text: str, places: Sequence[tuple[int, int]], words: Sequen
     """Return for each token the index of the word in which it starts; -1 for white space only."""
     starts = [start for start, _ in words]
     seen = [_visible(text, place) for place in places]
-    found = np.searchsorted(starts, [start for start, _ in seen], side="right") - 1
     # An empty word starts where no character is.
-    return [int(word) if end > start else -1 for word, (start, end) in zip(found, seen, strict=True)]
+    return [bisect_right(starts, start) - 1 if end > start else -1 for start, end in seen]
 
 
 def _words_of_text(
