@@ -18,6 +18,7 @@ _QUERY_SECRET = re.compile(rf"""([?&;#](?:{_SECRET_NAME})=)[^&;#\s'"]+""", re.IG
 _WITH_PASSWORD = r":/{1,2}[^/?#\s:@]*:(?!\d+[/?#])\S*@"
 _PASSWORD = re.compile(rf"{_WITH_PASSWORD}|(?:(?<=http)|(?<=https)):/{{1,2}}[^/?#\s]*@")
 _USER = re.compile(rf"://[^/?#\s]*@|{_PASSWORD.pattern}")
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
@@ -25,6 +26,16 @@ def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
     """Return the first `most` values and the number of those left out: "1, 2 and 3 more"."""
     shown = separator.join(map(str, values[:most]))
     return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown
+
+
+def number_in(text: str) -> int | float | None:
+    """Return the number that a text is, with a decimal point; None: it is none, as "n/a", "1,5" and "nan"."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def without_repetitions(messages: Sequence[str], most: int = 2) -> list[str]:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trainer.base.errors import DataError
 from trainer.base.nulls import given
-from trainer.base.text import listed
+from trainer.base.text import listed, number_in
 from trainer.data.formats.base import json_chats
+from trainer.data.formats.csv_files import CellKind
 from trainer.recipe.row_texts import Comparison, Template, text_of
 from trainer.recipe.schema import ChatKeys, DataMap, MadeMessage, MappedColumn, is_template
 
@@ -27,11 +27,12 @@ Mapped: TypeAlias = "str | MappedColumn | Sequence[MadeMessage]"
 _UNUSABLE = (ValueError, OverflowError, RecursionError)
 """Errors of values of a source that a map cannot use: wrong, too large for a number, or nested too deeply."""
 
-_INTEGER = re.compile(r"[+-]?\d{1,18}")
+_LARGEST_INTEGER = (1 << 63) - 1
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _MOST = 10  # columns and values in a message
 
 _CONVERSATIONS, _MESSAGES, _SYSTEM, _HISTORY = "conversations", "messages", "system", "history"
+_OF_ALPACA = ("instruction", "input", "output", _SYSTEM)
 _SHAREGPT = ChatKeys(
     role="from",
     content="value",
@@ -188,6 +189,20 @@ class RowMap:
         return found
 
 
+def kinds_of_sources(section: DataMap, kinds: Mapping[str, CellKind]) -> dict[str, CellKind]:
+    """Return the kinds of the columns of a CSV file, given those of the columns that the task reads."""
+    found: dict[str, CellKind] = {**dict.fromkeys(_OF_ALPACA, "text"), **kinds} if section.columns is None else {}
+    for name, mapped in (section.columns or {}).items():
+        maker = _maker(mapped)
+        kind = "text" if maker.make is not None else kinds.get(name)
+        found |= dict.fromkeys(maker.sources, kind) if kind else {}
+    for condition in map(Comparison.parse, section.where):
+        values = condition.value if isinstance(condition.value, list) else [condition.value]
+        if all(isinstance(value, str) for value in values):
+            found.setdefault(condition.column, "text")
+    return found
+
+
 @dataclass(frozen=True)
 class _Maker:
     """A new column: the columns of the source, its type given theirs, and the value for a row; None: as it is."""
@@ -248,23 +263,19 @@ def _cast(value: Any, cast: Callable[[Any], Any], source: str) -> Any:
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool | int):
-        return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
-        return int(value)
+    number = number_in(value) if isinstance(value, str) else value
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, int) and abs(number) <= _LARGEST_INTEGER:  # true and false are integers too
+        return int(number)
     raise ValueError(f"must be an integer, but is {value!r}")
 
 
 def _number(value: Any) -> float:
-    try:
-        found = float(value) if isinstance(value, bool | int | float | str) else math.nan
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
+    found = number_in(value) if isinstance(value, str) else value
+    if not isinstance(found, int | float) or not math.isfinite(found):
         raise ValueError(f"must be a number, but is {value!r}")
-    return found
+    return float(found)
 
 
 def _boolean(value: Any) -> bool:
@@ -285,10 +296,14 @@ _CASTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 def _looked_up(value: Any, table: Mapping[str, Any], source: str) -> Any:
     if value is None:
         return None
-    whole = isinstance(value, float) and value.is_integer()  # a column with nulls holds 4.0 for 4
-    for text in (text_of(value), *([str(int(value))] if whole else [])):
-        if text in table:
-            return table[text]
+    texts = [text_of(value)]
+    number = number_in(value) if isinstance(value, str) else value
+    if isinstance(number, float) and math.isfinite(number):
+        texts += [text_of(number), *([str(int(number))] if number.is_integer() else [])]
+    if texts[0] in ("True", "TRUE", "False", "FALSE"):
+        texts.append(texts[0].lower())
+    if text := next((text for text in texts if text in table), None):
+        return table[text]
     names = listed(list(table), _MOST)
     raise ValueError(f"column `{source}` is {value!r}, which `values` does not have; it has {names}")
 

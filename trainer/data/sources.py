@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,11 @@ from numpy.typing import NDArray
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.base.text import listed
 from trainer.data.formats.base import Files, TextOptions, json_chats, reason
-from trainer.data.formats.csv_files import open_quotes_notes
+from trainer.data.formats.csv_files import NULLS, CellKind, open_quotes_notes, with_types
 from trainer.data.formats.table import Format
 from trainer.data.mapped_rows import map_of, map_part, map_rows
 from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
-from trainer.data.row_map import RowMap
+from trainer.data.row_map import RowMap, kinds_of_sources
 from trainer.data.streams.index import first_rows
 from trainer.data.streams.shards import Shard, find_shards
 from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
@@ -138,6 +140,7 @@ def load_splits(
     most_rows: int | None = None,
     problems: Problems | None = None,
     columns: Sequence[str] = (),
+    kinds: Mapping[str, CellKind] | None = None,
 ) -> Splits:
     """Load the splits that `data` names.
 
@@ -146,6 +149,7 @@ def load_splits(
         most_rows: the number of rows to read of large files; None: all.
         problems: collects the errors of the validation split, which is then None; None: they are raised.
         columns: the columns that the task reads, by which known shapes of rows are recognised.
+        kinds: the kinds of those of the columns that must not become numbers.
 
     Raises:
         DataError: a split, file or folder is missing, is empty, or has the wrong format.
@@ -156,9 +160,9 @@ def load_splits(
     with _quiet_datasets():
         match data:
             case FileData():
-                splits = (_load_stream if data.streaming else _load_files)(data, columns, own, most_rows)
+                splits = (_load_stream if data.streaming else _load_files)(data, columns, kinds or {}, own, most_rows)
             case _:
-                splits = _named_splits(data, columns, own)
+                splits = _named_splits(data, columns, kinds or {}, own)
         if problems is None:
             own.raise_all()
         if not isinstance(data.validation, float) or not splits.train.is_whole:
@@ -183,9 +187,11 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _named_splits(data: HubData | FolderData, columns: Sequence[str], problems: Problems) -> Splits:
+def _named_splits(
+    data: HubData | FolderData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems
+) -> Splits:
     if isinstance(data, HubData):
-        found, name, folders = _load_hub(data), _hub_name(data), _hub_folders(data.name)
+        found, name, folders = _load_hub(data, kinds), _hub_name(data), _hub_folders(data.name)
     else:
         found, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
     splits: dict[str, Split] = {}
@@ -253,11 +259,20 @@ def _hub_folders(name: str) -> tuple[Path, ...]:
     return (local if local.is_dir() else Path(constants.HF_HUB_CACHE), Path(datasets.config.HF_DATASETS_CACHE))
 
 
-def _load_hub(data: HubData) -> Mapping[str, Dataset]:
+def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Dataset]:
     import datasets
 
+    load = partial(datasets.load_dataset, data.name, data.subset, revision=data.revision)
     try:
-        splits: Mapping[str, Dataset] = datasets.load_dataset(data.name, data.subset, revision=data.revision)
+        splits: Mapping[str, Dataset] = load()
+        first = next(iter(splits.values()))
+        of_sources = kinds_of_sources(data.map, kinds)
+        if first.info.builder_name == "csv" and any(_is_guessed(first.features.get(name)) for name in of_sources):
+            texts = {
+                name: datasets.Value("string") if _is_guessed(kind) else kind for name, kind in first.features.items()
+            }
+            again = load(features=datasets.Features(texts), **NULLS)
+            return dict(zip(again, with_types([*again.values()], of_sources), strict=True))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"`data.name` must name a data set on the hub or a local folder, but is `{data.name}`:"
@@ -282,6 +297,11 @@ def _load_hub(data: HubData) -> Mapping[str, Dataset]:
     return splits
 
 
+def _is_guessed(feature: Any) -> bool:
+    """Return whether the type of a column of CSV is one that pandas guesses; a card may name others."""
+    return type(feature).__name__ == "Value" and feature.dtype in ("int64", "float64", "bool")
+
+
 def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     import datasets
 
@@ -298,7 +318,9 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
-def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
+def _load_stream(
+    data: FileData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems, most_rows: int | None
+) -> Splits:
     train = row_map = None
     notes: list[str] = []
     entries = [data.train] if isinstance(data.train, str) else data.train
@@ -312,20 +334,23 @@ def _load_stream(data: FileData, columns: Sequence[str], problems: Problems, mos
                 break  # else `data.map.where` keeps none of these
         train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
     splits = {} if train is None else {"data.train": train}
-    splits |= _read_splits(data, {"data.validation": data.validation}, columns, problems, most_rows, notes)
+    splits |= _read_splits(data, {"data.validation": data.validation}, columns, kinds, problems, most_rows, notes)
     loaded = _with_train(splits, notes, problems)
     return replace(loaded, stream=Stream(sources, rows.features, row_map))
 
 
-def _load_files(data: FileData, columns: Sequence[str], problems: Problems, most_rows: int | None) -> Splits:
+def _load_files(
+    data: FileData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems, most_rows: int | None
+) -> Splits:
     names, notes = {"data.train": data.train, "data.validation": data.validation}, list[str]()
-    return _with_train(_read_splits(data, names, columns, problems, most_rows, notes), notes, problems)
+    return _with_train(_read_splits(data, names, columns, kinds, problems, most_rows, notes), notes, problems)
 
 
 def _read_splits(
     data: FileData,
     names: Mapping[str, float | str | list[str] | None],
     columns: Sequence[str],
+    kinds: Mapping[str, CellKind],
     problems: Problems,
     most_rows: int | None,
     notes: list[str],
@@ -355,6 +380,10 @@ def _read_splits(
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
+                if file_format == "csv":
+                    of_sources = [kinds_of_sources(section, kinds) for _, section in maps]
+                    typed = with_types([split.rows for split in read], dict(ChainMap(*of_sources)))
+                    read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
                 mapped = [_mapped(split, own, columns, notes, of) for split, (of, own) in zip(read, maps, strict=True)]
                 is_mixed = data.mixture is not None
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)

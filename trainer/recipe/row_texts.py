@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.text import number_in
+
 _TOKEN = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{(?P<column>[^{}]*)\}|[\[\]{}]|[^\[\]{}]+")
 _COMPARISON = re.compile(
     r"\s*(?P<column>\S.*?)\s*(?P<operator>==|!=|<=|>=|<|>|\bnot in\b|\bin\b)\s*(?P<value>\S.*?)\s*"
@@ -147,13 +149,17 @@ class Comparison:
         if self.operator.endswith("in"):
             return any(self._is(value, one) for one in self.value) == (self.operator == "in")
         if self.operator in _ORDERS:
-            return value is not None and self._alike(value, self.value) and _ORDERS[self.operator](value, self.value)
+            return value is not None and _ORDERS[self.operator](self._as(self.value, value), self.value)
         return self._is(value, self.value) == (self.operator == "==")
 
     def _is(self, value: Any, other: Any) -> bool:
-        return value is other if value is None or other is None else self._alike(value, other) and bool(value == other)
+        return value is other if value is None or other is None else bool(self._as(other, value) == other)
 
-    def _alike(self, value: Any, other: Any) -> bool:
+    def _as(self, other: Any, value: Any) -> Any:
+        """Return a value of the column as one of the type of the other value; a text may be a number."""
+        if isinstance(value, str) and isinstance(other, int | float) and not isinstance(other, bool):
+            number = number_in(value)
+            value = value if number is None else number
         kinds = [
             "a boolean" if isinstance(one, bool) else "a number" if isinstance(one, int | float) else
             "a text" if isinstance(one, str) else "a list or an object"
@@ -161,4 +167,4 @@ class Comparison:
         ]  # fmt: skip
         if kinds[0] != kinds[1]:
             raise ValueError(f"is {_shown(value)}, {kinds[0]}, and is compared with {_shown(other)}, {kinds[1]}")
-        return True
+        return value

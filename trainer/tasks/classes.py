@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError, Problems, UsageError
-from trainer.base.text import listed
+from trainer.base.text import listed, number_in
 from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.table import METRICS, merit
@@ -155,6 +155,7 @@ class NamedClasses(Labelled):
             names = self._names_of_integers(found, where)
         else:
             names = tuple(sorted(found))
+            self._require_no_numbers(names, where)
         if len(names) < 2:
             raise DataError(
                 f"column `{self.label_column}` of {where} must hold at least two classes, but holds"
@@ -163,11 +164,7 @@ class NamedClasses(Labelled):
         return names
 
     def _names_of_integers(self, found: set[float], where: str) -> tuple[str, ...]:
-        if fractions := sorted(value for value in found if not float(value).is_integer()):  # not NaN, see `resolve`
-            raise DataError(
-                f"column `{self.label_column}` of {where} must hold class names or integers from 0, but holds the"
-                f" number {fractions[0]}; to predict numbers, use `task.type` sequence_regression"
-            )
+        self._require_no_numbers(sorted(found), where)  # not NaN, see `resolve`
         absent = next((index for index in range(len(found)) if index not in found), None)
         if absent is not None:
             names = [str(int(value)) for value in sorted(found)]
@@ -179,15 +176,31 @@ class NamedClasses(Labelled):
             )
         return tuple(str(index) for index in range(len(found)))
 
+    def _require_no_numbers(self, found: Sequence[float | str], where: str) -> None:
+        """Refuse labels of which all are numbers, and some have a fraction.
+
+        Raises:
+            DataError: they are so.
+        """
+        numbers = [number_in(value) if isinstance(value, str) else value for value in found]
+        fraction = next((place for place, number in enumerate(numbers) if number is not None and number % 1), None)
+        if None in numbers or fraction is None:
+            return
+        names = json.dumps([str(value) for value in found]) if len(found) <= NAMES_SHOWN else "names"
+        raise DataError(
+            f"column `{self.label_column}` of {where} must hold class names or integers from 0, but holds the number"
+            f" {found[fraction]}; to predict numbers, use `task.type` sequence_regression; if they are names of"
+            f" classes, set `task.labels` to {names}"
+        )
+
     def index_of(self, feature: Any) -> tuple[dict[Any, int], list[str] | None]:
         """Return the index in `class_names` of each label of the type `feature`, and the names that it declares."""
-        names = self._known_class_names
         declared = getattr(feature, "names", None)
-        index_of: dict[Any, int] = {name: index for index, name in enumerate(names)}
+        index_of: dict[Any, int] = {name: index for index, name in enumerate(self._known_class_names)}
         if declared is not None:  # the recipe may list the names in another order than the column
             index_of = {value: index_of[name] for value, name in enumerate(declared) if name in index_of}
-        elif not self.labels_are_names:
-            index_of = dict(zip(self._numbers, range(len(names)), strict=True))
+        elif not holds_names(feature):
+            index_of = dict(self._numbers)
         return index_of, declared
 
     def unknown(self, label: Any, declared: list[str] | None, place: str) -> DataError:
@@ -198,8 +211,8 @@ class NamedClasses(Labelled):
         if label is None:
             return DataError(f"{place} is null; every row needs a label")
         if isinstance(label, int | float):
-            numbers = self._numbers
-            classes = f"from 0 to {len(names) - 1}" if [*numbers] == [*range(len(names))] else f"of {shown(numbers)}"
+            numbers = [*self._numbers]
+            classes = f"from 0 to {len(names) - 1}" if numbers == [*range(len(names))] else f"of {shown(numbers)}"
             return DataError(f"{place} must be a class {classes}, but is {label}")
         return DataError(
             f"{place} is the label {label!r}, which is not among the {len(names)} classes of the training split or of"
@@ -213,12 +226,19 @@ class NamedClasses(Labelled):
         }
 
     @property
-    def _numbers(self) -> Sequence[int]:
-        """The integers that stand for the classes in a column: their names, if these are integers, or else indices."""
-        names = self._known_class_names
-        if all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names):
-            return [int(name) for name in names]
-        return range(len(names))
+    def _numbers(self) -> Mapping[int, int]:
+        """The index of each integer that stands for a class in a column: of their names, or else the index itself."""
+        return self._numbered_names or {index: index for index in range(len(self._known_class_names))}
+
+    @property
+    def _numbered_names(self) -> Mapping[int, int]:
+        """The index of each class with an integer as its name, such as 10 or 10.0, but not 010."""
+        found = [
+            (match[1], name, index)
+            for index, name in enumerate(self._known_class_names)
+            if (match := re.fullmatch(r"(0|-?[1-9][0-9]*)(\.0)?", name))
+        ]
+        return {int(number): index for number, name, index in sorted(found, key=lambda one: one[0] == one[1])}
 
     @property
     def _known_class_names(self) -> tuple[str, ...]:
@@ -327,7 +347,10 @@ class RowClasses(NamedClasses):
             return
         needed, are_names = "a column of class names or of integers from 0", _row_holds_names
         require_kind(features, self.label_column, "task.label", where, lambda one: are_names(one) is not None, needed)
-        self.require_same_kind(bool(are_names(features[self.label_column])), "class names", "integers", where)
+        # One CSV file may hold 007, which is a text, and another one only the number 10.
+        numbers = {} if self.labels_are_names is None else self._numbered_names
+        if not numbers or (not self.labels_are_names and [*numbers] == [*range(len(self._known_class_names))]):
+            self.require_same_kind(bool(are_names(features[self.label_column])), "class names", "integers", where)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         weights = self._weights(torch.float64)

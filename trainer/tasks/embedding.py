@@ -119,6 +119,10 @@ class EmbeddingTask(SeveralTexts):
         return self.text_columns if self.score_column is None else (*self.text_columns, self.score_column)
 
     @property
+    def value_columns(self) -> tuple[str, ...]:
+        return () if self.score_column is None else (self.score_column,)
+
+    @property
     def rows_depend(self) -> bool:
         return self.loss != "cosine"
 

@@ -58,6 +58,10 @@ class MultipleChoiceTask(TextTask):
         label = (self.label_column,) if self.labelled else ()
         return (self.context_column, *question, *self.choice_columns, *label)
 
+    @property
+    def value_columns(self) -> tuple[str, ...]:
+        return ()  # the text of a choice may be a number
+
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.context_column], where, "task.context")
         if self.question_column is not None:

@@ -74,6 +74,10 @@ class PreferenceTask(TokenLabels):
         return tuple(column for column in found if column is not None)
 
     @property
+    def value_columns(self) -> tuple[str, ...]:
+        return () if self.label is None else (self.label,)
+
+    @property
     def rows_depend(self) -> bool:
         return self.label is not None
 

@@ -83,6 +83,10 @@ class QuestionAnsweringTask(TextTask):
     def columns(self) -> tuple[str, ...]:
         return (self.question_column, self.context_column, *(self.answer_columns if self.has_answers else ()))
 
+    @property
+    def value_columns(self) -> tuple[str, ...]:
+        return self.answer_columns[1:]
+
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 2}  # the scores of start and end
 

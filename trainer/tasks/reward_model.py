@@ -43,6 +43,10 @@ class RewardModelTask(ScoredTexts):
         beside = (column for column in (self.prompt, self.margin) if column is not None)
         return (*beside, *self.answer_columns)
 
+    @property
+    def value_columns(self) -> tuple[str, ...]:
+        return () if self.margin is None else (self.margin,)
+
     def model_options(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
 

@@ -289,6 +289,12 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         """The columns of the data set that the task reads."""
 
     @property
+    def value_columns(self) -> tuple[str, ...]:
+        """Those of the columns that may hold numbers or booleans, and not only texts or classes."""
+        label = getattr(self, "label_column", None)
+        return () if label is None else (label,)
+
+    @property
     def fingerprint(self) -> str:
         """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.base.errors import Problems, UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.data.collate import TokenMasking
+from trainer.data.formats.csv_files import CellKind
 from trainer.data.loader import SplitRows, TrainingRows
 from trainer.data.order import GlobalOrder, Mixture
 from trainer.data.sources import Split, Splits, Stream, load_splits, require_one_type
@@ -139,7 +140,7 @@ def prepare_data(
     task: Task = build_task(recipe.task)
     label = getattr(recipe.task, "label", None)
     with problems.collect():
-        splits = load_splits(recipe.data, label, most_rows, problems, getattr(task, "columns", ()))
+        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, _cell_kinds(task))
     if splits is None:
         problems.raise_all()
     assert splits is not None
@@ -147,7 +148,7 @@ def prepare_data(
     for split in (splits.train, splits.validation):
         if split is not None:
             with problems.collect():
-                require_one_type(split, getattr(task, "columns", ()))
+                require_one_type(split, task.columns)
     knows_classes = splits.train.is_whole or not isinstance(task, NamedClasses) or task.class_names is not None
     with problems.collect(), splits.train.names_lines():
         if not knows_classes:
@@ -226,6 +227,14 @@ def _token_notes(data: PreparedData) -> list[str]:
         *trained_notes(data.task, data.train, preparation.text_tokenizer),
         *position_notes(preparation.config, data.splits),
     ]
+
+
+def _cell_kinds(task: Task) -> dict[str, CellKind]:
+    """Return the kinds of the columns of CSV files that a task reads as texts or classes."""
+    kinds: dict[str, CellKind] = dict.fromkeys(task.columns, "text")
+    if isinstance(task, NamedClasses):
+        return {**kinds, task.label_column: "class"}
+    return {name: kind for name, kind in kinds.items() if name not in task.value_columns}
 
 
 def _streamed(

@@ -255,17 +255,22 @@ def ending(path: Path) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+def other_columns(found: Sequence[str], first: Sequence[str]) -> str | None:
+    """Return the problem of rows with other columns than the first ones; None: they have the same."""
+    more = [f"`{name}` is new" for name in sorted({*found} - {*first})]
+    fewer = [f"`{name}` is missing" for name in sorted({*first} - {*found})]
+    return f"later rows have other columns than the first: {listed([*more, *fewer], 6)}" if more or fewer else None
+
+
 def reason(error: BaseException) -> str:
     """Return the message of the first error in the chain, on one line: `datasets` wraps errors of its readers."""
     from datasets.table import CastError
 
     while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, CastError):
-        found, expected = set(error.table_column_names), set(error.requested_column_names)
-        if found != expected:
-            more = [f"`{name}` is new" for name in sorted(found - expected)]
-            fewer = [f"`{name}` is missing" for name in sorted(expected - found)]
-            return f"later rows have other columns than the first: {listed([*more, *fewer], 6)}"
+    if isinstance(error, CastError) and (
+        problem := other_columns(error.table_column_names, error.requested_column_names)
+    ):
+        return problem
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."

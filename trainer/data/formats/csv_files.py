@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from trainer.base.errors import DataError
 from trainer.data.formats.base import (
@@ -18,15 +18,32 @@ from trainer.data.formats.base import (
     ending,
     load_with_datasets,
     open_text,
+    other_columns,
 )
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset
+
+CellKind: TypeAlias = Literal["text", "class"]
+"""The reading of a column that a task or a map reads as texts, or as classes; other columns may hold numbers."""
+
+NULLS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""The options of pandas for null: "None" and "NA" may be names of classes."""
 
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _SNIFFED_LINES = 20
 _CELLS_LOOKED_AT = 1000
 _LONGEST_NAME = 60  # characters
+_INTEGER = "[+-]?(0|[1-9][0-9]*)"
+_NUMBER = r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
+_TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
+    None: {"bool": "true|True|TRUE|false|False|FALSE", "int64": _INTEGER, "uint64": _INTEGER, "float64": _NUMBER},
+    "class": {"int64": "0|-?[1-9][0-9]*", "float64": r"(0|-?[1-9][0-9]{0,14})(\.0)?"},
+    "text": {},
+}
+"""The types of columns, and the form of all their cells. Numbers have no leading zeros, which are lost in a number;
+classes have no sign and no zero at the end either. But classes 1 and 1.0 are the same."""
 _JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
 
 
@@ -36,12 +53,16 @@ class CsvReader(Reader):
     endings = (".csv", ".tsv", ".tab")
 
     def load(self, files: Files) -> Loaded:
+        """See `Reader`; all values are texts, see `with_types`."""
+        import datasets
+        import pandas
+
         paths, text, key = files.paths, files.text, files.key
         delimiters = [text.delimiter or _delimiter_of(path, text) for path in paths]
         first = delimiters[0]
         notes: list[str] = []
-        for path, delimiter in zip(paths, delimiters, strict=True):
-            names = _names(path, text, delimiter, key)
+        all_names = [_names(path, text, delimiter, key) for path, delimiter in zip(paths, delimiters, strict=True)]
+        for path, names in zip(paths, all_names, strict=True):
             if not notes and (value := next(filter(_is_value, names), None)):  # one note for all files
                 notes.append(
                     f"`{key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
@@ -55,13 +76,17 @@ class CsvReader(Reader):
                 f"`{key}` must name files with one delimiter, but `{paths[0]}` has {_DELIMITERS[first]} and"
                 f" `{other}` has others; set `data.delimiter` if a guess is wrong"
             )
-        # "None" and "NA" may be names of classes.
-        options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "sep": first}
+        for path, names in zip(paths, all_names, strict=True):
+            if problem := other_columns(names, all_names[0]):
+                raise DataError(f"`{key}` must hold csv, but `{path}` cannot be read: {problem}")
+        options: dict[str, Any] = {**NULLS, "sep": first}
         if text.encoding != "utf-8":
             options["encoding"] = text.encoding
         if not text.quotes:
             options["quoting"] = csv.QUOTE_NONE
-        return load_with_datasets("csv", files, **options), notes
+        header = pandas.read_csv(paths[0], nrows=0, **options).columns
+        texts = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
+        return load_with_datasets("csv", files, features=texts, **options), notes
 
     def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
         text = TextOptions("utf-8-sig")
@@ -156,6 +181,66 @@ def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]
             " values in its first row; add the missing name, or remove the delimiter at the end of the lines"
         )
     return names
+
+
+def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
+    """Return rows of CSV files with numbers and booleans in columns of these alone; a column has one type in all parts.
+
+    Args:
+        parts: rows as texts; values of other types stay.
+        kinds: the kinds of columns that a task or a map reads.
+    """
+    import pyarrow
+
+    types: dict[str, dict[str, pyarrow.ChunkedArray]] = {name: {} for part in parts for name in part.column_names}
+    found: list[dict[str, pyarrow.ChunkedArray]] = [{} for _ in parts]
+    for name in types:
+        places = [place for place, part in enumerate(parts) if name in part.column_names]
+        columns = [parts[place].data.column(name) for place in places]
+        texts = pyarrow.chunked_array([chunk for column in columns for chunk in column.chunks])
+        typed = _typed(texts, kinds.get(name)) if "string" in str(texts.type) else None
+        start = 0
+        for place, column in zip(places, columns, strict=True):
+            if typed is not None:
+                found[place][name] = typed.slice(start, len(column))
+            start += len(column)
+    return [_with_columns(part, columns) for part, columns in zip(parts, found, strict=True)]
+
+
+def _typed(texts: pyarrow.ChunkedArray, kind: CellKind | None) -> pyarrow.ChunkedArray | None:
+    """Return a column as that of the first type with the form of all its texts; None: it stays one of texts."""
+    import pyarrow
+    import pyarrow.compute as pc
+
+    def fits(cells: pyarrow.ChunkedArray, form: str) -> bool | None:
+        """Return whether all cells have a form; None: all are empty."""
+        fit: bool | None = pc.all(pc.match_substring_regex(cells, rf"^\s*({form})\s*$")).as_py()
+        return fit
+
+    first = texts.slice(0, _CELLS_LOOKED_AT)
+    for name, form in _TYPES[kind].items():
+        if fits(first, form) is False or not fits(texts, form):
+            continue
+        plain = pc.utf8_ltrim(pc.utf8_trim_whitespace(texts), "+")
+        try:
+            return pc.equal(pc.utf8_lower(plain), "true") if name == "bool" else pc.cast(plain, name)
+        except pyarrow.ArrowInvalid:  # the number is too large
+            continue
+    return None
+
+
+def _with_columns(rows: Dataset, columns: Mapping[str, pyarrow.ChunkedArray]) -> Dataset:
+    """Return rows with other values in some columns."""
+    import datasets
+    import pyarrow
+
+    if not columns:
+        return rows
+    names = rows.column_names
+    parts = [datasets.Dataset(pyarrow.table(dict(columns)))]
+    if others := [name for name in names if name not in columns]:
+        parts.append(rows.select_columns(others))
+    return datasets.concatenate_datasets(parts, axis=1).select_columns(names)
 
 
 def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:

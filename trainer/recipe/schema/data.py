@@ -66,7 +66,8 @@ class HubData(_DataKeys):
 class FileData(_DataKeys):
     """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip, or indexed data sets of Megatron.
 
-    Empty lines of JSON Lines and CSV files are skipped.
+    Empty lines of JSON Lines and CSV files are skipped. Texts and names of classes in CSV files stay as they are
+    written, such as 007.
     """
 
     source: Literal["files"]
