@@ -36,11 +36,13 @@ from tests.training.test_peft_folder import CAUSAL, assert_same_logits, train
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
+from trainer.models.weight_files import described_model
 from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Model, Recipe
 from trainer.tools.check import check_parts
+from trainer.training import export as export_module
 from trainer.training.export import export
 
 NEW = [f"<new{number}>" for number in range(6)]
@@ -199,7 +201,18 @@ def tuned(folder: Path, adapter: Any, base: Path) -> Path:
     return recipe
 
 
-@pytest.mark.parametrize("adapter", [LORA, None])
+HEAD = {**LORA, "targets": ["q_proj", "lm_head"], "trainable_tokens": ["word2"]}
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LORA,
+        pytest.param({**HEAD, "type": "dora", "start": "pissa"}, marks=pytest.mark.slow),
+        None,
+        *(pytest.param({**HEAD, **keys}, marks=pytest.mark.nightly) for keys in ({}, {"rank_stabilised": True})),
+    ],
+)
 def test_folders_hold_the_tokens_and_resume(adapter: Any, tmp_path: Path):
     base = write_base(tmp_path / "base", tied=adapter is None)
     recipe = tuned(tmp_path / "tuned", adapter, base)
@@ -212,6 +225,7 @@ def test_folders_hold_the_tokens_and_resume(adapter: Any, tmp_path: Path):
     assert (rows - rows[0]).abs().max() > 1e-3  # they are trained
     export(run, tmp_path / "exported")
     assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"), merged)
+    assert_same_logits(_model_of(run), merged)
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints" / "step-00000008")
     train(recipe)  # resumes at step 4
@@ -223,6 +237,12 @@ def test_folders_hold_the_tokens_and_resume(adapter: Any, tmp_path: Path):
         over.resize_token_embeddings(len(AutoTokenizer.from_pretrained(tmp_path / "adapter")))
         assert_same_logits(peft.PeftModel.from_pretrained(over, tmp_path / "adapter"), merged)
         assert_same_logits(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"), merged)
+
+
+def _model_of(run: Path) -> Any:
+    """Return the trained model with its adapter apart from the weights."""
+    state, _ = export_module._open(run)
+    return export_module._trained_model(state, described_model(json.loads((run / "model/config.json").read_text())))
 
 
 @pytest.mark.parametrize(

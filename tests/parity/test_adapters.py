@@ -74,7 +74,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tokens": {
         "task": TINY_TASKS["causal_lm"].keys,
-        "model": {"config": LLAMA, "adapter": {**LORA, "trainable_tokens": [5, 7, 8, 190]}},
+        # A product of the head, which the rows replace. Each of two tensor ranks has some of them.
+        "model": {
+            "config": {**LLAMA, "tie_word_embeddings": False},
+            "adapter": {**LORA, "targets": ["q_proj", "lm_head"], "trainable_tokens": [5, 7, 8, 190]},
+        },
     },
     # Norms of rows that ranks share, and starts from weights of which a rank holds a part.
     "dora": {

@@ -245,7 +245,12 @@ class TestFewRows:
         planted(monkeypatch, FAULTS[fault][0])
         with pytest.raises(NotTheTrainedModelError, match=r"exported (model must have|tokenizer must be)"):
             train(write_tiny_run(tmp_path), "evaluation.verify_export=3", "checkpoint.every=null")
-        assert not list((tmp_path / "run").glob("*model*"))
+        assert not (tmp_path / "run" / "model").exists()
+        with pytest.raises(UsageError, match=r"`--verify` is needed for this run, which did not keep its exported mod"):
+            export(tmp_path / "run", tmp_path / "out")
+        monkeypatch.undo()
+        train(write_tiny_run(tmp_path), "evaluation.verify_export=3", "checkpoint.every=null")
+        export(tmp_path / "run", tmp_path / "out")
 
     def test_another_process_has_lost_weights_that_the_export_forgot(self, tmp_path, here, monkeypatch, trained):
         write = WeightFiles.write

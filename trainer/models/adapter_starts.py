@@ -36,6 +36,11 @@ def rows_start(name: str, ids: Sequence[int]) -> Start:
     return lambda weight, _: {name: weight[list(ids)]}
 
 
+def joined_starts(first: Start, second: Start) -> Start:
+    """Return the start of two parts of an adapter over one weight, such as a product and trained rows."""
+    return lambda stored, used: {**first(stored, used), **second(stored, used)}
+
+
 def product_start(layer: str, adapter: Adapter, seed: int, transposed: bool) -> Start | None:
     """Return the start of the product of a layer; None if it does not depend on the weight.
 

@@ -7,16 +7,14 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
-from trainer.models.adapter_starts import Start, product_start, rows_start
+from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of
-from trainer.models.forward_context import replace_forward
 from trainer.models.names import aliases, prefixes, tied_names
 from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
 from trainer.models.tokenizer import load_tokenizer
@@ -155,7 +153,8 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
         with_rows = [name for name in layers if rows_of(model.get_submodule(name)) is not None]
         if with_rows:
             ids = rows_of(model.get_submodule(with_rows[0])).ids.tolist()
-            found |= dict.fromkeys(names, rows_start(f"{with_rows[0]}.{ROWS}.rows", ids))
+            start = rows_start(f"{with_rows[0]}.{ROWS}.rows", ids)
+            found |= {name: joined_starts(start, found[name]) if name in found else start for name in names}
     return found
 
 
@@ -197,18 +196,12 @@ def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tenso
         return vectors
     if type(layer) is nn.Linear:
         logits = TrainedLogits(begin, ids)
-        setattr(layer, ROWS, logits)
-        replace_forward(layer, _logits_with_rows)
+        attach_rows(layer, logits)
         return logits
     raise UsageError(
         f"`model.adapter.trainable_tokens` needs an embedding and a linear head, but {name} is a"
         f" {type(layer).__name__}; train it whole by `model.adapter.modules_to_save`"
     )
-
-
-def _logits_with_rows(head: Any, hidden: Tensor) -> Tensor:
-    logits: Tensor = rows_of(head)(hidden, F.linear(hidden, head.weight, head.bias), head.bias)
-    return logits
 
 
 def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) -> list[int]:

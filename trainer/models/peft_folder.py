@@ -57,9 +57,15 @@ def write_adapter(
         OSError, SafetensorError: a file cannot be written.
     """
     assert recipe.adapter is not None, "the caller has checked it"
-    end = f".{ATTRIBUTE}.A"
-    layers = {name.removesuffix(end) for name in available if name.endswith(end)}
+    layers, with_rows = _layers_with(f".{ATTRIBUTE}.A", available), _layers_with(f".{ROWS}.rows", available)
+    # PEFT has no trained rows over a product, so such a layer is written whole.
+    own = own | {f"{layer}.weight" for layer in layers & with_rows}
     layers -= {name.removesuffix(".weight") for name in own}
+    if not layers:
+        raise UsageError(
+            "`--adapter` needs a product beside frozen weights, because PEFT has no adapter without one, but"
+            " `model.adapter.targets` matches none; export the merged model, without --adapter"
+        )
     tied = list(aliases(model).values())
     saved = _whole_modules(model, {name for names in tied for name in names if not own.isdisjoint(names)}, layers)
     tensors: dict[str, Tensor] = {}
@@ -70,14 +76,12 @@ def write_adapter(
             if name.startswith(f"{layer}.{ATTRIBUTE}.")
         }
         tensors |= {f"{_PREFIX}{layer}.{name}": tensor for name, tensor in _in_peft(product).items()}
-    end = f".{ROWS}.rows"
     tokens: dict[str, list[int]] = {}
-    for name in sorted(one for one in available if one.endswith(end)):
-        layer = name.removesuffix(end)
+    for layer in sorted(layer for layer in with_rows if f"{layer}.weight" not in own):
         tokens[layer] = read(f"{layer}.{ROWS}.ids").tolist()
-        tensors[f"{_PREFIX}{layer}.token_adapter.trainable_tokens_delta"] = read(name)
+        tensors[f"{_PREFIX}{layer}.token_adapter.trainable_tokens_delta"] = read(f"{layer}.{ROWS}.rows")
     if tokens:
-        _refuse_lost_bias(model)
+        _refuse_lost_bias(model, own)
     sources = {
         name: next(one for one in group if one in available) for group in aliases(model).values() for name in group
     }
@@ -94,10 +98,15 @@ def write_adapter(
     return folder / _WEIGHTS_NAME
 
 
-def _refuse_lost_bias(model: Any) -> None:
-    """Refuse trained rows in a head with a bias, which PEFT leaves out."""
+def _layers_with(end: str, available: Collection[str]) -> set[str]:
+    return {name.removesuffix(end) for name in available if name.endswith(end)}
+
+
+def _refuse_lost_bias(model: Any, own: Set[str]) -> None:
+    """Refuse trained rows in a head with a bias, which PEFT leaves out, unless the head is written whole."""
     head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
+    is_whole = any(module is head and f"{name}.weight" in own for name, module in model.named_modules())
+    if getattr(head, "bias", None) is not None and not is_whole:
         raise UsageError(
             "`--adapter` needs a head without a bias for `model.adapter.trainable_tokens`, because PEFT computes its"
             f" logits without one, but the head of {type(model).__name__} has it; export the merged model, without"

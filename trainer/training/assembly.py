@@ -9,7 +9,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.best_evaluation import BestEvaluation
-from trainer.training.certificate import NotTheTrainedModelError
+from trainer.training.certificate import REFUSED, NotTheTrainedModelError
 from trainer.training.describing import DescribedModels, describe_models
 from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
@@ -223,14 +223,18 @@ class Assembly:
         temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
 
         rows = FewRows.of(self.recipe, self.data, self.engine, self.mesh) if compares else None
+        refused = folder.with_name(REFUSED)
 
         def complete() -> None:
             try:
+                refused.unlink(missing_ok=True)
                 _save_preparation(self.data, self.recipe, self.models[0], temporary)
                 certificate = rows.compare(temporary) if rows else None
                 complete_folder(temporary, folder, self.saved.origin, self.progress, certificate)
-            except NotTheTrainedModelError:
+            except NotTheTrainedModelError as error:
                 remove(temporary)
+                with suppress(OSError):  # the error of the model matters more
+                    refused.write_text(f"{error}\n", encoding="utf-8")
                 raise
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.base.errors import TrainerError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import for_terminal, listed
 from trainer.data.formats.base import is_chat
 from trainer.parallel.microbatch import Microbatch
@@ -53,6 +54,24 @@ class Certificate:
 
 class NotTheTrainedModelError(TrainerError):
     """The exported folder is not the trained model."""
+
+
+REFUSED = "model-refused.txt"
+"""The file in a run's folder with the reason why its end did not keep the exported model."""
+
+
+def require_not_refused(checkpoint: Path) -> None:
+    """Refuse to export a checkpoint in the folder of a run that did not keep its own export.
+
+    Raises:
+        UsageError: the run has refused it.
+    """
+    file = checkpoint.parent.parent / REFUSED
+    if file.is_file():
+        raise UsageError(
+            f"`--verify` is needed for this run, which did not keep its exported model ({file}); add --verify, which"
+            " compares the folder with the trained model"
+        )
 
 
 def compared(

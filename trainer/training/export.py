@@ -39,7 +39,7 @@ from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
 from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
-from trainer.training.certificate import Certificate
+from trainer.training.certificate import Certificate, require_not_refused
 from trainer.training.model_card import complete_folder
 from trainer.training.onnx_graph import require_onnx, to_onnx
 from trainer.training.row_encoding import with_folder
@@ -88,6 +88,8 @@ def export(
     """
     place = _free_place(folder)
     state, notes = _open(checkpoint)
+    if verification is None:
+        require_not_refused(state.folder)
     config, beside = _beside_weights(state.folder, state.file_names)
     if adapter:
         _require_adapter(state)

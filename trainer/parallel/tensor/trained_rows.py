@@ -1,7 +1,7 @@
 """Trained rows of a frozen embedding, and of the output head over the same vocabulary.
 
-The rows are a child module of their layer, and replace the results of the layer for their tokens. They are whole on
-every rank.
+The rows are a child module of their layer, and replace the results of the layer for their tokens, with those of its
+low-rank product. They are whole on every rank.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class TrainedLogits(TrainedRows):
         return TrainedLogits(self.rows.detach().clone(), self.ids.tolist(), group, num_columns)
 
 
-def attach_rows(layer: nn.Module, rows: TrainedVectors) -> None:
-    """Replace the vectors of an embedding by trained rows."""
+def attach_rows(layer: nn.Module, rows: TrainedVectors | TrainedLogits) -> None:
+    """Replace the results of an embedding or a head by trained rows, after those of hooks that it has already."""
     setattr(layer, ROWS, rows)
-    layer.register_forward_hook(_replace)
+    layer.register_forward_hook(_replace_vectors if isinstance(rows, TrainedVectors) else _replace_logits)
 
 
 def rows_of(layer: nn.Module) -> Any:
@@ -108,6 +108,11 @@ def rows_of(layer: nn.Module) -> Any:
     return getattr(layer, ROWS, None)
 
 
-def _replace(layer: nn.Module, args: Any, vectors: Tensor) -> Tensor:
+def _replace_vectors(layer: nn.Module, args: Any, vectors: Tensor) -> Tensor:
     replaced: Tensor = rows_of(layer)(args[0], vectors)
+    return replaced
+
+
+def _replace_logits(head: Any, args: Any, logits: Tensor) -> Tensor:
+    replaced: Tensor = rows_of(head)(args[0], logits, head.bias)
     return replaced
