@@ -36,6 +36,7 @@ from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_mo
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.schema.fields import NOT_BLANK
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
@@ -205,7 +206,9 @@ def _values(schema: Mapping[str, Any]) -> str:
     if kind == "null":
         return "`null`"
     if kind == "string":
-        rule = str(schema.get("patternErrorMessage") or ("path" if schema.get("format") == "path" else "text"))
+        rule = "path" if schema.get("format") == "path" else "text"
+        if schema.get("pattern") != NOT_BLANK:
+            rule = str(schema.get("patternErrorMessage", rule))
         return rule.partition(" such as")[0]
     if kind == "array":
         return f"list of {_length(schema)}{_values(schema['items'])}"

@@ -95,6 +95,19 @@ def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in lines if not line.startswith(("note ", "checked ", "steps "))]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "run", ""], "the argument after `run` is blank; set the variable that was empty"),
+        (["predict", "run", "rows.csv", "--output="], "`--output=` has no value; set the variable that was empty"),
+        (["init", "rows.csv", "--model", " "], "the argument after `--model` is blank"),
+    ],
+)
+def test_an_unset_variable_is_no_argument(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert main(arguments) == ExitCode.USER
+    assert words in capsys.readouterr().err
+
+
 def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bert_base_mrpc", "training.epochs=1", "parallel.strategy=zero2", "--processes", "2"]) == 0
     lines = layout_of(capsys)

@@ -9,7 +9,7 @@ from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.keys import known_keys
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
-from trainer.recipe.schema import Interval, file_schema
+from trainer.recipe.schema import Interval, Recipe, file_schema
 from trainer.recipe.strategies import STRATEGIES
 
 VALIDATOR = jsonschema.Draft202012Validator(file_schema())
@@ -80,3 +80,23 @@ def test_intervals_read_back_as_written(text: str) -> None:
     recipe = load_recipe("bert_base_mrpc", [f"checkpoint.every={text}"]).recipe
     assert str(recipe.checkpoint.every) == text
     assert isinstance(recipe.checkpoint.every, Interval)
+
+
+def test_only_texts_that_name_nothing_may_be_blank():
+    found = set()
+
+    def walk(part: Any, key: str) -> None:
+        if isinstance(part, list):
+            for inner in part:
+                walk(inner, key)
+        elif isinstance(part, dict):
+            if part.get("type") == "string" and not {"pattern", "enum", "const"} & part.keys():
+                found.add(key)
+            for name, inner in part.items():
+                walk(inner, key if name in ("anyOf", "items", "additionalProperties") else name)
+
+    walk(Recipe.model_json_schema(), "")
+    assert found == {
+        "delimiter", "document_prompt", "new_tokens", "prefix", "query_prompt", "question_texts", "trainable_tokens",
+        "values",
+    }  # fmt: skip

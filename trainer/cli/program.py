@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] and arguments[0] in _OTHER_WORDS:
             raise UsageError(f"`{arguments[0]}` is no command; to train a recipe: trainer run RECIPE")
+        _require_values(arguments)
         _command().main(arguments, prog_name="trainer")
         sys.stdout.flush()
     except SystemExit as end:
@@ -82,6 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command() -> Any:
     """Return the command of all verbs; building it takes longer than reading a recipe."""
     return typer.main.get_command(app)
+
+
+def _require_values(arguments: Sequence[str]) -> None:
+    """Refuse a blank argument and an option without its value: a path of no characters is the current folder."""
+    for place, argument in enumerate(arguments):
+        if re.fullmatch(r"\s*|--[\w-]+=\s*", argument):
+            before = f" after `{arguments[place - 1]}`" if place else ""
+            shown = f"`{argument}` has no value" if argument.strip() else f"the argument{before} is blank"
+            raise UsageError(f"{shown}; set the variable that was empty, or leave the argument out")
 
 
 def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:

@@ -37,8 +37,11 @@ Minimal = dict[str, Any]
             "`model.adapter.rank_pattern` must be an object of names, each with an integer of at least 1, but is"
             ' {"query": 0}',
         ),
-        ("data.validation=0", "`data.validation` must be a number above 0 and below 1, or text, or null, but is 0"),
-        ("data.subset=3", '`data.subset` must be text, or null, but is 3; write "3"'),
+        (
+            "data.validation=0",
+            "`data.validation` must be a number above 0 and below 1, or text that is not blank, or null, but is 0",
+        ),
+        ("data.subset=3", '`data.subset` must be text that is not blank, or null, but is 3; write "3"'),
         (
             "evaluation.every=500",
             '`evaluation.every` must be an interval such as "100 steps" or "1 epoch", or null, but is 500;'
@@ -74,7 +77,8 @@ Minimal = dict[str, Any]
         ),
         (
             'task.text=["a", "b", "c"]',
-            '`task.text` must be text, or a list of 1 to 2 items, each text, but is ["a", "b", "c"]',
+            "`task.text` must be text that is not blank, or a list of 1 to 2 items, each text that is not blank, but is"
+            ' ["a", "b", "c"]',
         ),
         (
             "task.type=classification",
@@ -85,7 +89,17 @@ Minimal = dict[str, Any]
         ),
         ("data=3", "`data` must be an object, but is 3"),
         ("parallel=null", "`parallel` must be an object, but is null"),
-        ('data.name=""', '`data.name` must be non-empty text, but is ""'),
+        ("data.name=", '`data.name` must be text that is not blank, but is ""'),
+        ('task.text=["a", " "]', '`task.text[1]` must be text that is not blank, but is " "'),
+        (
+            "checkpoint.mirror=",
+            '`checkpoint.mirror` must be text that is not blank, or null, but is ""; write null, or set the variable'
+            " that was empty",
+        ),
+        (
+            'task.class_weights={"": 2.0, "b": 1.0}',
+            "`task.class_weights` must have names that are not blank; write them, or set the variable that was empty",
+        ),
         ("trainig.epochs=3", "`trainig` is not a key; did you mean `training`?"),
         ("epochs=3", "`epochs` is not a key; did you mean `training.epochs`?"),
         ("model.name=x", "`model.name` is not a key; did you mean `model.name_or_path`?"),
@@ -123,7 +137,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
         (
             "data",
             {"source": "folder"},
-            "`data.path` is missing; it must be non-empty text (the folder)",
+            "`data.path` is missing; it must be text that is not blank (the folder)",
         ),
     ],
 )

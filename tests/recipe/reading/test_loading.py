@@ -245,7 +245,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems: Ca
         'r.json:3:79: `task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "f1_micro", "matthews", but is'
         ' "accurcy"; did you mean "accuracy"?',
         "r.json:4:12: `model.name_or_path` is missing; set it, or `model.config` for random weights",
-        "r.json:5:62: `data.train` must be text, but is null",
+        "r.json:5:62: `data.train` must be text that is not blank, but is null",
         "r.json:5:86: `data.subset` is a duplicate key in one object; first at r.json:5:68",
         'r.json:6:26: `training.epochs` must be an integer of at least 1, but is "3"; write 3 without quotes',
         "r.json:6:31: `training.epoch` is not a key; did you mean `training.epochs`?",

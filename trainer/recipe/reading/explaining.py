@@ -26,6 +26,9 @@ from trainer.recipe.schema import Recipe, Section
 
 Schema = Mapping[str, Any]
 
+_BLANK_KEY = "blank_key"
+"""The type of error of a `NameKey`."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -43,8 +46,10 @@ def findings(error: ValidationError) -> list[Finding]:
     """Return one finding for each key or item; pydantic reports one for each branch of a union."""
     found: dict[KeyPath, Finding] = {}
     for details in error.errors(include_url=False, include_context=False, include_input=False):
-        finding = _placed(details["type"], details["loc"])
-        found.setdefault(finding.path, finding)
+        *place, last = details["loc"]
+        finding = _placed(_BLANK_KEY, (*place[:-1],)) if last == "[key]" else _placed(details["type"], details["loc"])
+        if finding.error == _BLANK_KEY or finding.path not in found:  # a branch of a union without names is no rule
+            found[finding.path] = finding
     # An invalid item is more precise than an invalid list, and a part of a named value than the value.
     outer = {path[:end] for path, finding in found.items() for end in range(finding.key + 1, len(path))}
     outer |= {finding.within for finding in found.values() if finding.within is not None}
@@ -87,6 +92,9 @@ def explain(finding: Finding, root: Node) -> list[Problem]:
         return unknown_key(finding.path, finding.section, node)
     if finding.error.startswith("union_tag"):
         return [_wrong_kind(finding.path, finding.field, node)]
+    if finding.error == _BLANK_KEY:
+        text = "must have names that are not blank; write them, or set the variable that was empty"
+        return [Problem(node.origin, f"`{dotted(finding.path)}` {text}")]
     rule = _schema_at(finding)
     if finding.error == "missing":
         return [_missing(finding.path, finding.field, rule, node)]
@@ -225,6 +233,8 @@ def _remedy(value: object, schema: Schema) -> str:
 
 def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
+    if not value.strip():
+        return "; write null, or set the variable that was empty" if "null" in types else ""
     values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
     choices = [one for one in values if isinstance(one, str)]
     other = _OTHER_NAMES.get(value.lower())

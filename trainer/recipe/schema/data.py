@@ -13,7 +13,7 @@ from pydantic import Field
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.recipe.paths import KeyPath, is_url, shown_value
 from trainer.recipe.schema.data_map import DataMap
-from trainer.recipe.schema.fields import HeldOut, HubOrPathField, PathField, Revision
+from trainer.recipe.schema.fields import HeldOut, HubOrPathField, Name, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
 
@@ -50,12 +50,12 @@ class HubData(_DataKeys):
     source: Literal["hub"]
     name: HubOrPathField
     """A name on the hub, or a local folder that `datasets.load_dataset` can read."""
-    subset: str | None = None
+    subset: Name | None = None
     """Configuration of the data set, such as `mrpc` of GLUE."""
     revision: Revision = None
-    train: str = "train"
+    train: Name = "train"
     """Name of the training split."""
-    validation: HeldOut | str | None = "validation"
+    validation: HeldOut | Name | None = "validation"
     """Name of the validation split, or the share of `train` to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -78,7 +78,7 @@ class FileData(_DataKeys):
     """Character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
     """Quotation marks enclose values of CSV and TSV files; false: they are text."""
-    encoding: str = "utf-8"
+    encoding: Name = "utf-8"
     """Encoding of JSON, CSV and CoNLL files, such as latin-1."""
     train: PathField | Annotated[list[PathField], Field(min_length=1)]
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
@@ -158,9 +158,9 @@ class FolderData(_DataKeys):
     source: Literal["folder"]
     path: PathField
     """The folder."""
-    train: str = "train"
+    train: Name = "train"
     """Name of the training split."""
-    validation: HeldOut | str | None = "validation"
+    validation: HeldOut | Name | None = "validation"
     """Name of the validation split, or the share of `train` to hold out."""
 
     def contradictions(self) -> Iterator[Contradiction]:

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from trainer.recipe.paths import KeyPath
 from trainer.recipe.row_texts import Comparison, Template
+from trainer.recipe.schema.fields import Name, NameKey
 from trainer.recipe.schema.section import Contradiction, Section
-
-_Name = Annotated[str, Field(min_length=1)]
 
 
 class MadeMessage(Section):
@@ -19,28 +18,28 @@ class MadeMessage(Section):
 
     role: Literal["system", "developer", "user", "assistant", "turns"]
     """Role of the message. `turns`: earlier turns, as pairs of a user's text and its answer."""
-    content: _Name
+    content: Name
     """A template, or the column of `turns`; a message without text is left out."""
 
 
 class ChatKeys(Section):
     """Keys of messages in other spellings."""
 
-    role: _Name = "role"
+    role: Name = "role"
     """Key of the role in the source."""
-    content: _Name = "content"
+    content: Name = "content"
     """Key of the text in the source."""
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
+    roles: dict[NameKey, Literal["system", "developer", "user", "assistant", "tool", "tool_calls"]] = Field({})
     """Role of each name in the source that differs, such as {"human": "user"}; `tool_calls`: a turn with tool calls as
     JSON."""
-    system: _Name | None = None
+    system: Name | None = None
     """Column of the system message of a chat that begins with the user's turn; null: chats hold their own."""
 
 
 class MappedColumn(Section):
     """A column that is made from one column of the source."""
 
-    column: _Name
+    column: Name
     """Column of the source."""
     type: Literal["text", "integer", "number", "boolean"] | None = None
     """Type of the values; null: that of the source."""
@@ -58,7 +57,7 @@ class MappedColumn(Section):
         return "has `values` of several types; use one type" if len(kinds) > 1 else None
 
 
-Mapped = _Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)]
+Mapped = Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)]
 
 
 class DataMap(Section):
@@ -67,12 +66,12 @@ class DataMap(Section):
     shape: Literal["auto", "none", "sharegpt", "alpaca"] = "auto"
     """sharegpt: chats with `from` and `value`, and `system`; alpaca: `instruction`, `input`, `output`, and in chats
     `system` and `history`; auto: recognised, with a note."""
-    columns: Annotated[dict[_Name, Mapped], Field(min_length=1)] | None = None
+    columns: Annotated[dict[NameKey, Mapped], Field(min_length=1)] | None = None
     """New columns; others are left out. A value is a column of the source, a template such as
     "{instruction}[\\n{input}]", a list of messages with templates and of earlier turns, or an object. A part of a
     template in brackets is left out if one of its columns is null or blank; double brackets and braces are characters.
     null: the columns of the source."""
-    where: list[str] = Field([])
+    where: list[Name] = Field([])
     """Conditions on rows, such as ["language == en", "score >= 0.5"]. Operators: ==, !=, <, <=, >, >=, in and not in.
     `trainer predict` and `trainer mine` read all rows."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainer.recipe.schema.fields import Interval, IntervalField
+from trainer.recipe.schema.fields import Interval, IntervalField, Name
 from trainer.recipe.schema.section import Section
 
 
@@ -15,7 +15,7 @@ class Evaluation(Section):
 
     every: IntervalField | None = Interval(1, "epochs")
     """How often to evaluate; null: never, the default without a validation split."""
-    best: str | None = None
+    best: Name | None = None
     """Metric that selects the best model, or "loss"; null: the first of `task.metrics`. The loss decides between equal
     values."""
     patience: Annotated[int, Field(ge=1)] | None = None

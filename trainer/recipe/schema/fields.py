@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,26 @@ DurationField = Annotated[
 ]
 
 
-def text_pattern(pattern: str, rule: str) -> Any:
-    return Field(pattern=pattern, json_schema_extra={"patternErrorMessage": rule})
+def text_pattern(pattern: str, rule: str, **keys: str) -> Any:
+    return Field(pattern=pattern, json_schema_extra={"patternErrorMessage": rule, **keys})
+
+
+NOT_BLANK = r"\S"
+"""The pattern of a `Name`."""
+_RULE = "text that is not blank"
+
+Name = Annotated[str, text_pattern(NOT_BLANK, _RULE)]
+"""The name of a place, a column, a class or another thing: an unset variable of a shell names none."""
+
+
+def _not_blank(key: str) -> str:
+    if not key.strip():
+        raise ValueError(_RULE)
+    return key
+
+
+NameKey = Annotated[str, AfterValidator(_not_blank)]
+"""A `Name` as a key of an object; a pattern of keys would change the form of the JSON Schema."""
 
 
 class Place(Enum):
@@ -82,22 +100,24 @@ class Place(Enum):
     RUN = auto()  # the current folder
 
 
-PathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RECIPE]
+_Path = Annotated[str, text_pattern(NOT_BLANK, _RULE, format="path")]
+
+PathField = Annotated[_Path, Place.RECIPE]
 
 
-HubOrPathField = Annotated[str, Field(min_length=1), Place.RECIPE_OR_HUB]
+HubOrPathField = Annotated[Name, Place.RECIPE_OR_HUB]
 
 
-RunPathField = Annotated[str, Field(min_length=1, json_schema_extra={"format": "path"}), Place.RUN]
+RunPathField = Annotated[_Path, Place.RUN]
 
 
-Revision = Annotated[str | None, Field(description="Branch, tag or commit of the hub repository.")]
+Revision = Annotated[Name | None, Field(description="Branch, tag or commit of the hub repository.")]
 
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-Patterns = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Patterns = Annotated[list[Name], Field(min_length=1)]
 
 
 HeldOut = Annotated[float, Field(gt=0, lt=1)]

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
+from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
 from trainer.recipe.schema.task_keys import TextKeys, VocabularyKeys
 
@@ -71,17 +72,17 @@ class CausalLM(VocabularyKeys):
     """Predict each next token: of texts, of the completions of prompts, or of the assistant's turns in chats."""
 
     type: Literal["causal_lm"]
-    text: str | None = None
+    text: Name | None = None
     """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""
-    prompt: str | None = None
+    prompt: Name | None = None
     """Column of prompts, texts or messages, not trained."""
-    completion: str | None = None
+    completion: Name | None = None
     """Column of completions of the prompts."""
-    messages: str | None = None
+    messages: Name | None = None
     """Column of chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, unless their
     `weight` is 0."""
-    tools: str | None = None
+    tools: Name | None = None
     """Column of the tools of a chat, as lists of JSON schemas or their text."""
     train_on: Literal["all", "last", "each"] = "all"
     """Trained turns of a chat: all in one row, the last one, or each in its own row. `last` and `each` suit templates
@@ -126,15 +127,15 @@ class Seq2SeqLM(VocabularyKeys):
     """
 
     type: Literal["seq2seq_lm"]
-    source: str = "source"
+    source: Name = "source"
     """Column of the source text."""
-    target: str = "target"
+    target: Name = "target"
     """Column of the target text; it may be empty."""
     prefix: str = ""
     """Text before each source, such as `"summarize: "` for T5."""
-    source_language: str | None = None
+    source_language: Name | None = None
     """Language of the sources in a multilingual tokenizer's spelling, such as `en_XX` of mBART."""
-    target_language: str | None = None
+    target_language: Name | None = None
     """Language of the targets; set both or none."""
     max_target_length: int = Field(128, ge=2)
     """Maximum tokens of a target; longer ones are truncated, with a note."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.fields import HubOrPathField, Patterns, Revision
+from trainer.recipe.schema.fields import HubOrPathField, Name, NameKey, Patterns, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
 Tokens = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
@@ -26,9 +26,9 @@ class Adapter(Section):
     """Each product is multiplied by `alpha / rank`."""
     rank_stabilised: bool = False
     """Multiply by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
-    rank_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[int, Field(ge=1)]] = Field({})
+    rank_pattern: dict[NameKey, Annotated[int, Field(ge=1)]] = Field({})
     """Ranks of layers by names or patterns; the first match applies."""
-    alpha_pattern: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field({})
+    alpha_pattern: dict[NameKey, Annotated[float, Field(gt=0)]] = Field({})
     """Other values of `alpha`, as in `rank_pattern`."""
     start: Literal["pissa", "pissa_niter_16", "loftq"] | None = None
     """Begin with the largest singular values of each weight (`pissa`), approximately (`pissa_niter_16`), or of the
@@ -38,7 +38,7 @@ class Adapter(Section):
     targets: Patterns | Literal["all-linear"] | None = None
     """Names of linear layers, or patterns such as `*.query`; `all-linear`: all but heads and layers trained whole;
     null: those of the repeated layers."""
-    modules_to_save: list[Annotated[str, Field(min_length=1)]] | None = None
+    modules_to_save: list[Name] | None = None
     """Names or patterns of modules to train whole; null: those that the pretrained model lacks, such as the task's
     head."""
     trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.fields import Patterns
+from trainer.recipe.schema.fields import Name, Patterns
 from trainer.recipe.schema.section import Contradiction, Section
 
 
 class ParameterGroup(Section):
     """Parameters with a learning rate or a weight decay of their own."""
 
-    match: Annotated[str, Field(min_length=1)] | Patterns
+    match: Name | Patterns
     """Names or patterns of modules and parameters, such as `classifier`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate of the schedule; null: that of the optimizer."""

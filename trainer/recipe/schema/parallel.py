@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.recipe.schedules import SCHEDULE_NAMES, SCHEDULES
-from trainer.recipe.schema.fields import Duration, DurationField
+from trainer.recipe.schema.fields import Duration, DurationField, Name
 from trainer.recipe.schema.section import Contradiction, Section, clash
 from trainer.recipe.strategies import STRATEGY_NAMES
 
@@ -24,7 +24,7 @@ class Pipeline(Section):
     """Microbatches in one pass; null: all of a step, at least two per stage if rows suffice."""
     stages_per_rank: Annotated[int, Field(ge=1)] | None = None
     """Stages on each rank; null: the default of the schedule."""
-    split: Annotated[list[str], Field(min_length=1)] | None = None
+    split: Annotated[list[Name], Field(min_length=1)] | None = None
     """First layer of each later stage, by its name in the base model; null: balanced by cost."""
 
     def contradictions(self) -> Iterator[Contradiction]:

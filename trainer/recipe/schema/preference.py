@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
 from trainer.recipe.schema.task_keys import TaskKeys, VocabularyKeys
@@ -67,17 +68,17 @@ class Preference(VocabularyKeys):
     type: Literal["preference"]
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
-    prompt: str | None = "prompt"
+    prompt: Name | None = "prompt"
     """Column of prompts; null: `chosen` and `rejected` hold whole chats that start alike."""
-    chosen: str = "chosen"
+    chosen: Name = "chosen"
     """Column of the better answers."""
-    rejected: str = "rejected"
+    rejected: Name = "rejected"
     """Column of the worse answers."""
-    completion: str = "completion"
+    completion: Name = "completion"
     """kto: the column of the answers."""
-    label: str = "label"
+    label: Name = "label"
     """kto: the column of true (desirable) or false, or 1 or 0."""
-    tools: str | None = None
+    tools: Name | None = None
     """Column of the tools of a chat, as lists of JSON schemas or their text."""
     generation: Generation = Generation()
     """Length of the texts of `trainer predict`, and their search."""
@@ -117,13 +118,13 @@ class RewardModel(TaskKeys):
     """
 
     type: Literal["reward_model"]
-    prompt: str | None = "prompt"
+    prompt: Name | None = "prompt"
     """Column of prompts; null: the other columns hold whole texts or chats."""
-    chosen: str = "chosen"
+    chosen: Name = "chosen"
     """Column of the better answers."""
-    rejected: str = "rejected"
+    rejected: Name = "rejected"
     """Column of the worse answers."""
-    margin: str | None = None
+    margin: Name | None = None
     """Column of the least difference of the two rewards."""
     center_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of both rewards in the loss, which centres them."""

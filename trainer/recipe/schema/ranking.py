@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import TaskKeys
 
@@ -15,11 +16,11 @@ class Reranker(TaskKeys):
     """Score pairs of a query and a document by a cross-encoder, so that documents can be ranked."""
 
     type: Literal["reranker"]
-    query: str = "query"
+    query: Name = "query"
     """Column of queries."""
-    documents: str | Annotated[list[str], Field(min_length=2)] = "documents"
+    documents: Name | Annotated[list[Name], Field(min_length=2)] = "documents"
     """Column of one document or of a list; or several columns: the right document, then wrong ones."""
-    label: str | None = None
+    label: Name | None = None
     """Column of the relevance of each document; null: the first one of a row is right."""
     loss: Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"] = "binary_cross_entropy"
     """binary_cross_entropy: of each pair; cross_entropy: find the right document of the row; list_net: cross entropy of

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
-from trainer.recipe.schema.fields import Share
+from trainer.recipe.schema.fields import Name, NameKey, Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
@@ -24,7 +24,7 @@ class SequenceClassification(ClassificationKeys, TextKeys):
     multi_label: bool = False
     """Any number of labels a row: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy` counts
     rows with all labels right."""
-    threshold: Share | dict[str, Share] = 0.5
+    threshold: Share | dict[NameKey, Share] = 0.5
     """With `multi_label`: probability above which a label is predicted; an object: by name."""
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -47,7 +47,7 @@ class SequenceRegression(TextKeys):
     """Predict a number for each text, or pair of texts."""
 
     type: Literal["sequence_regression"]
-    label: str = "label"
+    label: Name = "label"
     """Column of the number."""
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
     """Correlation of predicted and true numbers, or their mean squared error."""
@@ -57,9 +57,9 @@ class Embedding(TaskKeys):
     """Embed texts, so that similar texts have a high cosine similarity."""
 
     type: Literal["embedding"]
-    texts: Annotated[list[str], Field(min_length=2)]
+    texts: Annotated[list[Name], Field(min_length=2)]
     """Columns of the texts: anchor, positive, and perhaps hard negatives."""
-    score: str | None = None
+    score: Name | None = None
     """Column of the similarity of both texts, for `cosine`, `cosent` and `angle`."""
     pooling: Literal["mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_length"] | None = None
     """Embedding from the states of the tokens: weighted_mean has weights 1, 2, 3, ..., mean_sqrt_length is sum /
@@ -145,16 +145,16 @@ class TokenClassification(TaskKeys):
     """
 
     type: Literal["token_classification"]
-    words: str | None = None
+    words: Name | None = None
     """Column of lists of words."""
-    tags: str | None = None
+    tags: Name | None = None
     """Column of one tag for each word: of entities (IOB2 or IOBES, such as B-PER), plain (such as NOUN), or
     integers from 0."""
-    text: str | None = None
+    text: Name | None = None
     """Column of a text, instead of `words`."""
-    spans: str | None = None
+    spans: Name | None = None
     """Column of the entities of `text`: a list of {start, end, label}, in characters, the end excluded."""
-    labels: Annotated[list[str], Field(min_length=2)] | None = None
+    labels: Annotated[list[Name], Field(min_length=2)] | None = None
     """Tags in order, such as O, B-PER and I-PER; null: as for the labels of `sequence_classification`."""
     label_all: bool = False
     """Train on all tokens of a word, the further ones with the tag I-; false: on its first token only."""
@@ -187,11 +187,11 @@ class QuestionAnswering(TaskKeys):
     """
 
     type: Literal["question_answering"]
-    question: str = "question"
+    question: Name = "question"
     """Column of the question."""
-    context: str = "context"
+    context: Name = "context"
     """Column of the text with the answer."""
-    answers: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "answers"
+    answers: Name | Annotated[list[Name], Field(min_length=2, max_length=2)] = "answers"
     """Column of answers as in SQuAD, {"text": [...], "answer_start": [...]}, or two columns: the text and the first
     character. Training uses the first answer."""
     stride: Annotated[int, Field(ge=0)] | None = None
@@ -231,17 +231,17 @@ class MultipleChoice(TaskKeys):
     """Choose the text that fits a context, as in SWAG, HellaSwag, RACE and COPA."""
 
     type: Literal["multiple_choice"]
-    context: str = "context"
+    context: Name = "context"
     """Column of the context, which may be truncated."""
-    question: str | None = None
+    question: Name | None = None
     """Column of a text before each choice: a question, or the start of the endings."""
-    question_texts: Annotated[dict[str, str], Field(min_length=1)] | None = None
+    question_texts: Annotated[dict[NameKey, str], Field(min_length=1)] | None = None
     """Text in place of each value of `question`, such as {"cause": "What was the cause?"}."""
-    blank: Annotated[str, Field(min_length=1)] | None = None
+    blank: Name | None = None
     """Part of a question that the choice replaces, such as `_`; null: it follows."""
-    choices: str | Annotated[list[str], Field(min_length=2)] = "choices"
+    choices: Name | Annotated[list[Name], Field(min_length=2)] = "choices"
     """Column of lists of texts, or of {"text": [...], "label": [...]}; or a column for each choice."""
-    label: str = "label"
+    label: Name = "label"
     """Column of the right choice."""
     label_format: Literal["index", "number", "letter", "text"] | None = None
     """Indices from 0, numbers from 1, letters from A, or texts of choices; null: the labels that `choices` holds, else

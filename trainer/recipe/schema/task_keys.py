@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
+from trainer.recipe.schema.fields import Name, NameKey
 from trainer.recipe.schema.section import Contradiction, Section, clash, repeated, shared
 
 TextColumns = Annotated[
-    str | Annotated[list[str], Field(min_length=1, max_length=2)],
+    Name | Annotated[list[Name], Field(min_length=1, max_length=2)],
     Field(description="The column that holds the text, or the two columns of a pair."),
 ]
 
@@ -49,7 +50,7 @@ class ImageKeys(TaskKeys):
     """Keys that all tasks on images share."""
 
     type: str
-    image: str = "image"
+    image: Name = "image"
     """Column of the image: encoded (PNG, JPEG, ...), the name of such a file, or values from 0 to 255 as lists
     [height][width] or [height][width][channels]."""
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = None
@@ -63,9 +64,9 @@ class ImageKeys(TaskKeys):
 class ClassificationKeys(TaskKeys):
     """Keys that all classifications share."""
 
-    label: str = "label"
+    label: Name = "label"
     """Column of the class: a name, an integer from 0, or one of `task.labels`."""
-    labels: Annotated[list[str], Field(min_length=2)] | None = None
+    labels: Annotated[list[Name], Field(min_length=2)] | None = None
     """Class names in order; null: those of the training split, in the order of a fine-tuned checkpoint or the data set,
     or sorted."""
     metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
@@ -73,9 +74,9 @@ class ClassificationKeys(TaskKeys):
     )
     """`f1` is that of the class `positive` of two, `f1_macro` the mean over classes, `f1_micro` over all decisions
     together."""
-    positive: str | None = None
+    positive: Name | None = None
     """Class that `f1` counts as positive; null: the second one."""
-    class_weights: Literal["balanced"] | dict[str, float] | None = None
+    class_weights: Literal["balanced"] | dict[NameKey, float] | None = None
     """Weights of classes in the training loss, by name; `balanced`: rows / (classes * rows of the class); null: 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target that the training loss spreads over all classes."""
