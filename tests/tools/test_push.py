@@ -28,6 +28,8 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.private: bool | None = None
+        self.commit = "c" * 40
+        self.commits: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.blobs: dict[str, bytes] = {}
         self.statuses: dict[str, int] = {}
@@ -47,7 +49,9 @@ class _Answers(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer(200, {"id": "me/model", "modelId": "me/model", "private": self.server.private, "siblings": []})
+        files = [{"rfilename": name} for name in self.server.files]
+        about = {"private": self.server.private, "siblings": files, "sha": self.server.commit}
+        self._answer(200, {"id": "me/model", "modelId": "me/model", **about})
 
     def do_PUT(self) -> None:
         self.server.blobs[self.path.rsplit("/", 1)[1]] = self._body()
@@ -85,6 +89,10 @@ class _Answers(BaseHTTPRequestHandler):
         elif last == "commit":
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
+                if line["key"] == "header":
+                    hub.commits.append(value)
+                if line["key"] == "deletedFile":
+                    del hub.files[value["path"]]
                 if line["key"] == "file":
                     hub.files[value["path"]] = base64.b64decode(value["content"])
                 if line["key"] == "lfsFile":
@@ -150,6 +158,26 @@ def test_an_existing_repository_must_be_private_too(hub: Hub, run: Path):
     assert not hub.files
     push(run, "me/model", public=True, endpoint=hub.url)
     assert len(hub.files) == len(FILES)
+    hub.private = True
+    with pytest.raises(UsageError, match="must be a public repository, but only its members can read me/model; leave"):
+        push(run, "me/model", public=True, endpoint=hub.url)
+
+
+def test_files_of_an_older_push_that_the_folder_lacks_are_deleted_in_the_same_commit(hub: Hub, run: Path):
+    hub.statuses["create"], hub.private = 409, True
+    kept = {"LICENSE", ".gitattributes", "notes/config.json", "examples/model.safetensors", "logo.png", "README.md"}
+    old = {
+        "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "modules.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+        "contrastive_scale/model.safetensors", "spiece.model", "vocab.txt", "merges.txt", "chat_template.jinja",
+        "preprocessor_config.json", "generation_config.json", "special_tokens_map.json", "model.onnx",
+    }  # fmt: skip
+    hub.files = dict.fromkeys({*kept, *old, "config.json"}, b"old")
+    done = push(run, "me/model", endpoint=hub.url)
+    assert (hub.files.keys(), set(done.deleted)) == ({*kept, *FILES}, old)
+    assert hub.files["config.json"] == b"{}"
+    (commit,) = hub.commits
+    assert commit["parentCommit"] == hub.commit, "a commit between is an error"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +185,8 @@ def test_an_existing_repository_must_be_private_too(hub: Hub, run: Path):
     [
         ("create", 401, r"answered 401 for me/model: .*; log in with `hf auth login`, or set HF_TOKEN"),
         ("commit", 409, r"answered 409 for me/model: .*; another commit came first, or the name is taken"),
+        ("commit", 412, r"answered 412 for me/model: .*; another commit came first; push again"),
+        ("create", 429, r"answered 429 for me/model: .*; the hub takes no more requests for now; wait some minutes"),
         ("preupload", 503, r"answered 503 for me/model: .*; push again later"),
         ("commit", -1, r"cannot be used for me/model: .*; check the network and HF_ENDPOINT, and push again"),
         ("create", 0, r"cannot be used for me/model: it did not answer for 0.2 s; check the network"),

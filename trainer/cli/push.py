@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.base.text import for_terminal
+from trainer.base.text import for_terminal, listed
 from trainer.cli.options import flag
 
 
@@ -21,7 +21,8 @@ def push(
 ) -> None:
     """Send an exported model to the hub, or to that of HF_ENDPOINT; a new repository is private.
 
-    The token is that of `hf auth login`, or HF_TOKEN. Nothing but the folder is sent.
+    The token is that of `hf auth login`, or HF_TOKEN. Nothing but the folder is sent. Files of an older export that the
+    folder lacks are deleted there, in the same commit.
     """
     from trainer.tools.push import push as push_folder
 
@@ -30,3 +31,5 @@ def push(
         f"pushed {done.folder}: {len(done.names)} files, {done.num_bytes / 1e6:,.1f} MB,"
         f" {'private' if done.is_private else 'public'}: {for_terminal(done.address)}"
     )
+    if done.deleted:
+        typer.echo(f"deleted there, from an older push: {for_terminal(listed(done.deleted, 10))}")

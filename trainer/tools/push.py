@@ -1,6 +1,7 @@
 """`trainer push`: an exported folder to a hub, as one commit, private unless asked otherwise.
 
-The hub is huggingface.co, or that of `HF_ENDPOINT`. Only plain files of the folder are sent.
+The hub is huggingface.co, or that of `HF_ENDPOINT`. Only plain files of the folder are sent, and files that an older
+push left are deleted. `upload_folder` of huggingface_hub would divide them over several commits.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_session
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
 
@@ -25,24 +27,36 @@ _SECONDS = 60.0
 """The time without an answer after which a hub counts as silent."""
 _NETWORK: Any = tuple(one for one in HfHubHTTPError.__mro__ if one.__name__ == "HTTPError")  # of its HTTP library
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
+_EXPORTED = (
+    "config.json", "generation_config.json", "trainer_recipe.json", "model*.safetensors", "model.safetensors.*",
+    "model.onnx*", "adapter_config.json", "adapter_model*.safetensors", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json", "[0-9]*_*/config.json", "[0-9]*_*/model.safetensors",
+    "contrastive_scale/model.safetensors", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.*", "merges.txt", "*.model", "*.spm", "chat_template.*", "additional_chat_templates/*.jinja",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""The files of exported folders, apart from the model card: a loader reads each of them if it is there."""
 _FIXES = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
     403: "use a token that may write there, or another name",
     404: "check the name and HF_ENDPOINT",
     409: "another commit came first, or the name is taken; push again, or name another",
+    412: "another commit came first; push again",
     413: "the hub takes no file of this size; export into smaller files",
+    429: "the hub takes no more requests for now; wait some minutes, and push again",
 }
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push: the folder, its files, and the address of the commit."""
+    """The result of a push: the folder, its files, files of an older push that it deleted, and the commit's address."""
 
     folder: Path
     names: tuple[str, ...]
     num_bytes: int
     is_private: bool
     address: str
+    deleted: tuple[str, ...] = ()
 
 
 def push(source: Path, name: str, public: bool = False, endpoint: str | None = None) -> Pushed:
@@ -67,22 +81,51 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
     api = HfApi(endpoint=endpoint)
     get_session().timeout = _SECONDS
     with _naming_the_hub(api.endpoint, name):
-        try:
-            repository = api.create_repo(name, private=not public).repo_id
-        except HfHubHTTPError as error:
-            if error.response.status_code != 409:
-                raise
-            found = api.repo_info(name)
-            if not found.private and not public:
-                raise UsageError(
-                    f"`NAME` must be a private repository, but everybody can read {name}; add --public to push there"
-                ) from error
-            repository = found.id
-        operations = [CommitOperationAdd(path, str(folder / path)) for path in files]
+        repository = _opened(api, name, public)
+        deleted = [path for path in repository.files if path not in files and _is_exported(path)]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationDelete(path) for path in deleted]
+        operations += [CommitOperationAdd(path, str(folder / path)) for path in files]
+        message = "Upload a model that trainer exported"
         with _transfer_of(api.endpoint):
-            done = api.create_commit(repository, operations, commit_message="Upload a model that trainer exported")
+            done = api.create_commit(
+                repository.name, operations, commit_message=message, parent_commit=repository.commit
+            )
     num_bytes = sum((folder / path).stat().st_size for path in files)
-    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url))
+    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url), tuple(deleted))
+
+
+class _Repository(NamedTuple):
+    """A repository of the hub: its name, files, and last commit; None: it is new."""
+
+    name: str
+    files: tuple[str, ...] = ()
+    commit: str | None = None
+
+
+def _opened(api: HfApi, name: str, public: bool) -> _Repository:
+    """Return the repository of a name; it is created if it is not there.
+
+    Raises:
+        UsageError: its visibility is not the one that the user asked for.
+        HfHubHTTPError: the hub refuses.
+    """
+    try:
+        return _Repository(api.create_repo(name, private=not public).repo_id)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        found = api.model_info(name)
+        if bool(found.private) == public:
+            needs, has, fix = "private", "everybody can read", "add --public to push there"
+            if public:
+                needs, has, fix = "public", "only its members can read", "leave out --public, or change it on the hub"
+            raise UsageError(f"`NAME` must be a {needs} repository, but {has} {name}; {fix}") from error
+        return _Repository(found.id, tuple(one.rfilename for one in found.siblings or ()), found.sha)
+
+
+def _is_exported(path: str) -> bool:
+    """Return whether an export writes a file of this name; a pattern holds for one folder."""
+    return any(path.count("/") == pattern.count("/") and fnmatchcase(path, pattern) for pattern in _EXPORTED)
 
 
 def _exported(source: Path) -> Path:
