@@ -13,8 +13,8 @@ from trainer.cli import init as verb
 from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.parser import Origin
+from trainer.recipe.reading.writing import recipe_text
 from trainer.recipe.reading.yaml_parser import parse_yaml
-from trainer.tools.init.draft import recipe_text
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import PARAMETERS
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.recipe_plan import Choice, plan_recipe, traffic_by_axis
-from trainer.tools.plan.searching import LayoutSearch, Tried, write_recipe
+from trainer.tools.plan.searching import LayoutSearch, Tried, write_extending
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, COPIES, OPTIMIZER
 
@@ -69,7 +69,17 @@ def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytes
     again = answer(capsys, file, "--gpus", "2xA100-40")
     assert again["time"]["seconds"]["likely"] == seconds[0]
     with pytest.raises(UsageError, match=r"must name a new file, but .* exists"):
-        write_recipe(file, str(recipe), ())
+        write_extending(file, str(recipe), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("best", "end with .json, .yaml or .yml"), ("no/a.json", "make the folder")]
+)
+def test_a_recipe_to_write_is_refused_before_the_search(
+    recipe: Path, tmp_path: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["plan", str(recipe), "--gpus", "2xA100-40", "--search", "--write", str(tmp_path / name)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_search_keeps_what_the_user_gave_and_ends_after_its_plans(recipe: Path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import yaml
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from scipy.stats import t
@@ -27,6 +28,7 @@ from tests.observe.samples import run_info
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.records import EndRecord, EvaluationRecord
+from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.search import search as search_module
 from trainer.tools.search.search import SearchRequest, search
 from trainer.tools.search.space import Axis, read_space
@@ -76,6 +78,7 @@ class Trained:
     accuracy: Callable[[dict[str, str]], float]
     codes: dict[int, int] = field(default_factory=dict)  # of the first runs, by their order
     runs: list[tuple[str, ...]] = field(default_factory=list)
+    loss: Callable[[dict[str, str]], float] = lambda _: 1.0
 
     def __call__(self, run: TrialRun, asked: Callable[[], int], is_poor: Callable[[EvaluationRecord], bool]) -> Any:
         words = {key: text for key, _, text in (word.partition("=") for word in run.words)}
@@ -90,10 +93,10 @@ class Trained:
                 time.sleep(0.01)
             return code
         file = MetricsFile()
-        file.start(run_info(run.folder))
+        file.start(replace(run_info(run.folder), baselines={"accuracy": 0.5, "loss": 0.4}))
         for step in (1, 2) if code == ExitCode.DONE else ():
             value = self.accuracy(words) * step
-            record = EvaluationRecord(step, {"loss": 1.0, "accuracy": value, "f1_macro": 0.5})
+            record = EvaluationRecord(step, {"loss": self.loss(words), "accuracy": value, "f1_macro": 0.5})
             file.evaluation(record)
             if is_poor(record):
                 file.close()
@@ -129,8 +132,10 @@ def result(request: SearchRequest) -> dict[str, Any]:
 
 
 class TestTrials:
-    def test_the_best_trial_is_written_as_a_recipe(self, request_of, tmp_path):
-        request = request_of(Trained(by_dropout), sampler="grid", trials=9, write=tmp_path / "best.json")
+    @pytest.mark.parametrize("ending", ["json", "yaml"])
+    def test_the_best_trial_is_written_as_a_recipe(self, request_of, tmp_path, ending):
+        place = tmp_path / f"best.{ending}"
+        request = request_of(Trained(by_dropout), sampler="grid", trials=9, write=place)
         shown: list[str] = []
         assert search(request, shown.append) == ExitCode.DONE
         found = result(request)
@@ -138,10 +143,73 @@ class TestTrials:
         assert found["best"]["overrides"] == ["model.dropout=0.1"]
         assert found["best"]["value"] == pytest.approx(0.6)
         assert found["best"]["curve"] == [[1, pytest.approx(0.3)], [2, pytest.approx(0.6)]]
-        assert json.loads((tmp_path / "best.json").read_text()) == {"extends": "bert_sample", "model": {"dropout": 0.1}}
+        written = place.read_text()
+        assert (json.loads if ending == "json" else yaml.safe_load)(written) == {
+            "extends": "bert_sample", "name": "best", "model": {"dropout": 0.1},
+        }  # fmt: skip
+        assert written.startswith("{" if ending == "json" else "# ")
+        assert load_recipe(str(place)).recipe.name == "best"
+        assert not any("note" in line for line in shown)
         assert any("complete" in line for line in shown)
         drawn = figures_of(request.output / "search.html")
         assert {"validation accuracy", "values of the complete trials; the best one on top"} <= set(drawn)
+
+    def test_a_written_recipe_works_in_another_folder_and_has_a_name_of_its_own(self, request_of, tmp_path):
+        (tmp_path / "rows.csv").write_text("sentence,label\na,1\n")
+        (tmp_path / "sub").mkdir()
+        words = ("model.dropout=0,0.1", "data.source=files", "data.train=rows.csv", "data.validation=0.5")
+        place = tmp_path / "sub" / "bert_sample.json"
+        search(request_of(Trained(by_dropout), *words, trials=2, write=place), print)
+        recipe = load_recipe(str(place)).recipe
+        assert recipe.data.train == str(tmp_path / "rows.csv")
+        assert recipe.name == "bert_sample-best"
+
+    @pytest.mark.parametrize("name", ["best", "best.toml", "no/best.json", "there.yaml"])
+    def test_a_recipe_that_cannot_be_written_is_refused_first(self, request_of, tmp_path, name):
+        (tmp_path / "there.yaml").touch()
+        trained = Trained(by_dropout)
+        with pytest.raises(UsageError, match="--write"):
+            search(request_of(trained, write=tmp_path / name), print)
+        assert not trained.runs
+
+    @pytest.mark.parametrize(
+        ("losses", "metric", "best", "note"),
+        [
+            ((0.7, 0.5, 0.6), "accuracy", "0.1", "the trials do not differ in accuracy; the loss decides"),
+            ((0.5, 0.5, 0.5), "accuracy", "0", "the trials do not differ in accuracy and loss; the first one with"),
+            ((0.7, 0.5, 0.5), "accuracy", "0.1", "the trials do not differ in accuracy; the first one with the lowest"),
+            ((0.7, math.nan, 0.8), "accuracy", "0", "the trials do not differ in accuracy; the loss decides"),
+            ((0.5, 0.5, 0.5), "loss", "0", "the trials do not differ in loss; the first one with the lowest loss"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("seeds", [1, 2])
+    def test_the_loss_decides_between_equal_trials(self, request_of, losses, metric, best, note, seeds):
+        by_value = dict(zip(("0", "0.1", "0.2"), losses, strict=True))
+        trained = Trained(lambda _: 0.2, loss=lambda words: by_value[words["model.dropout"]])
+        words = ("model.dropout=0,0.1,0.2", f"evaluation.best={metric}")
+        request, shown = request_of(trained, *words, sampler="grid", pruner="none", seeds=seeds), []
+        search(request, shown.append)
+        found = result(request)
+        assert found["best"]["overrides"] == [f"model.dropout={best}"]
+        if metric == "accuracy":
+            assert found["best"]["loss"] == by_value[best]
+            assert [line.split()[:3] for line in shown if "  trial" in line] == [["trial", "accuracy", "loss"]]
+        notes = [line for line in shown if line.startswith("note")]
+        assert notes[0].startswith(f"note      {note}")
+        beats = (
+            "the majority class: accuracy 0.5000"
+            if metric == "accuracy"
+            else "a prediction that ignores the input: loss 0.4000"
+        )
+        assert found["remarks"][1:] == [f"no trial beats {beats}"]
+
+    def test_only_the_best_trials_may_be_equal(self, request_of):
+        trained = Trained(lambda words: {"0": 0.2, "0.1": 0.4, "0.2": 0.4}[words["model.dropout"]])
+        request = request_of(trained, sampler="grid", pruner="none")
+        search(request, print)
+        assert result(request)["remarks"] == [
+            "2 trials have the best accuracy and loss; the first one with the lowest loss is taken"
+        ]
 
     def test_a_second_start_adds_trials_and_proposes_as_one_start_does(self, request_of, tmp_path):
         words = (f"{RATE}=1e-5..1e-2,log", "model.dropout=0,0.1")

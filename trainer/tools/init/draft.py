@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves
-from trainer.recipe.reading.files import YAML_ENDINGS, is_yaml
+from trainer.recipe.reading.files import YAML_ENDINGS
 from trainer.recipe.reading.loading import ResolvedRecipe, resolve
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import Node, Origin, parse
-
-_PLAIN = re.compile(r"[A-Za-z_/.][\w./-]*")
-_WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n", ".nan", ".inf"}  # also those of YAML 1.1
+from trainer.recipe.reading.writing import check_new_recipe, recipe_name, recipe_text
 
 
 def recipe_place(source: Path, output: Path | None) -> Path:
@@ -31,17 +27,8 @@ def recipe_place(source: Path, output: Path | None) -> Path:
         UsageError: the file exists, or its ending is not that of YAML.
     """
     place = output or Path(recipe_name(source) + YAML_ENDINGS[0])
-    if not is_yaml(place):
-        raise UsageError(f"`--output` must end with {' or '.join(YAML_ENDINGS)}, but is {place}; comments need YAML")
-    if os.path.lexists(place):
-        raise UsageError(f"--output must name a new file, but {place} exists; name another")
+    check_new_recipe(place, "--output", YAML_ENDINGS)
     return place
-
-
-def recipe_name(source: Path) -> str:
-    """Return the name of a recipe for a file or a folder."""
-    stem = Path(os.path.abspath(source)).name.split(".")[0]
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_-")[:100] or "mine"
 
 
 @dataclass(frozen=True)
@@ -106,40 +93,3 @@ class Draft:
 
 
 ORDER = ("name", "task", "model", "data", "precision", "training", "optimizer", "schedule")
-
-
-def recipe_text(values: Mapping[str, Any], comments: Mapping[str, str], title: str) -> str:
-    """Return the text of a recipe.
-
-    Args:
-        values: JSON values by their keys.
-        comments: the comment of a key, by its dotted path.
-        title: the comment at the top.
-    """
-    return "\n".join([_comment(title), *_lines(values, comments, ""), ""])
-
-
-def _comment(text: str) -> str:
-    """Return a comment on one line; names of columns and files may hold line breaks."""
-    return "# " + "".join(one if one.isprintable() else " " for one in text)
-
-
-def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str) -> Iterator[str]:
-    indent = "  " * path.count(".")
-    for key, value in values.items():
-        comment = f"  {_comment(comments[path + key])}" if path + key in comments else ""
-        is_section = isinstance(value, dict) and value
-        yield f"{indent}{_scalar(key)}:{'' if is_section else ' ' + _flow(value)}{comment}"
-        if is_section:
-            yield from _lines(value, comments, f"{path}{key}.")
-
-
-def _flow(value: Any) -> str:
-    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        return value
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if shown.isprintable() else json.dumps(value)

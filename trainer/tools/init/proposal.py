@@ -19,10 +19,11 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.writing import recipe_name
 from trainer.recipe.schema import FileData
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
-from trainer.tools.init.draft import Draft, InitRequest, recipe_name
+from trainer.tools.init.draft import Draft, InitRequest
 from trainer.tools.init.shapes import Shape, shapes
 from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices

@@ -12,7 +12,7 @@ from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.plan_text import plan_text, search_text
 from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, cost_of, plan_recipe
 from trainer.tools.plan.request import PlanRequest
-from trainer.tools.plan.searching import LayoutSearch, fewest_devices, write_recipe
+from trainer.tools.plan.searching import LayoutSearch, fewest_devices, write_extending
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ def _name(nodes: int, devices: Devices) -> str:
 
 def _write(request: PlanRequest, found: Sequence[str]) -> None:
     if request.write is not None:
-        write_recipe(request.write, request.recipe, (*request.overrides, *found))
+        write_extending(request.write, request.recipe, (*request.overrides, *found))

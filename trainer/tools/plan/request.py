@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import UsageError
+from trainer.recipe.reading.writing import check_new_recipe
 from trainer.tools.plan.hardware import Devices
 
 _REPLACED = {
@@ -50,6 +51,8 @@ class PlanRequest:
         """Refuse options that contradict each other."""
         if self.write is not None and not (self.search or self.largest or self.is_auto):
             raise UsageError("`--write` writes a layout that was found; add --search, --largest or --gpus autoxMEMORY")
+        if self.write is not None:
+            check_new_recipe(self.write, "--write")
         if self.largest is not None and (self.search or self.is_auto):
             raise UsageError(
                 "`--largest` takes the layout of the recipe; leave out --search, and give a number of GPUs"

@@ -18,13 +18,14 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.base.disk import write_new
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.text import dotted_leaves
 from trainer.models.configuration import load_config, max_positions
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.reading.overrides import override_layer
+from trainer.recipe.reading.writing import write_recipe
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
@@ -504,12 +505,24 @@ def _cuts(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(word for word in overrides if word.partition("=")[0] in keys))
 
 
-def write_recipe(file: Path, recipe: str, overrides: Sequence[str]) -> None:
-    """Write a recipe that extends another one with overrides.
+def write_extending(file: Path, recipe: str, overrides: Sequence[str]) -> None:
+    """Write a recipe that extends another one with overrides, as JSON or YAML by its ending.
 
     Raises:
         UsageError: the file exists, or cannot be written.
     """
     base = os.path.relpath(recipe, file.parent) if Path(recipe).is_file() else recipe
-    written = {"extends": base, **override_layer(overrides)[0].plain()}
-    write_new(file, json.dumps(written, indent=2) + "\n", "--write")
+    values = override_layer(overrides)[0].plain()
+    if file.parent.resolve() != Path.cwd().resolve():
+        _make_absolute(values, load_recipe(recipe, overrides, needs_data=False).values)
+    write_recipe(file, {"extends": base, **values}, f"{base}, with other values", "--write")
+
+
+def _make_absolute(values: dict[str, Any], resolved: Mapping[str, Any]) -> None:
+    """Replace places relative to the current folder, which the folder of a recipe would change."""
+    for key, value in dotted_leaves(values).items():
+        place = resolved.get(key)
+        first = place[0] if isinstance(place, list) and place else place
+        if place != value and isinstance(first, str) and os.path.isabs(first) and key != "checkpoint.folder":
+            *sections, last = key.split(".")
+            reduce(getitem, sections, values)[last] = place

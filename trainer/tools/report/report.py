@@ -23,7 +23,7 @@ from trainer.base.text import leaves
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
-from trainer.observe.records import StepRecord
+from trainer.observe.records import EvaluationRecord, StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
@@ -173,13 +173,10 @@ def _cells(run: Run) -> Iterator[str]:
         yield str(info.get(name, MISSING))
 
 
-def best_of(metrics: Metrics, metric: str) -> tuple[int, float] | None:
-    """Return step and value of the best evaluation by a metric, or None."""
+def best_of(metrics: Metrics, metric: str) -> EvaluationRecord | None:
+    """Return the best evaluation by a metric, or None."""
     found = [one for one in metrics.evaluations if metric in one.metrics]
-    if not found:
-        return None
-    best = max(found, key=lambda one: _merit(metric, one.metrics))
-    return best.step, best.metrics[metric]
+    return max(found, key=lambda one: _merit(metric, one.metrics), default=None)
 
 
 def _merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
@@ -199,7 +196,7 @@ def best_text(run: Run) -> str:
     """Return the best evaluation by `best_metric`."""
     name = best_metric(run)
     found = best_of(run.metrics, name)
-    return f"{name} {format_decimal(found[1])} at step {found[0]}" if found else MISSING
+    return f"{name} {format_decimal(found.metrics[name])} at step {found.step}" if found else MISSING
 
 
 def _differences(runs: Sequence[Run]) -> Table | str:
@@ -250,7 +247,7 @@ def _metric(runs: Sequence[Run], name: str) -> go.Figure:
     found = []
     for run in runs:
         best = best_of(run.metrics, name)
-        marks = [Mark("best", [best[0]], "star")] if best else []
+        marks = [Mark("best", [best.step], "star")] if best else []
         found.append(_curve(run, run.evaluated(name), marks))
     return curves(f"validation {name}", found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,9 +16,10 @@ from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_erro
 from trainer.base.text import for_terminal
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.writing import check_new_recipe, recipe_name
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import greater_is_better
-from trainer.tools.plan.searching import write_recipe
+from trainer.tools.plan.searching import write_extending
 from trainer.tools.search.space import read_space
 
 
@@ -47,6 +49,8 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     """
     if detect().has_ranks:
         raise UsageError("`trainer search` starts its own ranks; run it without a launcher")
+    if request.write is not None:
+        check_new_recipe(request.write, "--write")
     if find_spec("optuna") is None:
         raise UsageError(f"`trainer search` needs the package optuna; install it ({install_command('search')})")
     from optuna.exceptions import StorageInternalError
@@ -68,7 +72,9 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     workers = Workers(crew, study, lambda line: echo(for_terminal(line)))
     try:
         code = workers.work(request.trials, request.seeds, request.test)
-        result = result_of(workers.ranked(request.seeds), study, metric)
+        ranked = workers.ranked(request.seeds)
+        baseline = workers.baseline(ranked[0].trial) if ranked else None
+        result = result_of(ranked, study, metric, baseline)
         replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n", alone=False)
         write_page(result, folder)
     except BrokenPipeError:  # of the terminal
@@ -83,9 +89,16 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         echo(for_terminal(line))
     echo(f"wrote     {folder / 'search.html'} and search.json")
     if request.write is not None and result["best"] is not None and code == ExitCode.DONE:
-        write_recipe(request.write, request.recipe, [*common, *result["best"]["overrides"]])
-        echo(f"wrote     {request.write}; next: trainer run {request.write}")
+        name = [] if any(word.startswith("name=") for word in common) else [_name(request.write, recipe.name)]
+        write_extending(request.write, request.recipe, [*name, *common, *result["best"]["overrides"]])
+        echo(f"wrote     {request.write}; next: trainer run {shlex.quote(str(request.write))}")
     return code
+
+
+def _name(file: Path, base: str) -> str:
+    """Return the override of the name of a written recipe, by its file: its run does not take the folder of another."""
+    own = recipe_name(file)
+    return f"name={json.dumps(own if own != base else f'{own[:95]}-best')}"
 
 
 def _checked_metric(recipe: Recipe) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any
 
 import plotly.graph_objects as go
@@ -18,7 +18,7 @@ from trainer.observe.metrics_file import decode_number, encode_number
 from trainer.observe.summary import format_decimal, format_seconds
 from trainer.tools.report.figures import Curve, bars, curves, parallel
 from trainer.tools.report.page import MISSING, Section, Table, render
-from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Study
+from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Ranked, Study
 
 _STATES = {
     TrialState.COMPLETE: "complete",
@@ -31,16 +31,14 @@ _SHOWN = 5  # trials in the terminal
 _WIDE = 30  # the ratio of the ends of a range that is drawn by logarithms
 
 
-def result_of(ranked: Sequence[tuple[FrozenTrial, Sequence[float]]], study: Study, metric: str) -> dict[str, Any]:
+def result_of(ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None) -> dict[str, Any]:
     """Return the trials of a search, the best one, the importance of the keys, and the score of a third split.
 
     Args:
-        ranked: the complete trials, the best first, with the value of each seed.
+        ranked: the complete trials, the best first.
+        baseline: the metric of predictions that ignore the input; None: unknown.
     """
-    complete = [
-        {**_values(trial), "value": trial.value, "seeds": list(values), "mean": fmean(values), "half": _half(values)}
-        for trial, values in ranked
-    ]
+    complete = [_complete(one, metric) for one in ranked]
     others = [_values(one) for one in study.trials if one.state != TrialState.COMPLETE]
     return {
         "metric": metric,
@@ -49,7 +47,39 @@ def result_of(ranked: Sequence[tuple[FrozenTrial, Sequence[float]]], study: Stud
         "trials": [*complete, *others],
         "importance": study.importance(),
         "test": study.score or None,
+        "baseline": baseline,
+        "remarks": list(_remarks(complete, metric, study.sign, baseline)),
     }
+
+
+def _complete(one: Ranked, metric: str) -> dict[str, Any]:
+    values, means = [score[metric] for score in one.scores], one.means
+    return {
+        **_values(one.trial),
+        "value": one.trial.value,
+        "loss": encode_number(means["loss"]),
+        "seeds": values,
+        "mean": means[metric],
+        "half": _half(values),
+    }
+
+
+def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, baseline: float | None) -> Iterator[str]:
+    """Yield the reasons to doubt the best trial: equal trials, and a baseline that it does not beat."""
+    if not complete:
+        return
+    best = complete[0]
+    equal = [one for one in complete if (one["mean"], len(one["seeds"])) == (best["mean"], len(best["seeds"]))]
+    same_loss = [one for one in equal if one["loss"] == best["loss"]]
+    decides = "the loss decides" if same_loss == [best] else "the first one with the lowest loss is taken"
+    both = metric if metric == "loss" or len(same_loss) < len(equal) else f"{metric} and loss"
+    if len(complete) > 1 and all(one["mean"] == best["mean"] for one in complete):
+        yield f"the trials do not differ in {both}; {decides}"
+    elif len(equal) > 1:
+        yield f"{len(equal)} trials have the best {both}; {decides}"
+    if baseline is not None and max(sign * one["mean"] for one in complete) <= sign * baseline:
+        ignoring = "the majority class" if metric == "accuracy" else "a prediction that ignores the input"
+        yield f"no trial beats {ignoring}: {metric} {format_decimal(baseline)}"
 
 
 def _values(trial: FrozenTrial) -> dict[str, Any]:
@@ -77,12 +107,14 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     found = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     shown = [f"trials    {', '.join(found) or 'none'}"]
     rows = [
-        (str(one["trial"]), _value(one), str(one["step"]), " ".join(one["overrides"]))
+        (str(one["trial"]), _value(one), *_loss(one, result), str(one["step"]), " ".join(one["overrides"]))
         for one in result["trials"]
         if one["state"] == "complete"
     ]
     if rows:
-        shown += [f"  {line}" for line in aligned([("trial", result["metric"], "step", "overrides"), *rows[:_SHOWN]])]
+        header = ("trial", *_measures(result), "step", "overrides")
+        shown += [f"  {line}" for line in aligned([header, *rows[:_SHOWN]])]
+    shown += [f"note      {text}" for text in result["remarks"]]
     if result["importance"]:
         shares = ", ".join(f"{key} {share:.0%}" for key, share in result["importance"].items())
         shown.append(f"matters   {shares}")
@@ -90,6 +122,17 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         metrics = "  ".join(f"{name} {format_decimal(decode_number(value))}" for name, value in test["metrics"].items())
         shown.append(f"test      trial {test['trial']} on {test['split']}: {metrics}")
     return shown
+
+
+def _measures(result: Mapping[str, Any]) -> list[str]:
+    """Return the metric, and the loss, which decides between equal values."""
+    return list(dict.fromkeys((result["metric"], "loss")))
+
+
+def _loss(trial: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Return the loss of a trial, unless it is the metric."""
+    shown = MISSING if trial.get("loss") is None else format_decimal(decode_number(trial["loss"]))
+    return [shown] if _measures(result)[1:] else []
 
 
 def _value(trial: Mapping[str, Any]) -> str:
@@ -102,11 +145,12 @@ def _value(trial: Mapping[str, Any]) -> str:
 
 def write_page(result: Mapping[str, Any], folder: Path) -> None:
     """Write `search.html` into a folder."""
-    header = ("trial", result["metric"], "step", "state", "overrides", "time", "reason")
+    header = ("trial", *_measures(result), "step", "state", "overrides", "time", "reason")
     rows = [
         (
             str(one["trial"]),
             _value(one),
+            *_loss(one, result),
             str(one["step"] or MISSING),
             one["state"],
             " ".join(one["overrides"]),
@@ -115,7 +159,7 @@ def write_page(result: Mapping[str, Any], folder: Path) -> None:
         )
         for one in result["trials"]
     ]
-    sections = [Section("Trials", [Table(header, rows)]), Section("Keys", list(_keys(result)))]
+    sections = [Section("Trials", [Table(header, rows), *result["remarks"]]), Section("Keys", list(_keys(result)))]
     found = [one for one in result["trials"] if one["curve"]]
     if found:
         drawn = [

@@ -11,10 +11,11 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import optuna
@@ -32,12 +33,13 @@ from trainer.base.errors import UsageError
 from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import without_secrets
 from trainer.checkpoint.owner import OWNER_FILE
+from trainer.tasks.metrics.table import merit
 from trainer.tools.search.space import Axis
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "hyperband", "none")
-WORDS, REASON, STEP, SECONDS = "overrides", "reason", "step", "seconds"
-"""Attributes of a trial in the storage: its overrides; why it failed; its best step; its time."""
+WORDS, REASON, STEP, LOSS, SECONDS = "overrides", "reason", "step", "loss", "seconds"
+"""Attributes of a trial in the storage: its overrides; why it failed; its best step and the loss there; its time."""
 
 _RULES, _SURPLUS, _SCORE = "rules", "surplus", "score"
 
@@ -47,6 +49,7 @@ class _Attributes(TypedDict, total=False):
     overrides: list[str]
     reason: str | None
     step: int | None
+    loss: float | None
     seconds: float | None
 
 
@@ -61,6 +64,23 @@ class _Score(TypedDict, total=False):
 
 _ATTRIBUTES, _SCORES = TypeAdapter(_Attributes), TypeAdapter(_Score)
 _NUMBERS = TypeAdapter(list[Annotated[float, Strict()]])
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A complete trial, with the metric and the loss at the best evaluation of each of its seeds."""
+
+    trial: FrozenTrial
+    scores: Sequence[Mapping[str, float]]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The means over the seeds."""
+        return {name: fmean(one[name] for one in self.scores) for name in self.scores[0]}
+
+    def place(self, metric: str) -> tuple[float, ...]:
+        """The order of trials, the best first: more seeds, the mean of the metric, that of the loss, the number."""
+        return -len(self.scores), *(-one for one in merit(metric, self.means)), self.trial.number
 
 
 @dataclass(frozen=True)

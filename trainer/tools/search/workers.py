@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.ranks.stopping import StopRequest
 from trainer.tools.report.report import best_of
-from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Study
+from trainer.tools.search.study import LOSS, REASON, SECONDS, STEP, WORDS, Ranked, Study
 from trainer.tools.search.trial_run import TrialRun
 
 REPEATED = 3
@@ -75,10 +74,14 @@ class Crew:
             own = [*(word for word in own if not word.startswith("training.seed=")), f"training.seed={seed}"]
         return TrialRun(self.recipe, own, folder, self.ranks, gpus)
 
-    def best(self, run: TrialRun) -> tuple[int, float] | None:
-        """Return step and value of the best evaluation of a run; None if there is none, or all are not finite."""
+    def best(self, run: TrialRun) -> EvaluationRecord | None:
+        """Return the best evaluation of a run; None if there is none, or all are not finite."""
         found = best_of(run.metrics(), self.metric)
-        return found if found is not None and math.isfinite(found[1]) else None
+        return found if found is not None and math.isfinite(found.metrics[self.metric]) else None
+
+    def score(self, value: float, loss: float | None) -> dict[str, float]:
+        """Return the numbers of an evaluation that decide between trials; `loss` is None if it is not finite."""
+        return {"loss": math.inf if loss is None else loss, self.metric: value}
 
 
 class Workers:
@@ -106,7 +109,7 @@ class Workers:
                 self._all(lambda gpus: self._train_trials(most, gpus))
                 self._all(lambda gpus: self._repeat(seeds, gpus))
                 if test is not None and (found := self.ranked(seeds)) and not self._asked():
-                    self._score(found[0][0], test)
+                    self._score(found[0].trial, test)
             except KeyboardInterrupt:
                 pass
         if self._stop.received:
@@ -159,8 +162,10 @@ class Workers:
         facts: dict[str, Any] = {SECONDS: round(time.monotonic() - begun, 1)}
         found = self._crew.best(run)
         if code == ExitCode.DONE and found is not None:
-            self._study.tell(trial, found[1], TrialState.COMPLETE, **facts, **{STEP: found[0]})
-            text = f"{self._crew.metric} {format_decimal(found[1])} at step {found[0]}"
+            value = found.metrics[self._crew.metric]
+            facts |= {STEP: found.step, LOSS: _loss(found)}
+            self._study.tell(trial, value, TrialState.COMPLETE, **facts)
+            text = f"{self._crew.metric} {format_decimal(value)} at step {found.step}"
         elif code in (None, ExitCode.NON_FINITE):
             # Non-finite: a poor choice of values, from which the next proposals learn.
             rmtree(run.folder, ignore_errors=True)
@@ -187,12 +192,13 @@ class Workers:
                 self._study.release(place)
             if not self._asked():
                 found = self._crew.best(run)
-                text = run.reason() if code or not found else f"{self._crew.metric} {format_decimal(found[1])}"
+                metric = self._crew.metric
+                text = run.reason() if code or not found else f"{metric} {format_decimal(found.metrics[metric])}"
                 self._show(f"{place.name}: {text}")
 
     def _repetitions(self, seeds: int) -> list[tuple[Path, Sequence[str], int]]:
         """Return folder, overrides and seed of each repetition."""
-        best = sorted(self._complete(), key=lambda one: self._order(one, [one.value or 0.0]))[:REPEATED]
+        best = [one.trial for one in self.ranked(1)[:REPEATED]]
         return [
             (self._place(one.number, seed), one.user_attrs[WORDS], seed)
             for seed in range(self._study.seed + 1, self._study.seed + seeds)
@@ -205,19 +211,22 @@ class Workers:
     def _complete(self) -> list[FrozenTrial]:
         return [one for one in self._study.trials if one.state == TrialState.COMPLETE]
 
-    def _order(self, trial: FrozenTrial, values: Sequence[float]) -> tuple[float, ...]:
-        return -len(values), -self._study.sign * fmean(values), trial.number
+    def ranked(self, seeds: int) -> list[Ranked]:
+        """Return the complete trials with each of their seeds, the best first."""
+        crew, found = self._crew, []
+        for trial in self._complete():
+            places = (self._place(trial.number, seed) for seed in range(self._study.seed + 1, self._study.seed + seeds))
+            records = [record for place in places if (record := crew.best(crew.run((), place, ()))) is not None]
+            scores = [crew.score(float(trial.value or 0.0), trial.user_attrs.get(LOSS))]
+            scores += [crew.score(record.metrics[crew.metric], _loss(record)) for record in records]
+            found.append(Ranked(trial, scores))
+        return sorted(found, key=lambda one: one.place(crew.metric))
 
-    def ranked(self, seeds: int) -> list[tuple[FrozenTrial, list[float]]]:
-        """Return the complete trials, the best first, and the value of each of their seeds."""
-        values = {one.number: [float(one.value or 0.0)] for one in self._complete()}
-        for number, own in values.items():
-            runs = (
-                self._crew.run((), self._place(number, seed), ())
-                for seed in range(self._study.seed + 1, self._study.seed + seeds)
-            )
-            own += [found[1] for run in runs if (found := self._crew.best(run)) is not None]
-        return sorted(((one, values[one.number]) for one in self._complete()), key=lambda pair: self._order(*pair))
+    def baseline(self, trial: FrozenTrial) -> float | None:
+        """Return the metric of predictions that ignore the input, as the run of a trial computed it."""
+        runs = self._crew.run((), self._study.place(trial.number), ()).metrics().runs
+        found: float | None = runs[-1].get("baselines", {}).get(self._crew.metric) if runs else None
+        return found
 
     def _score(self, best: FrozenTrial, split: str) -> None:
         if (self._study.score.get("trial"), self._study.score.get("split")) == (best.number, split):
@@ -233,3 +242,9 @@ class Workers:
         if found.returncode:
             raise TrainerError(f"the best trial cannot be scored on {split}: {found.stderr.strip()}")
         self._study.score = {"trial": best.number, "split": split, "metrics": json.loads(found.stdout)["metrics"]}
+
+
+def _loss(record: EvaluationRecord) -> float | None:
+    """Return the loss of an evaluation; None if it is not finite, as the storage needs it."""
+    loss = record.metrics.get("loss", math.nan)
+    return loss if math.isfinite(loss) else None
