@@ -61,6 +61,14 @@ def free_memory_bytes(read: Read = read_file) -> int | None:
     return min(room, default=None)
 
 
+def machine_memory_bytes(read: Read = read_file) -> int:
+    """Return the memory of this machine, or of this process's control group if that is less."""
+    import psutil  # here, because the doctor runs without it
+
+    total: int = psutil.virtual_memory().total
+    return min(total, memory_bytes(read) or total)
+
+
 def num_processes(read: Read) -> int | None:
     """Return the limit of processes and threads, or None."""
     texts = [*_values(read, "pids.max"), *_values(read, "pids.max", "pids")]

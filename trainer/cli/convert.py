@@ -29,9 +29,12 @@ def convert(
     The recipe goes to the standard output or a new file, a report on each key to the standard error.
     """
     from trainer.base.disk import write_new
+    from trainer.recipe.reading.writing import check_new_recipe
     from trainer.tools.convert.convert import convert as convert_files
     from trainer.tools.convert.sources import Tool
 
+    if output is not None:
+        check_new_recipe(output, "--output", (".json",))
     done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
     if output is not None:
         write_new(output, done.text(), "--output")

@@ -258,7 +258,7 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
         return dict(masked(line["run"]))  # an earlier version could save an address with a password
     if "end" in line:
         _END.validate_json(json.dumps(line["end"]), strict=True)
-        return dict(masked(line["end"]))
+        return {**masked(line["end"]), "step": _number(line["step"])}
     step = line.pop("step")
     if "eval" in line:
         values = _decoded(line["eval"])

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
+from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
 from trainer.base.text import size
@@ -185,7 +185,7 @@ def _gibibytes(environment: LaunchEnvironment) -> float:
     """Return the memory of this rank's device; ranks on CPUs share that of the machine."""
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / 2**30
-    return float(psutil.virtual_memory().total) / environment.local_world_size / 2**30
+    return float(machine_memory_bytes()) / environment.local_world_size / 2**30
 
 
 def _plan_command(resolved: ResolvedRecipe, environment: LaunchEnvironment, memory: str | None = None) -> list[str]:

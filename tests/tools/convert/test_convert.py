@@ -506,6 +506,8 @@ def test_nothing_is_overwritten(write: Write, capsys):
     assert main(["convert", "args.json", "--output", "r.json"]) == ExitCode.USER
     assert Path("r.json").read_text() == "mine"
     assert "--output must name a new file, but r.json exists" in capsys.readouterr().err
+    assert main(["convert", "args.json", "--output", "r.yaml"]) == ExitCode.USER
+    assert "`--output` must end with .json, but is r.yaml" in capsys.readouterr().err  # its comments are not YAML
 
 
 # Files

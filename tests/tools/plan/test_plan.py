@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ import trainer
 from tests.helpers.training import tiny_recipe
 from tests.tools.plan import measured
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, Measured
+from trainer.base import cgroup
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.models.describe import ModelDescription
@@ -100,7 +102,7 @@ class TestDevices:
         assert len(known_devices()) > 10
         for name in known_devices():
             devices = parse_devices(f"2x{name.lower()}")
-            assert devices.memory_bytes > 10 * 10**9
+            assert devices.is_shared or devices.memory_bytes > 10 * 10**9
             assert devices.machine
             figures = devices.machine.figures
             assert {*figures["sources"]} == {*figures} - {"sources", "device"}
@@ -190,6 +192,17 @@ def test_the_ranks_of_a_measured_machine_share_its_memory(tmp_path: Path):
     figures = json.loads((Path(hardware.__file__).parent / "hardware" / "CPU.json").read_text())
     file.write_text(json.dumps(figures | {"measured": {}}))
     assert parse_devices(f"4x{file}").memory_bytes * 4 == parse_devices(f"1x{file}").memory_bytes
+
+
+@pytest.mark.parametrize(("limit", "gibibytes"), [("max", 24), (str(6 * 2**30), 6)])
+def test_a_cpu_has_the_memory_of_this_machine(limit: str, gibibytes: int, monkeypatch: pytest.MonkeyPatch):
+    files = {"/proc/self/cgroup": "0::/box", "/sys/fs/cgroup/box/memory.max": limit}
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=24 * 2**30))
+    monkeypatch.setattr(hardware, "machine_memory_bytes", lambda: cgroup.machine_memory_bytes(files.get))
+    two = parse_devices("2xCPU")
+    assert two.memory_bytes == gibibytes * 2**30 // 2
+    assert (two.numbered(8).number, two.numbered(8).memory_bytes) == (8, gibibytes * 2**30 // 8)
+    assert parse_devices("2xA10").numbered(8).memory_bytes == parse_devices("A10").memory_bytes
 
 
 def test_files_of_rows_need_not_exist(recipe: Path, capsys: pytest.CaptureFixture[str]):

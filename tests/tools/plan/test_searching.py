@@ -73,7 +73,7 @@ def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("best", "end with .json, .yaml or .yml"), ("no/a.json", "make the folder")]
+    ("name", "words"), [("best", "end with .json or .yaml or .yml"), ("no/a.json", "make the folder")]
 )
 def test_a_recipe_to_write_is_refused_before_the_search(
     recipe: Path, tmp_path: Path, name: str, words: str, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.tiny_run import write_tiny_run
 from tests.tools.report.test_report import steps, write_lines
 from trainer.cli import main
+from trainer.observe.heartbeat import Heartbeat
 
 _HOLD = """
 import sys
@@ -48,6 +49,10 @@ def test_the_states_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     }
     write_lines(tmp_path / "again", {"run": {}}, *steps(1.0), ended, {"run": {"resumed_from": 1}})
     write_lines(tmp_path / "failed", {"run": {}}, *steps(1.0), ended)
+    write_lines(tmp_path / "early", {"run": {"total_steps": 40}}, ended | {"step": 3})
+    write_lines(tmp_path / "saved", {"run": {"total_steps": 40}})
+    (tmp_path / "saved" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    Heartbeat(write_lines(tmp_path / "beating", {"run": {"total_steps": 40}}), 0).begin(7)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "metrics.jsonl").write_text("no\nmetrics\n")
     (tmp_path / "a" / "deep" / "er" / "still").mkdir(parents=True)
@@ -55,12 +60,17 @@ def test_the_states_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert {name: row["state"] for name, row in found.items()} == {
         "a/b": "stopped",
         "again": "killed",
+        "beating": "killed",
         "damaged": "unreadable",
         "earlier": "finished",
+        "early": "failed",
         "failed": "failed",
         "killed": "killed",
         "run": "finished",
+        "saved": "killed",
     }
+    # Before the first line of the log, the end, a checkpoint or a heartbeat has the step.
+    assert [found[name]["step"] for name in ("early", "saved", "beating")] == [3, 2, 7]
     run = found["run"]
     assert (run["step"], run["total_steps"], run["message"]) == (3, 3, None)
     assert run["num_bytes"] == sum(path.lstat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())

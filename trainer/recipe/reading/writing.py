@@ -24,8 +24,8 @@ def check_new_recipe(place: Path, option: str, endings: Sequence[str] = ENDINGS)
         UsageError: the file exists, its folder does not, or it has another ending.
     """
     if place.suffix.lower() not in endings:
-        *others, last = endings
-        raise UsageError(f"`{option}` must end with {', '.join(others)} or {last}, but is {place}; rename it")
+        known = " or ".join(endings)
+        raise UsageError(f"`{option}` must end with {known}, but is {place}; rename it")
     if os.path.lexists(place):
         raise UsageError(f"{option} must name a new file, but {place} exists; name another")
     if not place.parent.is_dir():

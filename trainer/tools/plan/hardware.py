@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import UsageError
 
 _FILES = Path(__file__).parent / "hardware"
@@ -192,7 +193,8 @@ class Machine:
 class Devices:
     """The devices of one machine: their number, their name, the bytes of memory of each, and speeds if known.
 
-    `host_bytes` is the memory of the machine beside its devices; None if it is unknown.
+    `host_bytes` is the memory of the machine beside its devices; None if it is unknown. `is_shared` is whether the
+    devices are ranks on the processors of a machine, each with an equal part of its memory.
     """
 
     number: int
@@ -200,6 +202,13 @@ class Devices:
     memory_bytes: int
     machine: Machine | None = None
     host_bytes: int | None = None
+    is_shared: bool = False
+
+    def numbered(self, number: int) -> Devices:
+        """Return so many of these devices."""
+        memory = self.memory_bytes * self.number // number if self.is_shared else self.memory_bytes
+        machine = self.machine and replace(self.machine, local_ranks=number)
+        return replace(self, number=number, memory_bytes=memory, machine=machine)
 
 
 def known_devices() -> list[str]:
@@ -262,10 +271,10 @@ def parse_devices(
         _network_bytes(network or figures["network"]),
         figures,
     )
-    memory = int(figures["memory_gb"] * 10**9)
-    if machine.is_cpu and "measured" in figures:
-        memory //= number  # the ranks of a measured machine share its memory
-    return Devices(number, file.stem, memory, machine, host_bytes)
+    gigabytes = figures["memory_gb"]
+    memory = machine_memory_bytes() if gigabytes is None else int(gigabytes * 10**9)
+    is_shared = machine.is_cpu and (gigabytes is None or "measured" in figures)
+    return Devices(number, file.stem, memory // number if is_shared else memory, machine, host_bytes, is_shared)
 
 
 def _host_bytes(text: str) -> int:
@@ -331,6 +340,8 @@ def _figures(file: Path) -> dict[str, Any]:
         raise UsageError(f"`--gpus` names the file {file}, which is not JSON ({error}); measure again") from error
     for key, is_valid in _KEYS.items():
         found = figures.get(key) if isinstance(figures, dict) else None
+        if key == "memory_gb" and found is None and figures.get("device") == "cpu":
+            continue  # that of this machine
         if not is_valid(found):
             raise UsageError(
                 f"`--gpus` names the file {file}, in which `{key}` is {found!r}; write it as the files of known devices"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
+from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.disk import write_over
 from trainer.parallel.communication import all_gather_single, reduce_scatter_single
 from trainer.ranks.environment import available_cores
@@ -61,7 +61,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
     largest = {name: points[-1] for name, points in alone["matmul"].items()}
     size, seconds = alone["memory"][-1]
     linked = ranks[str(counts[-1])]["collectives"].get("allreduce_")
-    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else psutil.virtual_memory().total
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else machine_memory_bytes()
     near = [0.8, 1, 1.1]
     same = {"attention": near, "reduction": near}  # each operation of a CPU is measured
     operation = [1e6 * ranks["1"]["host"][0] * factor for factor in (0.7, 1.0, 1.5)]

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from math import ceil, inf
 from multiprocessing import get_context
@@ -476,7 +476,7 @@ def fewest_devices(
     """
     reason = "its plan failed"
     for number, nodes in _SIZES:
-        devices = replace(device, number=number, machine=device.machine and replace(device.machine, local_ranks=number))
+        devices = device.numbered(number)
         search = LayoutSearch(recipe, overrides, devices, nodes, length)
         for layout in _lean(number * nodes):
             try:

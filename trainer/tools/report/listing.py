@@ -24,7 +24,7 @@ class Listed:
     folder: str
     state: str  # `running`, `finished`, `stopped`, `failed`, `killed`, or `unreadable`
     message: str | None  # the reason of the state; None if it needs none
-    step: int  # the last logged step
+    step: int  # the last step that the run shows
     total_steps: int | None  # the steps of the whole training; None if unknown
     best: str  # the best evaluation as text
     seconds: float  # the time of the logged steps

@@ -22,6 +22,7 @@ from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import leaves
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
+from trainer.observe.heartbeat import read_statuses
 from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
 from trainer.observe.records import EvaluationRecord, StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
@@ -54,8 +55,11 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last logged step, or 0."""
-        return self.metrics.steps[-1].step if self.metrics.steps else 0
+        """The last step that the metrics, a checkpoint or a heartbeat shows, or 0; not all steps are logged."""
+        found = [int((self.metrics.end or {}).get("step", 0)), *CheckpointStore(self.folder, keep=1).steps()]
+        found += [one.step for one in self.metrics.steps[-1:]]
+        found += [one.step for one in self.metrics.evaluations[-1:]]
+        return max(*found, 0, *(one.step for one in read_statuses(self.folder).values()))
 
     @property
     def message(self) -> str | None:
