@@ -108,10 +108,21 @@ def test_a_key_that_decides_what_is_learned_refuses_the_file(tool: Tool, write: 
     refused = [key for key, row in tool.table.items() if row.kind is Kind.REFUSED]
     assert refused
     for key in refused:
-        value = True if tool.table[key].is_default(False) else 0.5
+        off = tool.table[key].is_default(True)
+        value = not off if off or tool.table[key].is_default(False) else 0.5
         with pytest.raises(RecipeError, match=rf"args.json:1:\d+: `{re.escape(key)}` decides what is learned"):
             convert([write(with_key(around(tool, key), key, value))], tool, 2)
-        assert convert([write(with_key(around(tool, key), key, False))], tool, 2)
+        assert convert([write(with_key(around(tool, key), key, off))], tool, 2)
+
+
+@pytest.mark.parametrize(("enabled", "is_refused"), [(True, True), (False, False)])
+def test_a_section_that_is_switched_off_decides_nothing(write: Write, enabled: bool, is_refused: bool):
+    file = write({"train_batch_size": 8, "elasticity": {"enabled": enabled, "max_train_batch_size": 64}})
+    if is_refused:
+        with pytest.raises(RecipeError, match="`elasticity` decides what is learned, and has no counterpart"):
+            convert([file])
+    else:
+        assert convert([file]).recipe["training"] == {"global_batch_size": 8}
 
 
 def test_smoothed_labels_of_a_task_without_them_refuse_the_file(write: Write):
@@ -126,6 +137,7 @@ def test_files_of_other_tools_are_named_with_the_counterpart_of_each_key(title: 
         convert([write(json.dumps(keys), "a.yaml")])
     first, *others = caught.value.problems
     assert first.startswith(f"a.yaml: is a file of {title}, which `trainer convert` does not read")
+    assert "convert the" not in str(caught.value), "the others would give another batch, schedule and optimizer"
     assert [problem.split("`")[1] for problem in others] == list(FORMATS[title])
 
 

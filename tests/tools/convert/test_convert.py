@@ -415,10 +415,21 @@ def test_files_of_our_own_launchers_hold_no_unknown_key(file: Path):
     }
 
 
-def test_an_unknown_key_is_said(of_arguments: OfArguments):
-    conversion = of_arguments(lerning_rate=1.0)
-    assert outcome(conversion, "lerning_rate") is Outcome.UNKNOWN
-    assert "lerning_rate" in conversion.report()
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("lerning_rate", "did you mean `learning_rate`? Or remove it to train without it"),
+        ("dataset_fraction", "correct its name, or remove it to train without it"),
+    ],
+)
+def test_an_unknown_key_refuses_the_file(of_arguments: OfArguments, key: str, fix: str):
+    with pytest.raises(RecipeError) as caught:
+        of_arguments(**{key: 1.0})
+    rule = f"`{key}` is not known as a key of TrainingArguments, and may decide what is learned"
+    assert f"{rule}; {fix}" in str(caught.value)
+    conversion = of_arguments(**{key: None})
+    assert outcome(conversion, key) is Outcome.UNKNOWN
+    assert key in conversion.report()
 
 
 def test_the_report_tells_what_was_changed_and_with_all_everything(of_arguments: OfArguments):

@@ -119,7 +119,11 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
     if tool := _other_tool(node):
         command = f"trainer convert {shlex.quote(shown_path(file))}"
-        fix = f"for the keys here: {command}" if tool in FORMATS else f"convert it with: {command} --output recipe.json"
+        fix = (
+            f"the counterparts of its keys: {command}"
+            if tool in FORMATS
+            else f"convert it with: {command} --output recipe.json"
+        )
         raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; {fix}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -161,6 +162,12 @@ class Draft:
         rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
         self._problem(item, rule)
 
+    def _refuse_unknown(self, item: Item) -> None:
+        near = get_close_matches(item.key, item.tool.table, n=1, cutoff=0.8)
+        meant = f"did you mean `{near[0]}`? Or" if near else "correct its name, or"
+        rule = f"is not known as a key of {item.tool.title}, and may decide what is learned; {meant}"
+        self._problem(item, f"{rule} remove it to train without it")
+
     def _problem(self, item: Item, rule: str) -> None:
         where = f"{item.origin}: " if item.origin else ""
         self.problems.append(f"{where}`{item.key}` {rule}")
@@ -217,8 +224,10 @@ class Draft:
         if (item.tool, item.key) in self._lines or any(its is item for its in used):
             return
         row = item.row
-        if row is None:
-            self.say(item, Outcome.UNKNOWN, "ignored")
+        if row is None and item.value:
+            self._refuse_unknown(item)
+        elif row is None:
+            self.say(item, Outcome.UNKNOWN, "not set, and ignored")
         elif item.is_auto and self.sources.has(Tool.TRAINING_ARGUMENTS):
             self.say(item, Outcome.SAME, "TrainingArguments or the model determine it")
         elif item.is_auto:
@@ -229,7 +238,7 @@ class Draft:
             self.say(item, Outcome.LAUNCHER, row.note)
         elif row.kind is Kind.SAME and (item.is_default or not row.defaults):
             self.say(item, Outcome.SAME, row.note)
-        elif item.is_default or (row.kind is Kind.REFUSED and not item.value):
+        elif item.is_default or (row.kind is Kind.REFUSED and _is_off(item)):
             self.say(item, Outcome.DEFAULT, row.note or f"see `{row.key}`")
         elif row.kind is Kind.REFUSED:
             self.refuse_file(item, row.note)
@@ -268,6 +277,13 @@ class Draft:
             return Outcome.UNREAD, f"`{key}` {_shown(result)} overrides the default {_shown(proposal.value)}"
         text = "counted in `training.global_batch_size`" if path.startswith("#") else f"`{key}` {_shown(result)}"
         return (Outcome.DIFFERS if proposal.differs else Outcome.CONVERTED), text + note
+
+
+def _is_off(item: Item) -> bool:
+    """Return whether a key is written to have no effect, as is a section of DeepSpeed with `enabled` false."""
+    if isinstance(item.value, dict):
+        return not item.value.get("enabled", item.value)
+    return not item.value and not (item.row is not None and item.row.is_default(True))
 
 
 def _place(line: Line) -> tuple[str, int, int]:

@@ -202,8 +202,8 @@ def _refuse_others(tree: Node, name: str) -> None:
     title, keys = max(found.items(), key=lambda entry: len(entry[1]))
     if keys:
         raise RecipeError(
-            f"{name}: is a file of {title}, which `trainer convert` does not read; write a recipe by hand, with these"
-            " keys, and convert the others from a file without them",
+            f"{name}: is a file of {title}, which `trainer convert` does not read: its other keys and their defaults"
+            " decide what is learned too; write a recipe by hand. Keys that it alone has:",
             *(f"{tree.members[key].key_origin or name}: `{key}` {FORMATS[title][key]}" for key in keys),
         )
 
