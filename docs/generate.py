@@ -23,11 +23,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import typer
 from pydantic.fields import FieldInfo
 
 from docs import costs
-from trainer.cli import app
+from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition
@@ -433,7 +432,7 @@ def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tu
 
 def _command_line() -> str:
     """Return the usage, the description and the options of each verb."""
-    program = typer.main.get_command(app)
+    program = command()
     with program.make_context("trainer", [], resilient_parsing=True) as context:
         verbs = list(_verbs("trainer", program, context))
     times = Counter(row for _, rows in verbs for row in rows)

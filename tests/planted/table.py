@@ -1676,7 +1676,7 @@ _CLI = [
         "unknown_options_refused",
         "An unknown option is an error of the command line, which names no key of a recipe.",
         "cli/program.py",
-        '"overrides" in signature(_verb).parameters',
+        '"overrides" in signature(function).parameters',
         "False",
         ("test_cli.py",),
     ),

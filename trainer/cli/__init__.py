@@ -5,6 +5,6 @@ import torch, and `check` and `doctor` do for data and models on this machine, a
 `doctor` asks torch about GPUs in another process.
 """
 
-from trainer.cli.program import app, main
+from trainer.cli.program import main
 
-__all__ = ["app", "main"]
+__all__ = ["main"]

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from typing import Annotated, Any
 
@@ -14,48 +15,16 @@ import typer
 
 from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
-from trainer.cli import (
-    check,
-    compare,
-    convert,
-    doctor,
-    evaluate,
-    export,
-    init,
-    launch_script,
-    mine,
-    plan,
-    predict,
-    preview,
-    push,
-    recipes,
-    rehearse,
-    report,
-    run,
-    runs,
-    schema,
-    search,
-    why,
-)
 from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 
+# Texts, so that a verb imports no other one; each is a module of this package and its function.
 _VERBS = (
-    init.init, run.run, check.check, preview.preview, plan.plan, rehearse.rehearse, compare.compare, search.search,
-    report.report, why.why, runs.runs, doctor.doctor, launch_script.launch_script, export.export, push.push,
-    evaluate.evaluate, predict.predict, mine.mine, convert.convert, schema.schema,
+    "init", "run", "check", "preview", "plan", "rehearse", "compare", "search", "report", "why", "runs", "doctor",
+    "launch_script", "export", "push", "evaluate", "predict", "mine", "convert", "schema", "recipes",
 )  # fmt: skip
 _OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
 """Words of other tools for `run`."""
-app = typer.Typer(
-    help="Fine-tunes Hugging Face models from one recipe, on one process or many.",
-    no_args_is_help=True,
-    rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
-)
-for _verb in _VERBS:
-    # An unknown option counts as an override, so that the error for `--learning_rate 2e-5` names the key to write.
-    app.command(context_settings={"ignore_unknown_options": "overrides" in signature(_verb).parameters})(_verb)
-app.add_typer(recipes.app, name="recipes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] and arguments[0] in _OTHER_WORDS:
             raise UsageError(f"`{arguments[0]}` is no command; to train a recipe: trainer run RECIPE")
         _require_values(arguments)
-        _command().main(arguments, prog_name="trainer")
+        named = tuple(verb for verb in _VERBS if verb.replace("_", "-") in arguments[:1])
+        command(named or _VERBS).main(arguments, prog_name="trainer")
         sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -81,8 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @cache
-def _command() -> Any:
-    """Return the command of all verbs; building it takes longer than reading a recipe."""
+def command(verbs: Sequence[str] = _VERBS) -> Any:
+    """Return the command of some verbs; building it takes longer than reading a recipe."""
+    app = typer.Typer(
+        help="Fine-tunes Hugging Face models from one recipe, on one process or many.",
+        no_args_is_help=True,
+        rich_markup_mode=None,  # plain help; the styled one takes longer to import than all else together
+    )
+    app.callback()(_program)
+    for verb in verbs:
+        module = import_module(f"trainer.cli.{verb}")
+        if verb == "recipes":
+            app.add_typer(module.app, name=verb)
+            continue
+        function = getattr(module, verb)
+        # An unknown option counts as an override, so that the error for `--learning_rate 2e-5` names the key to write.
+        settings = {"ignore_unknown_options": "overrides" in signature(function).parameters}
+        app.command(context_settings=settings)(function)
     return typer.main.get_command(app)
 
 
@@ -111,7 +96,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _program(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")

@@ -6,12 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainer.base.errors import UsageError
-from trainer.engine.ddp import build_ddp
+from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
-from trainer.engine.pipelined import build_pipelined
-from trainer.engine.replicated import build_replicated
-from trainer.engine.sharded import build_sharded
-from trainer.engine.zero import build_zero
 from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
 from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
@@ -22,14 +18,15 @@ from trainer.tasks.task import Task
 EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
 
-BUILDERS: dict[str, EngineBuilder] = {
-    "ddp": build_ddp,
-    "fsdp": build_sharded,
-    "hsdp": build_sharded,
-    "zero1": build_zero,
-    "zero2": build_zero,
-    "zero3": build_zero,
-    "dp": build_replicated,
+# Texts, so that a run imports its own strategy only.
+_BUILDERS = {
+    "ddp": "ddp:build_ddp",
+    "fsdp": "sharded:build_sharded",
+    "hsdp": "sharded:build_sharded",
+    "zero1": "zero:build_zero",
+    "zero2": "zero:build_zero",
+    "zero3": "zero:build_zero",
+    "dp": "replicated:build_replicated",
 }
 
 
@@ -59,9 +56,12 @@ def build_engine(
         built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
         task = task.for_token_scores()
     if plan.pipeline is not None:
+        from trainer.engine.pipelined import build_pipelined
+
         return build_pipelined(built, task, mesh, plan, total_steps)
     (whole,) = built
-    return BUILDERS[plan.recipe.parallel.strategy](whole, task, mesh, plan, total_steps)
+    build: EngineBuilder = resolved(f"trainer.engine.{_BUILDERS[plan.recipe.parallel.strategy]}")
+    return build(whole, task, mesh, plan, total_steps)
 
 
 def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:

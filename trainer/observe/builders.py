@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import Any, TextIO
 
 from trainer.base.extensions import registered, resolved
 from trainer.observe.console import open_console
-from trainer.observe.csv_files import CsvFiles
 from trainer.observe.metrics_file import MetricsFile
-from trainer.observe.mlflow import MLflowService
 from trainer.observe.observer import Observer, Observers
-from trainer.observe.tensorboard import TensorBoard
-from trainer.observe.tracking import Tracker
-from trainer.observe.trackio import TrackioService
-from trainer.observe.wandb import WandbService
 from trainer.recipe.schema import Logging
+
+# Texts, so that a run imports its own destinations only.
+_FILES = {"csv": "csv_files:CsvFiles", "tensorboard": "tensorboard:TensorBoard"}
+_SERVICES = {"wandb": "wandb:WandbService", "mlflow": "mlflow:MLflowService", "trackio": "trackio:TrackioService"}
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:
@@ -29,9 +27,15 @@ def build_observers(logging: Logging, stream: TextIO) -> Observers:
         UsageError: a destination needs a package that is not installed.
     """
     console = open_console(stream) if "console" in logging.to else Observer()
-    files = {"csv": CsvFiles, "tensorboard": TensorBoard}
-    built: list[Observer] = [kind() for word, kind in files.items() if word in logging.to]
-    services = [kind for kind in (WandbService, MLflowService, TrackioService) if kind.word in logging.to]
-    built += [Tracker(kind(logging.project), console.note) for kind in services]
+    built: list[Observer] = [_resolved(name)() for word, name in _FILES.items() if word in logging.to]
+    services = [_resolved(name) for word, name in _SERVICES.items() if word in logging.to]
+    if services:
+        from trainer.observe.tracking import Tracker
+
+        built += [Tracker(service(logging.project), console.note) for service in services]
     built += [resolved(row.value)() for row in registered("logging") if row.name in logging.to]
     return Observers([MetricsFile(), *built, console])
+
+
+def _resolved(name: str) -> Any:
+    return resolved(f"trainer.observe.{name}")

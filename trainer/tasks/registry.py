@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import trainer.recipe.registered  # noqa: F401  # checks registered tasks
 from trainer.base.errors import UsageError
@@ -18,21 +18,7 @@ from trainer.recipe.schema import (
     TaskSection,
     TokenClassification,
 )
-from trainer.tasks.causal_lm import CausalLMTask
-from trainer.tasks.embedding import EmbeddingTask, Prompts
-from trainer.tasks.image_classification import ImageClassificationTask
-from trainer.tasks.masked_lm import MaskedLMTask
-from trainer.tasks.multi_label import MultiLabelTask
-from trainer.tasks.multiple_choice import MultipleChoiceTask
-from trainer.tasks.preference import PreferenceTask
-from trainer.tasks.question_answering import QuestionAnsweringTask
-from trainer.tasks.reranker import RerankerTask
-from trainer.tasks.reward_model import RewardModelTask
-from trainer.tasks.seq2seq_lm import Seq2SeqLMTask
-from trainer.tasks.sequence_classification import SequenceClassificationTask
-from trainer.tasks.sequence_regression import SequenceRegressionTask
 from trainer.tasks.task import ImageTask, TextTask
-from trainer.tasks.token_classification import TokenClassificationTask
 
 TEXT_TO_TEXT = "text2text-generation"
 
@@ -43,26 +29,26 @@ WITHOUT_PIPELINE = frozenset({"question-answering", "multiple-choice", "text-ran
 class _Row(NamedTuple):
     """A task: its class, its name on the hub, its type in PEFT, and the library that opens an exported folder."""
 
-    build: Callable[..., TextTask | ImageTask]
+    class_name: str  # In the module of the type's name; a text, so that a run imports its own task only
     pipeline_tag: str
     peft_type: str | None = None  # None: PEFT has none
     library: str = "transformers"
 
 
 _TASKS = {
-    "sequence_classification": _Row(SequenceClassificationTask, "text-classification", "SEQ_CLS"),
-    "sequence_regression": _Row(SequenceRegressionTask, "text-classification", "SEQ_CLS"),
-    "masked_lm": _Row(MaskedLMTask, "fill-mask"),
-    "causal_lm": _Row(CausalLMTask, "text-generation", "CAUSAL_LM"),
-    "seq2seq_lm": _Row(Seq2SeqLMTask, TEXT_TO_TEXT, "SEQ_2_SEQ_LM"),
-    "token_classification": _Row(TokenClassificationTask, "token-classification", "TOKEN_CLS"),
-    "question_answering": _Row(QuestionAnsweringTask, "question-answering", "QUESTION_ANS"),
-    "multiple_choice": _Row(MultipleChoiceTask, "multiple-choice"),
-    "image_classification": _Row(ImageClassificationTask, "image-classification"),
-    "preference": _Row(PreferenceTask, "text-generation", "CAUSAL_LM"),
-    "reward_model": _Row(RewardModelTask, "text-classification", "SEQ_CLS"),
-    "embedding": _Row(EmbeddingTask, "feature-extraction", "FEATURE_EXTRACTION", "sentence-transformers"),
-    "reranker": _Row(RerankerTask, "text-ranking", "SEQ_CLS", "sentence-transformers"),
+    "sequence_classification": _Row("SequenceClassificationTask", "text-classification", "SEQ_CLS"),
+    "sequence_regression": _Row("SequenceRegressionTask", "text-classification", "SEQ_CLS"),
+    "masked_lm": _Row("MaskedLMTask", "fill-mask"),
+    "causal_lm": _Row("CausalLMTask", "text-generation", "CAUSAL_LM"),
+    "seq2seq_lm": _Row("Seq2SeqLMTask", TEXT_TO_TEXT, "SEQ_2_SEQ_LM"),
+    "token_classification": _Row("TokenClassificationTask", "token-classification", "TOKEN_CLS"),
+    "question_answering": _Row("QuestionAnsweringTask", "question-answering", "QUESTION_ANS"),
+    "multiple_choice": _Row("MultipleChoiceTask", "multiple-choice"),
+    "image_classification": _Row("ImageClassificationTask", "image-classification"),
+    "preference": _Row("PreferenceTask", "text-generation", "CAUSAL_LM"),
+    "reward_model": _Row("RewardModelTask", "text-classification", "SEQ_CLS"),
+    "embedding": _Row("EmbeddingTask", "feature-extraction", "FEATURE_EXTRACTION", "sentence-transformers"),
+    "reranker": _Row("RerankerTask", "text-ranking", "SEQ_CLS", "sentence-transformers"),
 }
 PIPELINE_TAGS = {name: row.pipeline_tag for name, row in _TASKS.items()}
 """The task names of the hub, which transformers also uses for pipelines, except for text to text."""
@@ -102,21 +88,25 @@ def build_task(recipe: TaskSection) -> TextTask | ImageTask:
                 f" its builder returns a {type(task).__name__}; make it a subclass"
             )
         return task
-    kind = MultiLabelTask if getattr(recipe, "multi_label", False) else _TASKS[recipe.type].build
+    own = f"{recipe.type}:{_TASKS[recipe.type].class_name}"
+    kind = resolved(f"trainer.tasks.{'multi_label:MultiLabelTask' if getattr(recipe, 'multi_label', False) else own}")
     given, keys = _computed(recipe), type(recipe).model_fields
-    for one in fields(cast(Any, kind)):
+    for one in fields(kind):
         key = one.name if one.name in keys else _KEYS.get(one.name)
         if key in keys and one.name not in given:
             value = getattr(recipe, key)
             value = (value,) if one.name.endswith("_columns") and isinstance(value, str) else value
             given[one.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**given)
+    built: TextTask | ImageTask = kind(**given)
+    return built
 
 
 def _computed(recipe: TaskSection) -> dict[str, Any]:
     """Return the fields of a task that are not the value of one key."""
     match recipe:
         case Embedding():
+            from trainer.tasks.embedding import Prompts
+
             sizes = recipe.dimensions or []
             return {
                 "text_columns": tuple(recipe.texts),

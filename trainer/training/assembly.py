@@ -21,9 +21,7 @@ from trainer.base.distribution import versions
 from trainer.base.errors import TrainerError
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.identity import identity
-from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.saving import IdleSaver, Saved, Saver
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.checkpoint.tier import Tier
@@ -195,8 +193,12 @@ class Assembly:
         disk = Disk(store, self.mesh, self.saved.model_files, keys.asynchronous, check_owner)
         tiers: list[Tier] = [disk]
         if saves and keys.memory is not None:
+            from trainer.checkpoint.host_memory import HostMemory
+
             tiers.insert(0, HostMemory(Path(keys.memory.folder), store, self.mesh, note))
         if saves and keys.mirror:
+            from trainer.checkpoint.mirror import Mirror
+
             tiers.append(Mirror(keys.mirror, disk, self.mesh, note, is_stopped))
         return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
 

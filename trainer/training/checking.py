@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from trainer.base.errors import Problems
-from trainer.checkpoint.mirror import open_place
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
@@ -75,6 +74,8 @@ def check_needs(recipe: Recipe, problems: Problems) -> None:
             require_package(recipe.model.adapter)
     if recipe.checkpoint.mirror is not None:
         with problems.collect():
+            from trainer.checkpoint.mirror import open_place
+
             open_place(recipe.checkpoint.mirror)
 
 
