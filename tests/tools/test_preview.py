@@ -21,9 +21,9 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
 from trainer.tools import preview as tools_preview
+from trainer.tools.preview_rows import kinds, lengths_histogram
 from trainer.training.data_notes import trained_notes
 from trainer.training.describing import describe_model
-from trainer.training.preview import kinds, lengths_histogram
 
 
 def marked(text: ShownText, mark: str) -> str:

@@ -1,12 +1,14 @@
 """Tasks, metrics, model families and recipe folders that other packages register, and the tools that join each run.
 
-A package names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered
-names only, so that it can never name code.
+A folder of this project registers with its file `extension.json`, so that no other module names it. Another package
+names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered names
+only, so that it can never name code.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal
 
 from trainer.base.errors import UsageError
@@ -39,15 +42,16 @@ class Registration:
 
 Consumer = Callable[[Registration], None]
 
-# Texts, because the core imports no tool. They stand here, because every process of a run needs them: ranks of other
-# launchers, forked and spawned ranks.
-_TOOLS: tuple[tuple[Kind, str, str], ...] = (
-    ("logging", "html", "trainer.tools.report.live:LiveReport"),
-    ("run", "memory", "trainer.tools.advice:MemoryAdvice"),
-    ("launch", "memory", "trainer.tools.advice:adds_changes_that_fit"),
-)
 
-_registered: dict[tuple[Kind, str], Registration] = {row[:2]: Registration(*row, None) for row in _TOOLS}
+def _of_folders() -> Iterator[Registration]:
+    """Yield the rows of each `extension.json`: by kind, names with the text "module:name"."""
+    for file in sorted(Path(__file__).parents[1].glob("*/extension.json")):
+        for kind, rows in json.loads(file.read_text(encoding="utf-8")).items():
+            yield from (Registration(kind, name, value, None) for name, value in rows.items())
+
+
+# Read at import, because every process of a run needs them: ranks of other launchers, forked and spawned ranks.
+_registered: dict[tuple[Kind, str], Registration] = {(row.kind, row.name): row for row in _of_folders()}
 _consumers: dict[Kind, list[Consumer]] = {}
 _packages: dict[str, str] = {}  # of loaded entry points, by name
 _loading: list[str] = []  # the entry point that is being loaded

@@ -1,7 +1,6 @@
 """Plans of a run's memory: a note before the first step, and advice when a device is full.
 
-`base/extensions.py` names them, so that every run has them and the core imports no tool. Plans are made by child
-processes, because a rank cannot simulate another one.
+Plans are made by child processes, because a rank cannot simulate another one.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
 from trainer.base.text import size
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
+from trainer.training.run_tool import RunTool
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
@@ -35,22 +35,21 @@ class NoPlanError(Exception):
     """A planning process made no plan; the text is the reason."""
 
 
-class MemoryAdvice:
-    """The planned memory of a run, and the explanation of a full device; a context manager around the run.
+class MemoryAdvice(RunTool):
+    """The planned memory of a run, and the explanation of a full device.
 
     Only rank 0 of a run on GPUs plans, beside its preparation. On CPUs, the plan would take its time from the training.
     """
 
     def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
-        self._resolved = resolved
-        self._environment = environment
+        super().__init__(resolved, environment)
         self._command: list[str] = []
         self._child: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> MemoryAdvice:
-        if self._environment.rank == 0 and torch.cuda.device_count():
+        if self.environment.rank == 0 and torch.cuda.device_count():
             # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
-            self._command = _plan_command(self._resolved, self._environment, "1GiB")
+            self._command = _plan_command(self.resolved, self.environment, "1GiB")
             with suppress(OSError):
                 self._child = _start(self._command, "--json", "--changes", "0")
         return self
@@ -70,9 +69,9 @@ class MemoryAdvice:
 
     def _explained(self, error: RuntimeError) -> OutOfMemoryError:
         reason = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        command = _plan_command(self._resolved, self._environment)
+        command = _plan_command(self.resolved, self.environment)
         return OutOfMemoryError(
-            f"rank {self._environment.rank}: the memory of {_device(self._environment)} is full ({reason}); half of"
+            f"rank {self.environment.rank}: the memory of {_device(self.environment)} is full ({reason}); half of"
             " `training.micro_batch_size` gives the same training with less memory, and this command shows the peak and"
             f" changes that fit: {shlex.join(command)}",
             command,
@@ -82,9 +81,9 @@ class MemoryAdvice:
         """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
         if self._child is None:
             return []
-        memory = int(_gibibytes(self._environment) * 2**30)
+        memory = int(_gibibytes(self.environment) * 2**30)
         at = self._command.index("--gpus") + 1
-        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
+        gpus = f"{self.environment.local_world_size}x{memory / 2**30:.1f}GiB"
         command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
         try:
             needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]

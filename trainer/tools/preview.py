@@ -18,11 +18,11 @@ from trainer.base.errors import UsageError
 from trainer.base.text import aligned
 from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
+from trainer.tools.preview_rows import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table
 from trainer.training.assembly import batches_of
 from trainer.training.describing import describe_model
-from trainer.training.preview import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.training.row_encoding import TextPreparation
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 

@@ -39,6 +39,7 @@ from trainer.models.statistics import buffers_hash
 from trainer.models.tensor_split import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
+from trainer.observe.preview_records import Preview
 from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.node import ranks_of_node
@@ -53,15 +54,11 @@ from trainer.training.certificate import REFUSED, NotTheTrainedModelError
 from trainer.training.describing import DescribedModels, describe_models
 from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
-from trainer.training.preview import step_of_run
 from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.teaching import load_teacher
 from trainer.training.whole_split import Evaluator
-
-_ROWS_SHOWN = 3
-"""Rows of the first microbatch in the report of a run."""
 
 
 @dataclass
@@ -202,15 +199,12 @@ class Assembly:
             tiers.append(Mirror(keys.mirror, disk, self.mesh, note, is_stopped))
         return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
 
-    def info(self, environment: LaunchEnvironment) -> RunInfo:
+    def info(self, environment: LaunchEnvironment, preview: Preview | None = None) -> RunInfo:
         """Return the facts for the start-up summary. All ranks must call it."""
         facts = run_info(self.plan, environment, self.data, self.models, self.placements, self.mesh)
         groups = self.built[0].groups.table
-        first = None
-        if self.mesh.rank == 0 and not self.progress.step:
-            first = step_of_run(self.plan, self.data, self.train_loader, _ROWS_SHOWN)
         resumed = self.progress.step or None
-        return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=first)
+        return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=preview)
 
     def export(self, place: Path | str, compares: bool = False) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.

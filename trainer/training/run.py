@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +28,7 @@ from trainer.training.describing import DescribedModels
 from trainer.training.loop import Ending, Loop
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
+from trainer.training.run_tool import RunTool
 from trainer.training.session import Results, Session, is_complete, open_session
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _train(
     device: torch.device,
     session: Session,
     stop: StopRequest,
-    tools: Sequence[Any],
+    tools: Sequence[RunTool],
     saves: bool,
 ) -> Results:
     recipe, observers = plan.recipe, session.observers
@@ -114,7 +115,8 @@ def _train(
     )
     of_tools = [note for tool in tools for note in tool.notes()]
     notes = [*parts.notes(), *resumed, *loop.notes(), *of_tools]
-    session.start(parts.info(session.environment), saver, mesh, notes)
+    preview = next((made for tool in tools if (made := tool.preview(parts))), None)
+    session.start(parts.info(session.environment, preview), saver, mesh, notes)
     if mesh.rank == 0:
         stop.watch(session.folder)
     if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save

@@ -31,11 +31,23 @@ from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.words import ROW, WORD
 from trainer.tasks.token_classification import TokenClassificationTask
+from trainer.training.assembly import Assembly
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import PreparedData
+from trainer.training.run_tool import RunTool
 
+_ROWS_SHOWN = 3  # of the first microbatch, in the report of a run
 _MOST_COUNTED = 20_000_000  # tokens of a split
 _BINS = 10
+
+
+class FirstRows(RunTool):
+    """The preview of the first step, for the report of a run."""
+
+    def preview(self, parts: Assembly) -> Preview | None:
+        if parts.mesh.rank or parts.progress.step:
+            return None
+        return step_of_run(parts.plan, parts.data, parts.train_loader, _ROWS_SHOWN)
 
 
 def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader | None, most: int) -> Preview:
