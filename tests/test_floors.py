@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ROOT, finish, start
+from tests.house import reaches_up
+
+
+def test_the_trunk_names_no_tool_and_no_feature():
+    assert reaches_up() == []
 
 
 @pytest.mark.slow
