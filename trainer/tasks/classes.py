@@ -431,6 +431,9 @@ class RowClasses(NamedClasses):
             raise self.unknown(rows[self.label_column][place], declared, place_name)
         return [index for index in indices if index is not None]
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape[0], dtype=torch.long)
+
 
 def holds_names(feature: Any) -> bool | None:
     """Return whether a label column holds class names, also as a `ClassLabel`, or indices; None for other types."""

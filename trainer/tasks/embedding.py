@@ -352,6 +352,11 @@ class EmbeddingTask(SeveralTexts):
             }
         return files | ({f"{paths[-1]}/config.json": {}} if self.normalize else {})
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        if self.mask_duplicates:
+            return {}, torch.zeros(shape[:2], dtype=torch.long)
+        return {}, torch.zeros(shape[0]) if self.score_column else torch.zeros(shape[0], 0)
+
 
 def _prompt_length(prompt: str, tokenizer: Tokenizer, max_length: int) -> int:
     """Return the number of tokens before a text: those of its prompt alone, without a special token at its end."""

@@ -138,6 +138,9 @@ class MultiLabelTask(NamedClasses, TextTask):
             encoded.append(array)
         return encoded
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape[0], self.model_options()["num_labels"])
+
 
 def _holds_names(feature: Any) -> bool | None:
     """Return whether a column holds lists of names, or of numbers; None for other columns."""

@@ -268,6 +268,9 @@ class MultipleChoiceTask(TextTask):
             shown.append({"prediction": of_row[best], "index": best, "probabilities": probabilities})
         return shown
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {"num_choices": torch.full(shape[:1], shape[1])}, torch.zeros(shape[0], dtype=torch.long)
+
 
 def _holds_choices(feature: Any) -> bool:
     return is_text(getattr(feature.get("text") if isinstance(feature, Mapping) else feature, "feature", None))

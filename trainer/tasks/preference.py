@@ -264,6 +264,14 @@ class PreferenceTask(TokenLabels):
             raise UsageError("`task.tools` is set, but `trainer predict` describes no tools; predict without it")
         return self._predicting()
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        further = {"reference": torch.zeros(shape[:2])} if self.has_reference else {}
+        if self.loss.type == "orpo":
+            further["answer"] = torch.ones(shape, dtype=torch.long)
+        if self.loss.type == "kto":
+            further["desirable"] = torch.zeros(shape[0], dtype=torch.long)
+        return further, torch.zeros(shape[0], 2, shape[-1], dtype=torch.long)
+
 
 def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the messages that two chats start with, and the rest of each."""

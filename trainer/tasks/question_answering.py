@@ -355,6 +355,9 @@ class QuestionAnsweringTask(TextTask):
             raise DataError(f"{place} has the answer {text!r}, which the tokenizer removes; leave the row out")
         return int(tokens[0]), int(tokens[-1])
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape[0], 2, dtype=torch.long)
+
 
 def _is_of_squad(feature: Any) -> bool:
     inner = getattr(feature, "feature", feature)  # of a list

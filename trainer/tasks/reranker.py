@@ -295,6 +295,10 @@ class RerankerTask(ScoredTexts):
             },
         }
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        num_documents = shape[1] if len(shape) > 2 else 1
+        return {}, torch.zeros(shape[0], num_documents, dtype=torch.float64)
+
 
 def _inside(feature: Any) -> Any:
     return getattr(feature, "feature", None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
@@ -155,6 +156,10 @@ class Seq2SeqLMTask(TokenLabels):
                 "input_ids"
             ]
         return [ids + appended for ids in whole], cut
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        target = torch.zeros(shape[0], min(shape[1], self.max_target_length), dtype=torch.long)
+        return {"decoder_input_ids": target}, target.clone()
 
 
 def _texts(generated: Tensor, tokenizer: Tokenizer | None) -> list[str]:

@@ -69,3 +69,6 @@ class SequenceRegressionTask(TextTask):
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape[0])

@@ -283,6 +283,19 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
         return None
 
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the inputs beside those of the tokenizer, and the labels, of a microbatch without data, for plans.
+
+        Args:
+            shape: that of `input_ids`, `[rows, tokens]` or `[rows, texts, tokens]`; `[rows]` for images.
+
+        Raises:
+            UsageError: a registered task does not have this method.
+        """
+        raise UsageError(
+            f"`trainer plan` needs the shapes of a batch, but {type(self).__name__} has no method `empty_batch`; add it"
+        )
+
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -319,6 +320,9 @@ class TokenClassificationTask(NamedClasses, TextTask):
         names = self._known_class_names
         outside = names.index(OUTSIDE) if OUTSIDE in names else _NO_CLASS
         return of_words(answers, "predictions", encoded, num_words, outside).astype(np.int64)
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape, dtype=torch.long)
 
 
 def _holds_words(feature: Any) -> bool:

@@ -92,3 +92,6 @@ class TokenLabels(TextTask):
     def _cross_entropy(self, logits: Tensor, labels: Tensor, reduction: Literal["none", "sum"]) -> Tensor:
         cut = self._cut(logits)
         return vocab_parallel_cross_entropy(logits, labels, cut.group, cut.size, reduction=reduction)
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        return {}, torch.zeros(shape, dtype=torch.long)
