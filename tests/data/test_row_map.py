@@ -307,6 +307,9 @@ def test_messages_with_other_keys(in_folder):
     question, answer = rows["messages"][0]
     assert question == {"role": "user", "content": "Hallo", "time": 3}
     assert (answer["role"], answer["content"]) == ("assistant", None)
+    columns["messages"]["chat"]["drop"] = ["time"]
+    rows, _ = shaped([{"talk": chat}], ("messages",), columns=columns)
+    assert rows["messages"][0][0] == {"role": "user", "content": "Hallo"}
     with pytest.raises(DataError, match=r"row 1 of `rows.jsonl`: message 1 has no `who`; its keys are speaker, text"):
         shaped([{"talk": chat}], (), columns={"m": {"column": "talk", "chat": {"role": "who"}}})
     broken = [{"from": "function_call", "value": "echo(hi)"}]

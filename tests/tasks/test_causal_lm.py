@@ -35,7 +35,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
-from trainer.tasks.text import chats
+from trainer.tasks.text import chat_templates
 
 WHERE = "`rows.jsonl`"
 TEXTS = ["a file is read", "open", "", "the name of a directory that holds many files"]
@@ -120,6 +120,33 @@ def test_only_completions_are_trained(tokenizer):
         whole = [*ids, end]
         assert labels == [IGNORED_LABEL] * (len(prompt) - 1) + whole[len(prompt) :]
         assert tokenizer.decode(whole[len(prompt) : -1]) == row["completion"].strip()
+
+
+@pytest.mark.parametrize(
+    ("frame", "texts"), [("{} $A", ["<s>no", "no", "<s>"]), ("{} $A </s>", ["<s>no</s>", "no</s>", "<s>no", "no", ""])]
+)
+def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
+    tokenizer = byte_tokenizer(trim_offsets=False)
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single=frame.format("<s>"), special_tokens=special
+    )
+    start, end = [0], [1]
+    for text in texts:
+        body = tokenizer(text.removeprefix("<s>").removesuffix("</s>"), add_special_tokens=False)["input_ids"]
+        if body:
+            whole = encode(task_of(text="text"), rows_of(text=[text]), tokenizer)
+            assert [*whole["input_ids"][0], whole["labels"][0][-1]] == [*start, *body, *end]
+        task = task_of(prompt="prompt", completion="completion")
+        prompt = text.removesuffix("</s>")
+        (ids,) = encode(task.without_labels(), rows_of(prompt=[prompt]), tokenizer)["input_ids"]
+        assert ids == [*start, *body]
+        rows = rows_of(prompt=[prompt, ""], completion=[" n</s>", f"{text} n"])
+        pair = encode(task, rows, tokenizer)
+        completion = tokenizer(" n", add_special_tokens=False)["input_ids"]
+        assert pair["input_ids"][0] == [*start, *body, *completion]
+        assert pair["labels"][0] == [IGNORED_LABEL] * len(body) + [*completion, *end]
+        assert pair["input_ids"][1].count(0) == 1
 
 
 def test_packed_examples_are_never_split(tokenizer):
@@ -219,6 +246,37 @@ def test_turns_are_trained_as_the_template_writes_them_last(chatty, template, tr
         assert trained == chatty(content, add_special_tokens=False)["input_ids"]
 
 
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[system] be brief\n{% endif %}"
+HEADED_TEMPLATE = (  # as Qwen 3's: the header is that of a prompt, and a reasoning follows
+    DEFAULT_SYSTEM + "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<{{ m.reasoning_content }}>"
+    "{% elif m.role == 'assistant' and loop.last %}<>{% endif %}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "first", "later"),
+    [
+        (PLAIN_TEMPLATE, {}, "open", "a name"),
+        (PREFILLED_TEMPLATE, {}, "open", "a name"),
+        (TURNS, {}, "open", "[ assistant ] a name"),  # no prompt of a generation shows the header
+        (MARKED_TEMPLATE, {}, "open", "a name"),
+        (HEADED_TEMPLATE, {"reasoning_content": "file"}, "< file > open", "< > a name"),
+    ],
+)
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+def test_of_a_chat_that_the_assistant_begins_only_the_turns_are_trained(
+    chatty, template, opening, first, later, train_on
+):
+    chatty.chat_template = DEFAULT_SYSTEM + template
+    chat = [{"role": "assistant", "content": "open", **opening}, *CHAT[3:]]
+    expected = {"all": [f"{first} {later}"], "last": [later], "each": [first, later]}[train_on]
+    for rows, trained in (([chat], expected), ([chat[:1]], [first])):
+        encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=rows), chatty)
+        found = [chatty.decode([label for label in row if label != IGNORED_LABEL]) for row in encoded["labels"]]
+        assert found == trained
+
+
 def byte_tokenizer(trim_offsets):
     """Return a byte-level BPE, with a token ` no`."""
     special = ["<s>", "</s>", "<pad>"]
@@ -296,13 +354,13 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 @pytest.mark.parametrize("template", [ENDLESS + PLAIN_TEMPLATE, MARKED_TEMPLATE + ENDLESS])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_endless_template_is_refused(chatty, tmp_path, monkeypatch, template, processes):
-    monkeypatch.setattr(chats, "_TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.05)
     monkeypatch.setattr(tokenised_split, "_ROWS_AT_ONCE", 1)
     chatty.chat_template = template
     split = Split(rows_of(messages=[CHAT] * 3), WHERE)
     with pytest.raises(UsageError, match=r"template .* within 0.05 seconds, but .* row 1 of .*; fix a copy"):
         encode_split(split, task_of(messages="messages"), chatty, 100, tmp_path, processes)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     chatty.chat_template = PLAIN_TEMPLATE
     assert len(encode_split(split, task_of(messages="messages"), chatty, 100, tmp_path, processes)) == 3
 
@@ -420,7 +478,10 @@ def test_a_template_without_tool_calls_is_refused(chatty):
     task, rows = task_of(messages="messages"), rows_of(messages=[[ASKED, call_of(name="file")]], tools=["open"])
     with pytest.raises(DataError, match=r"row 1 .*, message 2, has tool calls, which the chat template .* not write"):
         encode(task, rows, chatty)
-    assert "column `tools` is not read" in task.conversion_notes(rows.features)[0]
+    beside = rows.add_column("system", ["be brief"])
+    notes = task.conversion_notes(beside.features)
+    assert "column `system` is not read; name it in `system` of `data.map.columns`" in notes[0]
+    assert "column `tools` is not read" in notes[1]
 
 
 @pytest.mark.parametrize("as_text", [True, False])

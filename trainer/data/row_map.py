@@ -349,7 +349,7 @@ def _message(message: Mapping[str, Any], keys: ChatKeys, place: str) -> dict[str
     """Return a message with the keys `role` and `content`, and with its further keys."""
     if keys.role not in message:
         raise ValueError(f"{place} has no `{keys.role}`; its keys are {listed(list(message), _MOST)}")
-    rest = {key: value for key, value in message.items() if key not in (keys.role, keys.content)}
+    rest = {key: value for key, value in message.items() if key not in (keys.role, keys.content, *keys.drop)}
     role, content = message[keys.role], message.get(keys.content)
     role = keys.roles.get(role, role) if isinstance(role, str) else role
     if role == "tool_calls":

@@ -18,15 +18,16 @@ from trainer.tasks.text.chats import (
     end_token,
     features_of,
     features_of_labels,
-    holds_messages,
+    holds_chats,
     tokens_after,
     tokens_of_chat,
     tools_of,
     turn_end,
     turn_notes,
+    unread_notes,
     without_end,
 )
-from trainer.tasks.text.columns import SEVERAL_TYPES, cell, cells_of, is_text, require_columns, require_kind, type_name
+from trainer.tasks.text.columns import cell, cells_of, framed, is_text, require_columns, require_kind
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.text.token_ids import LABELS, MASK, beside_ids, holds_ids, read_ids
@@ -114,9 +115,8 @@ class CausalLMTask(TokenLabels):
         return turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        is_chat = any(_holds_chats(features[column]) for column in self.sources.values())
-        if is_chat and self.tools is None and "tools" in features:
-            return ["column `tools` is not read; name it in `task.tools` to describe the tools in chats"]
+        if any(holds_chats(features[column]) for column in self.sources.values()):
+            return unread_notes(features, self.columns)
         if not self._has_ids(features):
             return []
         beside = " and ".join(f"`{name}`" for name in self.beside)
@@ -167,7 +167,7 @@ class CausalLMTask(TokenLabels):
                 raise DataError(f"`task.tools` applies to chats, but the prompts of {where} are texts; remove it")
         elif "messages" in self.sources:
             needed = 'a column of lists of {"role": ..., "content": ...}'
-            require_kind(features, self._column, "task.messages", where, _holds_chats, needed)
+            require_kind(features, self._column, "task.messages", where, holds_chats, needed)
         else:
             needed, key = "a column of strings or of token ids", "task.text"
             require_kind(features, self._column, key, where, lambda one: is_text(one) or holds_ids(one), needed)
@@ -220,22 +220,24 @@ class CausalLMTask(TokenLabels):
         """
         column, tools = self._column, self.tools
         end, feature = end_token(tokenizer), rows.features[column]
-        special = not _holds_chats(feature)  # a chat template writes its own
+        is_chat = holds_chats(feature)
         if holds_ids(feature):
-            found = [ids for ids, _ in read_ids(rows, column, (), self.num_tokens, where, first_row)]
+            read = read_ids(rows, column, (), self.num_tokens, where, first_row)
+            found = [without_end(ids, end) for ids, _ in read]
         else:
             texts = cells[column]
-            if not special:
+            if is_chat:
                 of_tools = [None] * len(rows) if tools is None else cells[tools]
                 places = [cell(column, first_row + row, where) for row in range(len(rows))]
                 texts = [
                     chat_prompt(chat, tokenizer, place, tools_of(own, tokenizer, place))
                     for chat, own, place in zip(texts, of_tools, places, strict=True)
                 ]
-            made = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-            found = made["input_ids"]
-        if special:
-            found = [without_end(ids, end) for ids in found]
+            if is_chat:  # its template writes the special tokens
+                made = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+                found = made["input_ids"]
+            else:
+                found = framed(texts, tokenizer, has_end=False)
         if self.num_positions is not None:
             max_length = min(max_length, self.num_positions - self.settings.max_new_tokens)
         # An empty prompt begins as a text after another one.
@@ -249,7 +251,7 @@ class CausalLMTask(TokenLabels):
         texts = [text for text in texts if text]
         if not texts:
             return {"input_ids": [], "labels": []}
-        found = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        found = framed(texts, tokenizer)
         return self._windows([ids if ids[-1:] == [end] else [*ids, end] for ids in found], max_length)
 
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
@@ -301,7 +303,3 @@ class CausalLMTask(TokenLabels):
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{GENERATED: text} for text in generated_texts(answers[GENERATED], split.tokenizer)]
-
-
-def _holds_chats(feature: Any) -> bool:
-    return holds_messages(feature) or type_name(feature) == SEVERAL_TYPES

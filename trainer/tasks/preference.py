@@ -16,14 +16,15 @@ from trainer.recipe.schema import Generation, PreferenceLoss
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
+from trainer.tasks.text.chat_messages import messages_of
 from trainer.tasks.text.chats import (
     Tokens,
     check_texts_or_chats,
     features_of,
-    messages_of,
     require_apart,
     tokens_after,
     tools_of,
+    unread_notes,
 )
 from trainer.tasks.text.columns import cell, cells_of, require_columns
 from trainer.tasks.token_labels import TokenLabels
@@ -99,9 +100,7 @@ class PreferenceTask(TokenLabels):
         return self
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        if self.tools is None and self.is_chat and "tools" in features:
-            return ["column `tools` is not read; name it in `task.tools` to describe the tools in chats"]
-        return []
+        return unread_notes(features, self.columns) if self.is_chat else []
 
     def _text_columns(self) -> dict[str, str]:
         return {**({} if self.prompt is None else {"prompt": self.prompt}), **self.answer_columns}

@@ -16,11 +16,13 @@ from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
+    holds_chats,
     require_apart,
     tokens_after,
+    unread_notes,
     without_end,
 )
-from trainer.tasks.text.columns import cell, cells_of, finite_numbers, require_columns
+from trainer.tasks.text.columns import cell, cells_of, finite_numbers, framed, require_columns
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 
@@ -59,6 +61,10 @@ class RewardModelTask(ScoredTexts):
         if self.margin is not None:
             require_columns(features, [self.margin], "task.margin", where)
 
+    def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
+        feature = features[self.answer_columns[0]]
+        return unread_notes(features, self.columns, takes_tools=False) if holds_chats(feature) else []
+
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the tokens of both texts of each row, with an end token; a chat ends as the template writes it.
 
@@ -94,7 +100,7 @@ class RewardModelTask(ScoredTexts):
             if not answer.strip():
                 raise DataError(f"{place} is empty; fill it, or leave the row out")
             end = end_token(tokenizer)
-            return [*without_end(tokenizer(answer, verbose=False)["input_ids"], end), end]
+            return [*without_end(framed([answer], tokenizer)[0], end), end]
         return tokens_after([] if prompt is None else prompt, answer, tokenizer, None, place)[0]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:

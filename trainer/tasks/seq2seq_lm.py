@@ -14,7 +14,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Generation
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.text.columns import cell, filled, require_text, tokenise
+from trainer.tasks.text.columns import cell, filled, frame_of, require_text, tokenise, unframed
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
@@ -139,23 +139,22 @@ class Seq2SeqLMTask(TokenLabels):
                 f"the tokenizer `{tokenizer.name_or_path}` has no end token, at which the generation of a text stops;"
                 ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
             )
-        frame = tokenizer(text_target="")["input_ids"]
+        start, behind = frame_of(tokenizer, is_target=True)
+        frame = [*start, *behind]
         ends = end in frame if self._is_multilingual else frame[-1:] == [end]  # a language may follow the end token
-        appended = [] if ends else [end]
-        room = self.max_target_length - len(appended)
-        if not len(frame) < room <= max(tokenizer.model_max_length, len(frame) + 1):
+        behind = behind if ends else [*behind, end]
+        room = self.max_target_length - len(start) - len(behind)
+        if not 0 < room <= max(tokenizer.model_max_length - len(frame), 1):
             raise UsageError(
-                f"`task.max_target_length` must be more than the {len(frame) + len(appended)} special tokens of a"
-                f" target and at most the {tokenizer.model_max_length} tokens that the tokenizer allows for its model,"
-                f" but is {self.max_target_length}"
+                f"`task.max_target_length` must be more than the {len(start) + len(behind)} special tokens of a target"
+                f" and at most the {tokenizer.model_max_length} tokens that the tokenizer allows for its model, but is"
+                f" {self.max_target_length}"
             )
-        whole = tokenizer(text_target=list(texts), return_attention_mask=False, verbose=False)["input_ids"]
-        cut = [len(ids) > room for ids in whole]
-        if any(cut):
-            whole = tokenizer(text_target=list(texts), truncation=True, max_length=room, return_attention_mask=False)[
-                "input_ids"
-            ]
-        return [ids + appended for ids in whole], cut
+        found = tokenizer(
+            text_target=list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        targets = [unframed(ids, start, behind) for ids in found]
+        return [[*start, *ids[:room], *behind] for ids in targets], [len(ids) > room for ids in targets]
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
         target = torch.zeros(shape[0], min(shape[1], self.max_target_length), dtype=torch.long)

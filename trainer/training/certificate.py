@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import for_terminal, listed
-from trainer.data.formats.base import is_chat
 from trainer.parallel.microbatch import Microbatch
 
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
@@ -128,7 +127,7 @@ def require_same_tokens(texts: Sequence[Sequence[str]], own: Mapping[str, Any], 
     for text, expected, found in zip(texts, own["ids"], there["ids"], strict=True):
         if expected != found:
             raise NotTheTrainedModelError(_other_tokens(text, expected, found))
-    for name in ("chats", "special"):
+    for name in ("template", "special"):
         if own[name] != there[name]:
             raise NotTheTrainedModelError(_other_tokens([name], own[name], there[name]))
 
@@ -145,17 +144,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def texts_of(columns: Sequence[str], rows: Any) -> tuple[list[list[str]], list[Any]]:
-    """Return the texts of rows, pairs of the first two columns of texts, and chats."""
+def texts_of(columns: Sequence[str], rows: Any) -> list[list[str]]:
+    """Return the texts of rows, those in chats too, and pairs of the first two columns of texts."""
     texts: list[list[str]] = []
-    chats: list[Any] = []
     for row in rows:
         values = [row[name] for name in columns if name in row]
-        chats += [value for value in values if is_chat(value)]
         plain = [value for value in values if isinstance(value, str)]
         found = [text for value in values for text in _strings(value)]
         texts += [[text] for text in found] + ([plain[:2]] if len(plain) > 1 else [])
-    return texts, chats
+    return texts
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -119,8 +119,8 @@ class FewRows:
         if tokenizer is None or evaluated is None:
             return 0
         few = evaluated.rows.select(range(min(len(evaluated.rows), self.recipe.evaluation.verify_export)))
-        texts, chats = texts_of(self.data.task.columns, few)
+        texts = texts_of(self.data.task.columns, few)
         found = transformers.AutoTokenizer.from_pretrained(folder)
-        own, there = (plain_reader.tokens_of(one, texts, chats) for one in (tokenizer, found))
+        own, there = (plain_reader.tokens_of(one, texts) for one in (tokenizer, found))
         require_same_tokens(texts, own, there)
         return len(texts)

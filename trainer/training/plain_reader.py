@@ -66,12 +66,12 @@ def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     return outputs
 
 
-def tokens_of(tokenizer: Any, texts: list[Any], chats: list[Any]) -> dict[str, Any]:
-    """Return the token ids of texts and pairs, the texts of chats, and the special tokens."""
+def tokens_of(tokenizer: Any, texts: list[Any]) -> dict[str, Any]:
+    """Return the token ids of texts and pairs, the chat template, and the special tokens."""
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
     return {
         "ids": [list(map(int, tokenizer(*text)["input_ids"])) for text in texts],
-        "chats": [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats],
+        "template": tokenizer.chat_template,
         "special": special,
     }
 
@@ -114,12 +114,10 @@ def main(folder: Path) -> None:
     from transformers import AutoConfig
 
     reply: dict[str, Any] = {"lost": [], "labels": AutoConfig.from_pretrained(request["folder"]).id2label}
-    if request["texts"] or request["chats"]:
+    if request["texts"]:
         from transformers import AutoTokenizer
 
-        reply["tokens"] = tokens_of(
-            AutoTokenizer.from_pretrained(request["folder"]), request["texts"], request["chats"]
-        )
+        reply["tokens"] = tokens_of(AutoTokenizer.from_pretrained(request["folder"]), request["texts"])
     if request["kind"] in ("sentence-transformers", "cross-encoder"):
         np.savez(folder / "outputs-0.npz", **_sentence_outputs(request))
     else:

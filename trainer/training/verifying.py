@@ -128,7 +128,7 @@ def verify(
         reply = _answered(request, place)
         require_same_labels(data.preparation.config.id2label, reply["labels"])
         if "tokens" in reply:
-            own = plain_reader.tokens_of(data.evaluated.tokenizer, request["texts"], request["chats"])
+            own = plain_reader.tokens_of(data.evaluated.tokenizer, request["texts"])
             require_same_tokens(request["texts"], own, reply["tokens"])
         found = _outputs(data, opened, expected, place)
         there: Sequence[Mapping[str, Tensor]] = expected.outputs
@@ -235,7 +235,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
             )
     assert data.evaluated is not None
     task, rows = data.task, data.evaluated.rows
-    texts, chats = ([], []) if data.evaluated.tokenizer is None else texts_of(task.columns, rows)
+    texts = [] if data.evaluated.tokenizer is None else texts_of(task.columns, rows)
     request: dict[str, Any] = {
         "kind": opened.kind,
         "folder": str(folder),
@@ -245,7 +245,6 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "auto_class": task.auto_class_name,
         "outputs": list(expected.outputs[0]),
         "texts": texts,
-        "chats": chats,
         "images": isinstance(data.preparation, ImagePreparation),
         "num_batches": len(expected.batches),
         "packages": ["torch", "transformers", *packages],

@@ -34,6 +34,8 @@ class ChatKeys(Section):
     JSON."""
     system: Name | None = None
     """Column of the system message of a chat that begins with the user's turn; null: chats hold their own."""
+    drop: list[Name] = Field([])
+    """Keys of messages to leave out, such as ["timestamp"]; a key that nothing reads is refused."""
 
 
 class MappedColumn(Section):

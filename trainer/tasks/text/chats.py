@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, require_columns, type_name
+from trainer.tasks.text.chat_messages import messages_of, read_messages
+from trainer.tasks.text.chat_templates import ChatTemplate, Tools
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Encoded, Tokenizer
 
 Turns = Literal["all", "last", "each"]
-
-Tools = Sequence[dict[str, Any]] | None
-"""The tools of a chat, as JSON schemas; None: it has none."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-_TEMPLATE_SECONDS = 10
-_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def end_token(tokenizer: Tokenizer) -> int:
@@ -97,9 +87,8 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     if not completion.strip():
         raise DataError(f"{place} is an empty completion; fill it, or leave the row out")
     end = end_token(tokenizer)
-    before, whole = (
-        without_end(tokenizer(text, verbose=False)["input_ids"], end) for text in (prompt, prompt + completion)
-    )
+    before, whole = framed([prompt, prompt + completion], tokenizer, has_end=False)
+    whole = without_end(whole, end)
     if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
         whole = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
     if not before:  # the first token is predicted from a token, so an empty prompt without a start token needs one
@@ -118,7 +107,8 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str,
     the last one. Reasoning models read their earlier turns in another form, without the reasoning. Turns with a weight
     of 0 are not trained.
     """
-    messages, weights = _messages(chat, tokenizer, place)
+    template = ChatTemplate.of(tokenizer, tools)
+    messages, weights = read_messages(chat, template, place, tools)
     trained_turns = [weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"]
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant" and weights[index]]
     if not places:
@@ -128,10 +118,10 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str,
         )
     require_fast(tokenizer, "`task.messages`")
     if train_on == "all":
-        text, turns = _turns(messages, tokenizer, place, tools)
-        texts = [(text, _weighted(turns, trained_turns, tokenizer, place))]
+        text, turns = _turns(messages, template, place, tools)
+        texts = [(text, _weighted(turns, trained_turns, template, place))]
     else:
-        texts = [_last_turn(messages[: index + 1], tokenizer, place, tools) for index in places]
+        texts = [_last_turn(messages[: index + 1], template, place, tools) for index in places]
         texts = texts if train_on == "each" else texts[-1:]
     found = []
     for text, turns in texts:
@@ -144,7 +134,7 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str,
 
 
 def _weighted(
-    turns: Sequence[tuple[int, int]], weights: Sequence[bool], tokenizer: Tokenizer, place: str
+    turns: Sequence[tuple[int, int]], weights: Sequence[bool], template: ChatTemplate, place: str
 ) -> list[tuple[int, int]]:
     """Return the turns with a weight of 1.
 
@@ -155,15 +145,10 @@ def _weighted(
         return list(turns)
     if len(turns) != len(weights):
         raise UsageError(
-            f"the chat template of `{tokenizer.name_or_path}` marks {len(turns)} turns for the {len(weights)} of"
+            f"the chat template of `{template.name}` marks {len(turns)} turns for the {len(weights)} of"
             f" {place}, so the one with a weight of 0 is unknown; correct its {{% generation %}} marks in a copy"
         )
     return [turn for turn, weight in zip(turns, weights, strict=True) if weight]
-
-
-def messages_of(value: Any) -> list[Any]:
-    """Return the messages of a cell, which holds a list of them or one."""
-    return value if isinstance(value, list) else [value]
 
 
 def tokens_after(prompt: Any, answer: Any, tokenizer: Tokenizer, tools: Tools, place: str) -> Tokens:
@@ -181,16 +166,17 @@ def _tokens_of_answer(
         raise DataError(
             f"{place} begins with the messages of its prompt; set `task.prompt` to null if the answers are whole chats"
         )
-    messages, weights = _messages([*prompt, *answer], tokenizer, place)
+    template = ChatTemplate.of(tokenizer, tools)
+    messages, weights = read_messages([*prompt, *answer], template, place, tools)
     own = [weights[at] for at in range(len(prompt), len(messages)) if messages[at]["role"] == "assistant"]
     if not any(own) or messages[-1]["role"] != "assistant":
         raise DataError(f"{place} must be an answer that ends with a turn of the assistant; leave the row out")
     require_fast(tokenizer, "a chat")
     find = _last_turn if len(answer) == 1 else _turns
-    text, turns = find(messages, tokenizer, place, tools)
+    text, turns = find(messages, template, place, tools)
     ids, spans = _spans(text, tokenizer)
     # Counted from the end: the template marks the turns of the prompt too, as far as it writes them.
-    trained = _trained(spans, _weighted(turns[-len(own) :], own, tokenizer, place))
+    trained = _trained(spans, _weighted(turns[-len(own) :], own, template, place))
     if not any(trained[1:]):
         raise DataError(f"{place} is an answer without tokens; fill it, or leave the row out")
     return ids, trained
@@ -218,9 +204,10 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
     """
     question, answer = "What is it?", "Nothing."
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
+    template, place = ChatTemplate.of(tokenizer), "a chat of four messages"
     try:
         find = _turns if train_on == "all" else _last_turn
-        text, turns = find(chat, tokenizer, "a chat of four messages")
+        text, turns = find(read_messages(chat, template, place)[0], template, place)
     except TrainerError:
         return []  # the template wants other chats
     ids, spans = _spans(text, tokenizer)
@@ -237,8 +224,8 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
             notes.append("the first token of an answer is not trained")
         elif start <= behind < end and token in special:
             notes.append(f"the token {text[behind:end]!r} behind an answer is not trained, so answers may not end")
-    where = f"the chat template of `{tokenizer.name_or_path}`"
-    if not _GENERATION_MARK.search(tokenizer.get_chat_template()):
+    where = f"the chat template of `{template.name}`"
+    if not template.has_marks:
         return [
             f"{where} has no {{% generation %}} marks, so the assistant's turns are found by comparing texts of chats;"
             " see them in `trainer preview`"
@@ -260,7 +247,7 @@ def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{place} must be a list of JSON schemas, or its text, but is {value!r}; correct it")
-    if tokenizer.chat_template and "tools" not in tokenizer.get_chat_template():
+    if tokenizer.chat_template and "tools" not in ChatTemplate.of(tokenizer, tools).text:
         raise DataError(
             f"{place} has tools, which the chat template of `{tokenizer.name_or_path}` does not write; add them to a"
             " copy of the template, or remove `task.tools`"
@@ -270,19 +257,21 @@ def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
 
 def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None) -> str:
     """Return the text of a chat up to the start of its next turn of the assistant."""
-    messages, _ = _messages(chat, tokenizer, place)
+    template = ChatTemplate.of(tokenizer, tools)
+    messages, _ = read_messages(chat, template, place, tools)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
-    return _text_of(messages, tokenizer, place, tools, add_generation_prompt=True)
+    return template.write(messages, place, tools, add_generation_prompt=True)
 
 
 def turn_end(tokenizer: Tokenizer) -> list[int]:
     """Return the special token that ends a turn of the assistant in the chat template; empty if there is none."""
     content = "content"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    after = _text_of(chat, tokenizer, "a chat of two messages").rpartition(content)[2]
+    template, place = ChatTemplate.of(tokenizer), "a chat of two messages"
+    after = template.write(read_messages(chat, template, place)[0], place).rpartition(content)[2]
     first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
     return [token for token in first if token in _special(tokenizer)]
 
@@ -297,6 +286,25 @@ def holds_messages(feature: Any) -> bool:
     return type_name(message) == SEVERAL_TYPES or (isinstance(message, Mapping) and "role" in message)
 
 
+def holds_chats(feature: Any) -> bool:
+    """Return whether a column holds messages, or lists of them."""
+    is_message = isinstance(feature, Mapping) and "role" in feature
+    return is_message or holds_messages(feature) or type_name(feature) == SEVERAL_TYPES
+
+
+def unread_notes(features: Mapping[str, Any], read: Sequence[str], takes_tools: bool = True) -> list[str]:
+    """Return notes on columns beside those of chats that usually belong to them, but are not read."""
+    of_system = "name it in `system` of `data.map.columns` to begin the chats with it"
+    of_tools = "name it in `task.tools` to describe the tools in chats"
+    fixes = dict.fromkeys(("system", "system_prompt"), of_system)
+    fixes |= dict.fromkeys(("tools", "functions") if takes_tools else (), of_tools)
+    return [
+        f"column `{column}` is not read; {fix}"
+        for column, fix in fixes.items()
+        if column in features and column not in read
+    ]
+
+
 def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str], where: str) -> bool:
     """Return whether the columns hold messages, after a check that all hold texts, or all messages.
 
@@ -307,8 +315,7 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
     for key, column in columns.items():
         require_columns(features, [column], f"task.{key}", where)
         feature = features[column]
-        is_message = isinstance(feature, Mapping) and "role" in feature
-        kinds[column] = is_message or holds_messages(feature) or type_name(feature) == SEVERAL_TYPES
+        kinds[column] = holds_chats(feature)
         if not kinds[column] and getattr(feature, "dtype", None) not in STRING_TYPES:
             raise DataError(
                 f"`task.{key}` must name a column of strings or of messages, but column `{column}` of {where} holds"
@@ -323,114 +330,25 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
     return any(kinds.values())
 
 
-def _messages(chat: Any, tokenizer: Tokenizer, place: str) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Return the messages as the template reads them, and whether each has a weight of 1 and not of 0.
-
-    They are without null keys, as in transformers, and with their parts.
-
-    Raises:
-        DataError: a message has no known role, no content, another one than text, or calls that the template lacks.
-        UsageError: the tokenizer has no template.
-    """
-    if not tokenizer.chat_template:
-        raise UsageError(
-            f"`task.messages` is set, but the tokenizer `{tokenizer.name_or_path}` has no chat template; name one that"
-            ' has in `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
-        )
-    messages, weights = [], []
-    for number, message in enumerate(messages_of(chat), start=1):
-        if not isinstance(message, dict | None):
-            raise DataError(f"{place}, message {number}, must be an object with a role, but is {message!r}; correct it")
-        given = {key: value for key, value in (message or {}).items() if value is not None}
-        role = given.get("role")
-        if role not in ROLES:
-            raise DataError(
-                f"{place}, message {number}, must have a role of {', '.join(ROLES)}, but has {role!r}; rename it"
-            )
-        if "content" not in given and role != "assistant":
-            raise DataError(f"{place}, message {number}, has no content; fill it, or leave the row out")
-        if (weight := given.pop("weight", 1)) not in (0, 1):
-            raise DataError(f"{place}, message {number}, must have a weight of 0 or 1, but has {weight!r}; correct it")
-        weights.append(bool(weight))
-        if role == "developer" and not _writes_role(role, tokenizer):
-            raise UsageError(
-                f"{place}, message {number}, is of the developer, which the chat template of"
-                f" `{tokenizer.name_or_path}` does not write; map it to system by `roles` in `data.map.columns`"
-            )
-        if given.get("tool_calls") and "tool_calls" not in tokenizer.get_chat_template():
-            raise DataError(
-                f"{place}, message {number}, has tool calls, which the chat template of `{tokenizer.name_or_path}` does"
-                " not write; add them to a copy of the template, or leave the row out"
-            )
-        if not isinstance(content := given.get("content", ""), str):
-            given["content"] = _content(content, tokenizer, f"{place}, message {number},")
-        messages.append(given)
-    return messages, weights
-
-
-def _content(content: Any, tokenizer: Tokenizer, place: str) -> Any:
-    """Return the parts of a content for a template that reads parts, or else their joined text."""
-    if not isinstance(content, list):
-        raise DataError(f"{place} must have a text or a list of texts as content, but has {content!r}; write a text")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise DataError(
-                f'{place} must have parts of the type "text", but has one of {kind!r}; leave the part or the row out'
-            )
-    return content if _reads_parts(tokenizer) else "".join(part["text"] for part in content)
-
-
-def _writes_role(role: str, tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template writes messages of a role, and does not skip or refuse them."""
-    text = "part of a message"
-    chat = [{"role": role, "content": text}, {"role": "user", "content": "question"}]
-    try:
-        return text in _text_of(chat, tokenizer, "a chat of two messages")
-    except TrainerError:
-        return False
-
-
-def _reads_parts(tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template writes the text of a part, and not its list."""
-    text = "part of a message"
-    chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-    try:
-        written = _text_of(chat, tokenizer, "a chat of one message")
-    except TrainerError:
-        return False
-    return text in written and not re.search(r"""['"]text['"]""", written)
-
-
 def _turns(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None
+    messages: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat, and the start and end of each turn of the assistant in it.
 
     The turns are those that the template marks, or else follow from the texts of the beginnings of the chat. The token
     mask of transformers is not used: it includes later turns if a turn ends in a space that no token covers.
     """
-    if _GENERATION_MARK.search(template := tokenizer.get_chat_template()):
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        with _template_errors(place):
-            texts, marked = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
-            )
-        return texts[0], list(marked[0])
-    whole = _text_of(messages, tokenizer, place, tools)
+    if template.has_marks:
+        return template.write_marked(messages, place, tools)
+    whole = template.write(messages, place, tools)
     turns = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            until, (turn,) = _last_turn(messages[: index + 1], tokenizer, place, tools)
+            until, (turn,) = _last_turn(messages[: index + 1], template, place, tools)
             if not whole.startswith(until):
                 raise UsageError(
-                    f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes earlier messages when later"
-                    f" ones follow ({place}, message {index + 1}), so the assistant's turns cannot be found; set"
+                    f"the chat template of the tokenizer `{template.name}` changes earlier messages when later ones"
+                    f" follow ({place}, message {index + 1}), so the assistant's turns cannot be found; set"
                     " `task.train_on` to last or each, or add {% generation %} marks to a copy of the template"
                 )
             turns.append(turn)
@@ -438,76 +356,56 @@ def _turns(
 
 
 def _last_turn(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None
+    messages: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat that ends with a turn of the assistant, and the start and end of that turn.
 
     The turn follows the prompt of a generation, or starts with its content if that is not a beginning of the chat.
     """
-    if _GENERATION_MARK.search(tokenizer.get_chat_template()):
-        text, turns = _turns(messages, tokenizer, place, tools)
+    if template.has_marks:
+        text, turns = _turns(messages, template, place, tools)
         return text, turns[-1:]
-    until = _text_of(messages, tokenizer, place, tools)
-    before = _text_of(messages[:-1], tokenizer, place, tools, add_generation_prompt=True)
-    if not until.startswith(before):  # the prompt has more than the chat, such as the start of a reasoning
-        # The content begins where the texts of two contents differ.
-        one, other = (
-            _text_of([*messages[:-1], {"role": "assistant", "content": content}], tokenizer, place, tools)
-            for content in ("a", "b")
-        )
-        pairs = enumerate(zip(one, other, strict=False))
-        before = one[: next((at for at, (left, right) in pairs if left != right), None)]
+    until = template.write(messages, place, tools)
+    before = template.write(messages[:-1], place, tools, add_generation_prompt=True)
+    if not before or not until.startswith(before):
+        # There is no prompt, or it has more than the chat, such as the start of a reasoning.
+        before = _before_content(until, messages[:-1], template, place, tools)
     if not until.startswith(before):
         raise UsageError(
-            f"the chat template of the tokenizer `{tokenizer.name_or_path}` changes the messages before a turn of the"
-            f" assistant ({place}, message {len(messages)}), so the turn cannot be found; add"
-            " {% generation %} marks to a copy of the template"
+            f"the chat template of the tokenizer `{template.name}` changes the messages before a turn of the assistant"
+            f" ({place}, message {len(messages)}), so the turn cannot be found; add {{% generation %}} marks to a copy"
+            " of the template"
         )
     return until, [(len(before), len(until))]
 
 
-def _text_of(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer, place: str, tools: Tools = None, **options: Any
-) -> str:
-    """Return the text of messages; empty without one, as before a chat that the assistant begins."""
-    if not messages:
-        return ""
-    with _template_errors(place):
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+def _before_content(text: str, before: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools) -> str:
+    """Return the text before the content of the last turn of a chat.
 
-
-class _SlowTemplateError(BaseException):
-    """Error of a chat template that runs too long; a template cannot catch it."""
-
-
-def _stop_template(*_: Any) -> None:
-    raise _SlowTemplateError
-
-
-@contextmanager
-def _template_errors(place: str) -> Iterator[None]:
-    """Name the chat of errors in its template, and end a template that runs too long.
-
-    The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
-    main thread only; a template in another thread has no limit.
+    The content begins where the texts of two contents differ. A chat that the assistant begins has no prompt of a
+    generation, so its turn begins after the header of other turns, if `text` has it there.
     """
-    has_limit = threading.current_thread() is threading.main_thread()
+    contents = (read_messages({"role": "assistant", "content": content}, template, place)[0] for content in ("a", "b"))
+    one, other = (template.write([*before, *content], place, tools) for content in contents)
+    if before:
+        return _common_start(one, other)
+    found = _common_start(text, one, other)
+    header = _header(template)
+    start = found.rfind(header) if header else -1
+    return found if start < 0 else found[: start + len(header)]
+
+
+def _header(template: ChatTemplate) -> str:
+    """Return the text that begins a turn of the assistant; empty if the prompt of a generation does not show it."""
+    place = "a chat of one message"
     try:
-        if has_limit:
-            before = signal.signal(signal.SIGVTALRM, _stop_template)
-            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS)
-        try:
-            yield
-        finally:
-            if has_limit:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                signal.signal(signal.SIGVTALRM, before)
-    except _SlowTemplateError:
-        raise UsageError(
-            f"the chat template of the tokenizer must write a chat within {_TEMPLATE_SECONDS} seconds, but was still"
-            f" running for {place}; fix a copy of the template (`model.tokenizer`), or leave the row out"
-        ) from None
-    except Exception as error:  # a template may raise any error, for example on roles that do not alternate
-        raise DataError(
-            f"{place} is a chat that the tokenizer's template refuses: {error}; correct the chat, or leave the row out"
-        ) from error
+        chat, _ = read_messages({"role": "user", "content": "question"}, template, place)
+        without, prompt = (template.write(chat, place, add_generation_prompt=wanted) for wanted in (False, True))
+    except TrainerError:
+        return ""
+    return prompt[len(without) :] if prompt.startswith(without) else ""
+
+
+def _common_start(*texts: str) -> str:
+    differing = (at for at, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    return texts[0][: next(differing, min(map(len, texts)))]

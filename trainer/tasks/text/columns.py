@@ -124,8 +124,43 @@ def tokenise(
     return features
 
 
+def frame_of(tokenizer: Tokenizer, is_target: bool = False) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before a text, and those that it adds behind it.
+
+    Args:
+        is_target: whether the text is a target of an encoder-decoder.
+    """
+    key = "text_target" if is_target else "text"
+    texts: list[dict[str, Any]] = [{key: "a", "add_special_tokens": added, "verbose": False} for added in (True, False)]
+    ids, plain = (list(tokenizer(**keys)["input_ids"]) for keys in texts)
+    places = range(len(ids) - len(plain) + 1)
+    at = next((place for place in places if plain and ids[place : place + len(plain)] == plain), 0)
+    return ids[:at], ids[at + len(plain) :] if plain else []
+
+
+def framed(texts: Sequence[str], tokenizer: Tokenizer, has_end: bool = True) -> list[list[int]]:
+    """Return the tokens of texts, with those that the tokenizer adds unless a text has them already.
+
+    Args:
+        has_end: whether tokens are added behind the texts, too; prompts continue.
+    """
+    start, end = frame_of(tokenizer)
+    end = end if has_end else []
+    found = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [[*start, *unframed(ids, start, end), *end] for ids in found]
+
+
+def unframed(ids: list[int], start: list[int], end: list[int]) -> list[int]:
+    """Return the tokens of a text without those of its frame, if it begins or ends with them."""
+    first = len(start) if ids[: len(start)] == start else 0
+    last = len(ids) - len(end) if ids[len(ids) - len(end) :] == end else len(ids)
+    return ids[first : max(first, last)]
+
+
 def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> Encoded:
     """Tokenise lists of texts, or two lists as pairs; the result is that of `tokenise`.
+
+    A text that begins with the start token gets no second one.
 
     Raises:
         UsageError: `max_length` allows only the special tokens.
@@ -136,12 +171,25 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
             f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}; raise it"
         )
     features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    start, _ = frame_of(tokenizer)
+    doubled = [row for row, ids in enumerate(features["input_ids"]) if start and ids[: 2 * len(start)] == start * 2]
+    if doubled:
+        again = tokenizer(
+            *[[values[row] for row in doubled] for values in texts],
+            truncation=True,
+            max_length=max_length + len(start),
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for name, columns in again.items():
+            for row, values in zip(doubled, columns, strict=True):
+                features[name][row] = values[len(start) :]
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
     cut = [False] * len(texts[0])
     if at_limit:  # a row of exactly `max_length` tokens may be truncated or complete
         whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):
-            cut[row] = len(ids) > max_length
+            cut[row] = len(ids) - len(start) * (row in doubled) > max_length
     return {**features, "cut": cut}
 
 

@@ -1,0 +1,58 @@
+"""Templates that do not stop end with a cause, in little memory; the forms that templates read are found."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+
+import pytest
+
+from trainer.base.errors import DataError, UsageError
+from trainer.tasks.text import chat_templates
+from trainer.tasks.text.chat_templates import ChatTemplate
+
+CHAT = [{"role": "user", "content": "hi"}]
+DOUBLED = "{{% set ns = namespace(x={}) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}{{{{ ns.x }}}}"
+TIME, CHARACTERS = "within 0.5 seconds, but was still running", "within 16,777,216 characters, but wrote 20,000,000"
+MEMORY = f"within 64 MiB of memory, but needed more|{TIME}"
+NUMBER = r"template refuses: a number of more than 65,536 bits"
+
+BOMBS = {
+    "{{ 'a' * 3000000000 }}": MEMORY,
+    DOUBLED.format("'a'", "ns.x + ns.x"): MEMORY,
+    DOUBLED.format("'a'", "ns.x ~ ns.x"): MEMORY,
+    DOUBLED.format("'a'", "ns.x.replace('a', 'aa')"): MEMORY,
+    DOUBLED.format("['a']", "ns.x + ns.x"): MEMORY,
+    DOUBLED.format("['a']", "[ns.x, ns.x]"): MEMORY,
+    DOUBLED.format("9", "ns.x * ns.x"): NUMBER,
+    "{{ 9 ** (9 ** 9) }}": NUMBER,
+    "{{ 'a'.ljust(10 ** 9) }}": MEMORY,
+    "{{ 'a' | center(1000000000) }}": MEMORY,
+    "{{ '%1000000000d' % 1 }}": MEMORY,
+    "{{ '%1000000000d' | format(1) }}": MEMORY,
+    "{{ '{:{w}}'.format(1, w=1000000000) }}": MEMORY,
+    "{% set x = [0] * 1000000000 %}a": MEMORY,
+    "{{ (range(1000) | list) | join('a' * 1000000) }}": MEMORY,
+    "{{ 'a' * 20000000 }}": CHARACTERS,
+    "{{ range(10 ** 12) | list }}": "Range too big",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": TIME,
+    "{% set x %}{% for a in range(99) %}{{ 'a' * 1000000 }}{% endfor %}{% endset %}{{ x }}": MEMORY,
+    "{% for a in range(99) %}{{ 'a' * 1000000 }}{% endfor %}": MEMORY,
+}
+
+
+@pytest.mark.alone
+def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "_BYTES", 64 << 20)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    for text, cause in BOMBS.items():
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        with pytest.raises((UsageError, DataError), match=cause):
+            ChatTemplate("name", text, ()).write(CHAT, "row 1")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10, text  # KiB
+        assert time.process_time() - start < 10, text
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert ChatTemplate("name", "{{ messages[0].content * 3 }}{{ 2 ** 10 }}", ()).write(CHAT, "") == "hihihi1024"

@@ -1,0 +1,232 @@
+"""Chat templates of tokenizers: the texts that they write, within limits of time and memory, and the forms they read.
+
+A template is code of its author. It runs in the sandbox of transformers; the limits end one that does not stop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.tasks.types import Tokenizer
+
+Message = Mapping[str, Any]
+
+Tools = Sequence[dict[str, Any]] | None
+"""The tools of a chat, as JSON schemas; None: it has none."""
+
+_SECONDS = 10
+_BYTES = 256 << 20  # of memory beside the present one
+_CHARACTERS = 1 << 24
+_NUMBER_BITS = 1 << 16
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_PROBES = 16  # templates with forms in memory
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template with the special tokens that it reads; `name` is that of its tokenizer."""
+
+    name: str
+    text: str
+    special: tuple[tuple[str, str | tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tools: Tools = None) -> ChatTemplate:
+        """Return the template of a tokenizer, which may have another one for chats with tools.
+
+        Raises:
+            UsageError: it has none.
+        """
+        name = tokenizer.name_or_path
+        if not tokenizer.chat_template:
+            raise UsageError(
+                f"`task.messages` is set, but the tokenizer `{name}` has no chat template; name one that has in"
+                ' `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
+            )
+        special = tokenizer.special_tokens_map.items()
+        frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in special)
+        return cls(name, tokenizer.get_chat_template(tools=list(tools) if tools else None), frozen)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether `{% generation %}` marks the turns of the assistant."""
+        return _MARK.search(self.text) is not None
+
+    def write(self, messages: Sequence[Message], place: str, tools: Tools = None, **options: Any) -> str:
+        """Return the text of messages; empty without one, as before a chat that the assistant begins.
+
+        Raises:
+            DataError: the template refuses the chat at `place`.
+            UsageError: the template needs too much time or memory.
+        """
+        return self._rendered(messages, place, tools, **options)[0] if messages else ""
+
+    def write_marked(
+        self, messages: Sequence[Message], place: str, tools: Tools = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of messages, and the start and end of each part that the template marks; see `write`."""
+        text, marked = self._rendered(messages, place, tools, return_assistant_tokens_mask=True)
+        return text, list(marked[0])
+
+    def _rendered(self, messages: Sequence[Message], place: str, tools: Tools, **options: Any) -> tuple[str, Any]:
+        from transformers.utils import chat_template_utils
+
+        _bound_sandbox(chat_template_utils)
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        special = {key: list(value) if isinstance(value, tuple) else value for key, value in self.special}
+        with _limits(place):
+            texts, marked = chat_template_utils.render_jinja_template(
+                conversations=[given], tools=tools, chat_template=self.text, **options, **special
+            )
+        if len(text := texts[0]) > _CHARACTERS:
+            raise _too_large(f"{_CHARACTERS:,} characters", f"wrote {len(text):,}", place)
+        return text, marked
+
+
+def _too_large(limit: str, found: str, place: str) -> UsageError:
+    return UsageError(
+        f"the chat template of the tokenizer must write a chat within {limit}, but {found} for {place}; fix a copy of"
+        " the template (`model.tokenizer`), or leave the row out"
+    )
+
+
+class _SlowTemplateError(BaseException):
+    """Error of a chat template that runs too long; a template cannot catch it."""
+
+
+def _stop_template(*_: Any) -> None:
+    raise _SlowTemplateError
+
+
+@contextmanager
+def _limits(place: str) -> Iterator[None]:
+    """Name the chat of errors in its template, and end a template that takes too much time or memory.
+
+    The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
+    main thread only, and a limit of memory holds for the whole process. A template in another thread, which reads
+    later rows of a stream, has no limit.
+    """
+    try:
+        if threading.current_thread() is threading.main_thread():
+            with _limited():
+                yield
+        else:
+            yield
+    except _SlowTemplateError:
+        raise _too_large(f"{_SECONDS} seconds", "was still running", place) from None
+    except MemoryError:
+        raise _too_large(f"{_BYTES >> 20:,} MiB of memory", "needed more", place) from None
+    except Exception as error:  # a template may raise any error, for example on roles that do not alternate
+        raise DataError(
+            f"{place} is a chat that the tokenizer's template refuses: {error}; correct the chat, or leave the row out"
+        ) from error
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Limit processor time and address space. The kernel counts both, whatever a template calls."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.signal(signal.SIGPROF, _stop_template)
+    try:
+        if (used := _address_space()) is not None:
+            limits = [limit for limit in (used + _BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int | None:
+    """Return the bytes of the process's address space; None: the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _bound_sandbox(module: Any) -> None:
+    """Let transformers compile templates in a sandbox without large powers, which no signal interrupts."""
+    sandbox: Any = module.ImmutableSandboxedEnvironment
+
+    class Bounded(sandbox):  # type: ignore[misc]
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length()
+                if (bits * right if operator == "**" else bits + right.bit_length()) > _NUMBER_BITS:
+                    raise OverflowError(f"a number of more than {_NUMBER_BITS:,} bits")
+            return super().call_binop(context, operator, left, right)
+
+    module.ImmutableSandboxedEnvironment = Bounded
+    module._compile_jinja_template.cache_clear()
+
+
+_QUESTION = {"role": "user", "content": "question"}
+_PART = "part of a message"
+_ARGUMENTS = {"first_key": "first value"}
+
+
+def _attempt(template: ChatTemplate, messages: Sequence[Message]) -> str:
+    """Return the text of messages; empty if the template refuses them."""
+    try:
+        return template.write(messages, "a chat of the checks of templates")
+    except TrainerError:
+        return ""
+
+
+@lru_cache(maxsize=_PROBES)
+def writes_role(template: ChatTemplate, role: str) -> bool:
+    """Return whether the chat template writes messages of a role, and does not skip or refuse them."""
+    return _PART in _attempt(template, [{"role": role, "content": _PART}, _QUESTION])
+
+
+@lru_cache(maxsize=_PROBES)
+def reads_parts(template: ChatTemplate) -> bool:
+    """Return whether the chat template writes the text of a part, and not its list."""
+    written = _attempt(template, [{"role": "user", "content": [{"type": "text", "text": _PART}]}])
+    return _PART in written and not re.search(r"""['"]text['"]""", written)
+
+
+@lru_cache(maxsize=_PROBES)
+def needs_parts(template: ChatTemplate) -> bool:
+    """Return whether the chat template writes contents only as lists of parts."""
+    return _PART not in _attempt(template, [{"role": "user", "content": _PART}]) and reads_parts(template)
+
+
+@lru_cache(maxsize=_PROBES)
+def needs_text_of_arguments(template: ChatTemplate) -> bool:
+    """Return whether the chat template writes the arguments of a tool call only if they are JSON text."""
+    for after in ((), ({"role": "tool", "tool_call_id": "call00000", "name": "name", "content": "result"},)):
+        of_object, of_text = (
+            _attempt(template, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_call(form)]}, *after])
+            for form in (_ARGUMENTS, json.dumps(_ARGUMENTS))
+        )
+        if of_object or of_text:
+            is_object = all(word in of_object for pair in _ARGUMENTS.items() for word in pair)
+            return not (is_object and repr(_ARGUMENTS) not in of_object) and json.dumps(_ARGUMENTS) in of_text
+    return False
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": arguments}}
+
+
+def names_key(template: ChatTemplate, key: str) -> bool:
+    """Return whether the chat template has the name of a key of messages, as in `message.key` or `'key' in message`."""
+    return re.search(rf"[.'\"]{re.escape(key)}\b", template.text) is not None
