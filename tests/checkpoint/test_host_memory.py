@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.digests import file_digest
 from trainer.base.disk import remove
-from trainer.base.errors import RecipeError, UsageError
+from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.checkpoint import format as format_
 from trainer.checkpoint import handover, host_memory, memory_folder
 from trainer.checkpoint.counters import Progress
@@ -376,6 +377,15 @@ class TestOneHost:
         (tmp_path / "host0").rmdir()
         with pytest.raises(UsageError, match=r"`checkpoint.memory.folder` must be a folder of each host .* but is"):
             run.resume("auto")
+
+    def test_a_fault_of_its_disk_may_pass(self, tmp_path, monkeypatch):
+        def enter(root: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(host_memory, "enter", enter)
+        with pytest.raises(UsageError, match=r"must be a folder of each host .* Input/output error") as caught:
+            saver(tmp_path, 1).resume("auto")
+        assert caught.value.exit_code == ExitCode.FAILED
 
     def test_a_failed_write_is_a_note_and_the_one_before_stays(self, tmp_path):
         notes, names = save(tmp_path, [2, 4], failing=0)

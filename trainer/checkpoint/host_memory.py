@@ -139,6 +139,7 @@ class HostMemory(WritingTier[None]):
         self._num_failed = 0
         self._root = self.folder
         self._lock: BinaryIO | None = None  # it keeps other runs from removing the checkpoints
+        self._host = ""  # its random name
         self._hosts = _Hosts(mesh.rank)
         self._peers: Peers | None = None  # if there are several hosts
         self._has_room = False
@@ -160,24 +161,22 @@ class HostMemory(WritingTier[None]):
     def enter(self, key: str) -> None:
         """Create the folder of a key on each host; see `open`."""
         self._root = self.folder / key
-        host = problem = ""
-        try:
-            host, self._lock = enter(self._root)
-        except OSError as error:
-            problem = f"{error} (rank {self._mesh.rank} on {socket.gethostname()})"
-        answers = self._mesh.all_gather((problem, host, socket.gethostname()))
-        for problem, _, _ in answers:
-            if problem:
-                raise UsageError(
-                    "`checkpoint.memory.folder` must be a folder of each host that can be written, but is"
-                    f" {self.folder.parent}: {problem}; name another, or set `checkpoint.memory` to null"
-                )
-        order = list(dict.fromkeys(host for _, host, _ in answers))
-        self._hosts = _Hosts(
-            self._mesh.rank, [order.index(host) for _, host, _ in answers], [name for _, _, name in answers]
-        )
+        self._mesh.on_every_rank(self._enter)
+        answers = self._mesh.all_gather((self._host, socket.gethostname()))
+        order = list(dict.fromkeys(host for host, _ in answers))
+        self._hosts = _Hosts(self._mesh.rank, [order.index(host) for host, _ in answers], [name for _, name in answers])
         if self._hosts.are_several:
             self._peers = Peers(self._mesh.new_group())
+
+    def _enter(self) -> None:
+        try:
+            self._host, self._lock = enter(self._root)
+        except OSError as error:
+            raise UsageError(
+                "`checkpoint.memory.folder` must be a folder of each host that can be written, but is"
+                f" {self.folder.parent}: {error} (rank {self._mesh.rank} on {socket.gethostname()}); name another, or"
+                " set `checkpoint.memory` to null"
+            ) from error
 
     def found(self) -> list[FoundShares]:
         """See `Tier`; of equal steps, that of as many ranks is preferred."""
@@ -284,19 +283,19 @@ class HostMemory(WritingTier[None]):
         ranks = self._hosts.ranks_on(self._hosts.own)
         copied = self._hosts.sources_of(ranks)
         needed = KEPT * sum(shares[rank] for rank in [*ranks, *copied])
-        problem = ""
-        if self._leads:
+
+        def check() -> None:
             held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
             room, where = room_in(self.folder)
             if needed > room + held:
                 copies = f" and copies of {len(copied)}" if copied else ""
-                problem = (
+                raise UsageError(
                     f"`checkpoint.memory` needs {size(needed)} in {self.folder.parent} of {self._name}, for two"
                     f" checkpoints of its ranks ({len(ranks)}){copies}, but only {size(room + held)} are free {where};"
                     " enlarge it (docker run --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null"
                 )
-        if problems := [text for text in self._mesh.all_gather(problem) if text]:
-            raise UsageError(problems[0])
+
+        self._mesh.on_every_rank(check if self._leads else lambda: None)
 
     def save(self, step: int, snapshot: Snapshot) -> None:
         """See `Tier`.
