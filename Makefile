@@ -12,7 +12,7 @@ WORKERS := --numprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly test-bounds plant check docs bench bench-quick gpu fake-gpu dist clean
+.PHONY: help train test test-all test-nightly test-bounds chaos plant check docs bench bench-quick gpu fake-gpu dist clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all   run all tests but those of make test-nightly"
 	@echo "make test-nightly  run tests with further values of parameters"
 	@echo "make test-bounds  run the sample and the parity rows with the lowest and the newest versions of all packages"
+	@echo "make chaos      disturb 500 tiny trainings by kills, failing calls and damaged files; an hour or more on two cores"
 	@echo "make plant      plant defects into copies of the source, and show which test catches each"
 	@echo "make check      run ruff, mypy and the import contract (import-linter)"
 	@echo "make docs       build the documentation as a site, in site/"
@@ -47,6 +48,9 @@ test-nightly: $(INSTALLED)
 
 test-bounds:
 	for versions in $(VERSIONS); do PYTHON=$(PYTHON) .ci/bounds $$versions || exit; done
+
+chaos: $(INSTALLED)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.chaos --cases 500 --workers 2 --report chaos.jsonl
 
 plant: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.planted
