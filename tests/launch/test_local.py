@@ -169,6 +169,13 @@ def test_ranks_stop_when_their_parent_is_killed(tmp_path):
     finish(process)
 
 
+def test_ranks_leave_in_silence_when_their_parent_is_killed_before_the_first_step(tmp_path):
+    process = start("prepare", "--processes", "2", PROGRAM_FOLDER=str(tmp_path))
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.send_signal(signal.SIGKILL)
+    assert finish(process, 60).stderr == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [

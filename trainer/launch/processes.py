@@ -27,7 +27,7 @@ from typing import Any, Literal, TextIO
 
 import psutil
 
-from trainer.base.errors import ExitCode
+from trainer.base.errors import INTERRUPTED, ExitCode
 from trainer.ranks.environment import LaunchEnvironment, set_rank
 from trainer.ranks.stopping import handled
 
@@ -292,7 +292,11 @@ def _become_rank(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_leave_without, args=(parent, bool(outputs)), daemon=True).start()
     set_rank(environment)
-    sys.exit(life(argument, environment))
+    try:
+        code = life(argument, environment)
+    except KeyboardInterrupt:  # the watching process has died before the first step
+        code = INTERRUPTED
+    sys.exit(code)
 
 
 def _leave_without(parent: int, has_pipes: bool) -> None:
