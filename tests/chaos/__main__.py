@@ -7,7 +7,8 @@ checkpoints. The training is then started again. It must end with the weights, o
 undisturbed run, bit for bit. Exit codes must be documented ones, no process may be left, and nothing may hang.
 
 `--case K` repeats one case. With `--report FILE`, results go into a file of JSON lines. Cases in the file are not run
-again, several calls may share it, and the table covers the whole file.
+again, several calls may share it, and the table covers the whole file. `--store` puts its numbers into
+`docs/faults.json`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.campaign import Campaign, Result
+from tests.chaos.features import FEATURES
+from tests.helpers.processes import ROOT
+
+FAULTS = ROOT / "docs" / "faults.json"
+KINDS = {
+    "kill at a moment": "SIGKILL of a rank, the launcher, a data worker or all processes, in each activity of a run",
+    "kill at a call": "SIGKILL at a call that changes files, also in the middle of a write",
+    "error": "ENOSPC, EDQUOT, EIO, ESTALE, EROFS, EACCES or EPERM of a call, once or from then on",
+    "damage": "files of checkpoints, copies, caches and exports cut, emptied, flipped, removed, swapped or longer",
+}
+RESULT = "documented exit codes; the next start ends bit for bit as the undisturbed run, and no process is left"
 
 
 def table(results: Iterable[Result]) -> Iterator[str]:
@@ -44,6 +56,20 @@ def table(results: Iterable[Result]) -> Iterator[str]:
     codes = Counter(str(one.codes[0]) for one in reached if one.kind != "damage")
     yield f"exit codes of disturbed starts: {', '.join(f'{code}: {count}' for code, count in codes.most_common())}"
     yield from (f"case {one.number} ({one.feature}): {one.fault}: {'; '.join(one.problems)}" for one in failed)
+
+
+def store(results: Iterable[Result], seed: int) -> None:
+    """Put the numbers of injections into `docs/faults.json`, in place of those of the last campaign."""
+    rows = [row for row in json.loads(FAULTS.read_text(encoding="utf-8")) if "campaign" not in row]
+    results = list(results)
+    for kind, fault in KINDS.items():
+        own = [one for one in results if one.kind == kind and one.is_reached]
+        failed = sum(bool(one.problems) for one in own)
+        end = f"; {failed} had another end" if failed else ""
+        row = {"fault": f"{fault}, in {len(FEATURES)} trainings", "times": len(own), "result": f"{RESULT}{end}"}
+        rows.append({**row, "campaign": f"seed {seed}"})
+    lines = ",\n".join(f" {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    FAULTS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 class _Share:
@@ -88,7 +114,8 @@ class _Share:
 def _beside(workers: int, options: argparse.Namespace, folder: Path) -> None:
     """Run the cases in several processes."""
     words = ["--seed", options.seed, "--first", options.first, "--cases", options.cases, "--report", options.report]
-    command = [sys.executable, "-m", "tests.chaos", *words, "--folder", folder]
+    words += ["--folder", folder, *(word for name in options.feature or () for word in ("--feature", name))]
+    command = [sys.executable, "-m", "tests.chaos", *words]
     started = [subprocess.Popen([str(word) for word in command]) for _ in range(workers)]
     for one in started:
         one.wait()
@@ -103,8 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="the number of the only case")
     parser.add_argument("--report", type=Path, help="a file of JSON lines for the results")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the report")
+    parser.add_argument("--store", action="store_true", help="put the numbers into docs/faults.json")
     parser.add_argument("--folder", type=Path, help="for undisturbed runs, which other calls may then use too")
+    parser.add_argument("--feature", choices=FEATURES, action="append", help="a training to draw from; all by default")
     options = parser.parse_args(arguments)
+    features = options.feature or tuple(FEATURES)
     if options.workers > 1 and options.report is None:
         parser.error("--workers needs --report, which the processes share")
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=_scratch()) as temporary:
@@ -113,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.workers > 1:
             _beside(options.workers, options, folder)
         else:
-            campaign = Campaign(options.seed, folder)
+            campaign = Campaign(options.seed, folder, features)
             only = [options.case] if options.case is not None else None
             for number in only or share.take(range(options.first, options.first + options.cases)):
                 result = results[number] = campaign.run(number)
@@ -130,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results |= share.results()
     if options.case is None:
         print("\n".join(table(results.values())))
+    if options.store:
+        store(results.values(), options.seed)
     return int(any(result.problems for result in results.values()))
 
 

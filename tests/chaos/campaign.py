@@ -10,21 +10,22 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tests.chaos import plan
 from tests.chaos.cases import Case, Tape, aim, damage, draw
 from tests.chaos.features import FEATURES, write_feature
 from tests.helpers import warm
-from trainer.checkpoint.format import FACTS, SUMS
+from trainer.checkpoint.format import open_verified
 from trainer.checkpoint.memory_folder import folder_of_run
-from trainer.observe.metrics_file import read_metrics
+from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.recipe.reading.trained import RECIPE_FILE
 
 TIMEOUT_SECONDS = 400.0  # of one start on a busy machine
@@ -65,10 +66,12 @@ class Campaign:
 
     Args:
         folder: for the undisturbed runs, which several processes may share, and for the cases.
+        features: the trainings to draw from.
     """
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, features: Sequence[str] = tuple(FEATURES)) -> None:
         self.seed = seed
+        self._features = features
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "library.lock"):
@@ -76,7 +79,7 @@ class Campaign:
 
     def run(self, number: int) -> Result:
         """Run a case to its end."""
-        case, begun = draw(self.seed, number), time.monotonic()
+        case, begun = draw(self.seed, number, self._features), time.monotonic()
         tapes = self.prepare(case.feature)
         aim(case, self.seed, tapes[case.resumes])
         result = Result(number, case.feature, case.kind, case.resumes, case.restarts, case.fault)
@@ -163,7 +166,8 @@ class Campaign:
         if result.codes[-1] != 0:
             result.problems.append(f"the next start ends with exit code {result.codes[-1]}")
         else:
-            result.problems += different(folder, self._folder / case.feature.replace(" ", "-") / "whole")
+            whole = self._folder / case.feature.replace(" ", "-") / "whole"
+            result.problems += different(folder, whole, has_start=not case.lost)
         if result.problems:
             result.output = "\n=== next start\n".join(outputs)[-12000:]
 
@@ -241,13 +245,18 @@ def _locked(file: Path) -> Iterator[None]:
         yield
 
 
-def different(folder: Path, whole: Path) -> list[str]:
-    """Return the differences of a run's results from those of the undisturbed run."""
+def different(folder: Path, whole: Path, has_start: bool = True) -> list[str]:
+    """Return the differences of a run's results from those of the undisturbed run.
+
+    Args:
+        has_start: whether `metrics.jsonl` has all steps, and not only those since a copy elsewhere was downloaded.
+    """
     problems = []
     for name in ("model", "best"):
         problems += _different_files(folder, whole, f"run/{name}", name)
     problems += _different_checkpoint(folder / "run" / "checkpoints", whole / "run" / "checkpoints", "the checkpoint")
-    problems += _different_metrics(folder / "run" / "metrics.jsonl", whole / "run" / "metrics.jsonl")
+    files = [one / "run" / "metrics.jsonl" for one in (folder, whole)]
+    problems += _different_metrics(*files, has_start)
     if (whole / "mirror").exists():
         problems += _different_files(folder, whole, "mirror/model", "the copy of the model")
         copies = [one / "mirror" / "checkpoints" for one in (folder, whole)]
@@ -274,29 +283,37 @@ def _different_files(folder: Path, whole: Path, place: str, name: str) -> list[s
 
 
 def _different_checkpoint(folder: Path, whole: Path, name: str) -> list[str]:
-    def content(place: Path) -> tuple[str, str, dict[str, Any]]:
-        last = max(place.glob("step-*"), default=None)
-        if last is None or not (last / SUMS).exists():
-            return "none", "", {}
-        sums = "".join(line for line in (last / SUMS).read_text().splitlines(keepends=True) if FACTS not in line)
-        facts = json.loads((last / FACTS).read_text())
-        return last.name, sums, {key: facts[key] for key in ("progress", "identity", "scalars", "tensors")}
+    """Compare the newest checkpoints by their whole tensors: ranks may divide replicated ones in another way."""
 
-    names = ("step", "tensors", "facts")
-    found = [key for key, own, theirs in zip(names, content(folder), content(whole), strict=True) if own != theirs]
-    return [f"{name} differs in its {', '.join(found)}"] if found else []
+    def content(place: Path) -> dict[str, Any]:
+        state = open_verified(max(place.glob("step-*")))
+        tensors = {key: state.read(key).reshape(-1).view(torch.uint8).numpy().tobytes() for key in state.shapes}
+        facts = state.facts.to_json()
+        return {"facts": {key: facts[key] for key in ("progress", "identity", "scalars")}, "tensors": tensors}
+
+    try:
+        own, theirs = content(folder), content(whole)
+    except (OSError, ValueError) as error:
+        return [f"{name} is damaged: {error}"]
+    found = [key for key in own if own[key] != theirs[key]]
+    return [f"{name} differs in its {' and '.join(found)}"] if found else []
 
 
-def _different_metrics(file: Path, whole: Path) -> list[str]:
+def _different_metrics(file: Path, whole: Path, has_start: bool) -> list[str]:
     own, theirs = read_metrics(file), read_metrics(whole)
+    first = 0 if has_start or not own.steps else own.steps[0].step
 
-    def steps(metrics: Any) -> list[tuple[Any, ...]]:
-        return [tuple(getattr(record, name) for name in _NUMBERS) for record in metrics.steps]
+    def steps(metrics: Metrics) -> list[tuple[Any, ...]]:
+        records = [record for record in metrics.steps if record.step >= first]
+        return [tuple(getattr(record, name) for name in _NUMBERS) for record in records]
+
+    def evaluations(metrics: Metrics) -> list[dict[str, Any]]:
+        return [asdict(record) for record in metrics.evaluations if record.step >= first]
 
     problems = []
     if steps(own) != steps(theirs):
         problems.append("the steps of metrics.jsonl differ")
-    if [asdict(one) for one in own.evaluations] != [asdict(one) for one in theirs.evaluations]:
+    if evaluations(own) != evaluations(theirs):
         problems.append("the evaluations of metrics.jsonl differ")
     if own.bad_steps:
         problems.append("metrics.jsonl has bad steps")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -98,10 +99,10 @@ class Case:
         return {0} if self.restarts else {0, 1} if hits_worker or self.plan.get("depth") == 2 else {1}
 
 
-def draw(seed: int, number: int) -> Case:
-    """Return the case without the fault of `aim`."""
+def draw(seed: int, number: int, features: Sequence[str] = tuple(FEATURES)) -> Case:
+    """Return the case, of one of some features, without the fault of `aim`."""
     random = Random(f"{seed} {number}")
-    feature = random.choice(list(FEATURES))
+    feature = random.choice(features)
     (kind,) = random.choices(list(KINDS), list(KINDS.values()))
     restarts = 0 if kind == "damage" or FEATURES[feature].processes == 1 else random.choice([0, 0, 2])
     return Case(number, feature, kind, kind == "damage" or random.random() < 0.4, restarts)

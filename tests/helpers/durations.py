@@ -22,9 +22,9 @@ NUM_TESTS_SHOWN, NUM_FILES_SHOWN = 40, 20
 SLOW = {
     "tests/benchmarks/test_benchmarks.py::test_throughput": "trains with four programs, two processes each",
     "tests/benchmarks/test_benchmarks.py::test_tensor": "trains with three programs, two processes each",
+    "tests/chaos/test_chaos.py::test_a_sample_of_the_campaign": "a dozen starts of ranks",
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
     "tests/launch/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts of ranks without a fork",
-    "tests/launch/test_kills.py::test_a_rank_is_killed_at_random_moments": "a dozen starts of ranks",
     "tests/launch/test_launchers.py::test_two_ranks_learn_what_one_process_learns": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
@@ -32,7 +32,6 @@ SLOW = {
     ),
     "tests/launch/test_launchers.py::test_tensor_ranks_run_the_sample": "four ranks, each a program of its own",
     "tests/launch/test_memory_kills.py::test_a_killed_rank_resumes_from_memory": "torchrun starts twice without a fork",
-    "tests/launch/test_memory_kills.py::test_fifty_kills_at_random_moments": "ranks start fifty times",
     "tests/tools/plan/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_one": "whole plans",
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_node_that_was_killed_joins_again": (
         "torchrun waits for the lost node, then both start again"

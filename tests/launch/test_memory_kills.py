@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,46 +138,6 @@ def test_damaged_memory_falls_back_to_the_disk(tmp_path):
     assert found[1:] == ("on the disk", f"that of step {found[0]}")
     assert "does not match its checksum" in output
     assert weights(recipe) == undisturbed(tmp_path / "whole")
-
-
-def may_kill(process: Process, folder: Path, draw: random.Random) -> bool:
-    """Wait for a random moment, of five kills once during the start; return whether the run has not ended."""
-    is_early = draw.random() < 0.2
-    while process.poll() is None and not is_early:
-        with suppress(psutil.NoSuchProcess):
-            pids = {child.pid for child in psutil.Process(process.pid).children()}
-            if any(status.pid in pids and status.step > 0 for status in read_statuses(folder).values()):
-                break
-        time.sleep(0.02)
-    time.sleep(draw.uniform(0.0, 2.0))
-    return process.poll() is None
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3000)
-def test_fifty_kills_at_random_moments(tmp_path):
-    kills, steps = 50, 120
-    whole = undisturbed(tmp_path / "whole", steps)
-    draw, done, runs, sources = random.Random(kills), 0, 0, []
-    while done < kills:
-        runs += 1
-        recipe = write(tmp_path / f"killed{runs}", steps=steps, memory="/dev/shm")
-        process = start(recipe, "--max-restarts", "60")
-        try:
-            while done < kills and may_kill(process, recipe.parent / "run", draw):
-                with suppress(psutil.NoSuchProcess):
-                    if ranks := psutil.Process(process.pid).children():
-                        draw.choice(ranks).kill()
-                        done += 1
-        finally:
-            output = finish(process, 600)
-        assert process.returncode == ExitCode.DONE
-        for step, source, _ in RESUMED.findall(output):
-            sources.append(source)
-            assert source == "in memory" or int(step) == steps, "the only checkpoint on the disk is that of the end"
-        assert weights(recipe) == whole
-    assert sources.count("in memory") >= kills / 5  # other kills come at the start or the end of a run
-    print(f"{done} kills in {runs} runs; {sources.count('in memory')} restarts resumed from memory")
 
 
 LARGER = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 8000}
