@@ -86,7 +86,7 @@ def test_conditions_choose_rows(in_folder, condition, kept):
 def test_errors_behind_a_filter_name_the_line_of_the_file(in_folder):
     split = mapped({"text": "{title}"}, ["stars == 1"]).train
     message = r"row 2 \(line 3\) of the filtered rows of `rows.jsonl` is bad"
-    with pytest.raises(DataError, match=message), split.names_lines():
+    with pytest.raises(DataError, match=message), split.explains_rows():
         raise DataError(f"row 2 of {split.where} is bad")
 
 

@@ -39,12 +39,15 @@ def test_numbers_of_any_kind(tokenizer):
         ([1.0, float("inf")], "inf"),
         ([1.0, 1e39], r"1e\+39"),
         ([1.0, None], "null"),
-        (["1", "2.5"], "'1'"),
+        (["1", "n/a"], "'n/a'"),
+        (["1e3", "1_000"], "'1_000'"),
+        (["+.5", "3,5"], "'3,5'; write it with a decimal point"),
+        (["007.5", "nan"], "'nan'"),
         ([True, False], "True"),
     ],
 )
 def test_what_is_no_number_is_named_with_its_row(tokenizer, labels, shown):
-    row = 1 if shown in ("'1'", "True") else 2
+    row = 1 if shown == "True" else 2
     message = f"column `label`, row {row} of `rows.jsonl` must be a finite number, but is {shown}$"
     with pytest.raises(DataError, match=message):
         encode(labels, tokenizer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # C0 except tab and newline, DEL, C1, line and paragraph separators, marks that change the direction of text, and halves
@@ -26,6 +27,12 @@ def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
     """Return the first `most` values and the number of those left out: "1, 2 and 3 more"."""
     shown = separator.join(map(str, values[:most]))
     return f"{shown} and {len(values) - most:,} more" if len(values) > most else shown
+
+
+def blanks_hint(name: str, names: Iterable[str]) -> str:
+    """Return a further sentence part if one of the names is `name` with blanks around it; else nothing."""
+    found = next((one for one in names if one != name and one.strip() == name.strip()), None)
+    return f"; write {json.dumps(found, ensure_ascii=False)}, with its blanks" if found else ""
 
 
 def number_in(text: str) -> int | float | None:

@@ -80,7 +80,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
                 images = _with_images(rows, columns, split.folders, split.where, first_row)
                 return encoder.encode_images(images, processor, split.where, first_row)
 
-            with split.names_lines():
+            with split.explains_rows():
                 features = encode_rows(batch, first_row, encode)
             shape = shape or features[_PIXELS][0].shape
             _check_shapes(features[_PIXELS], shape, split.where, split.first_row + first_row)

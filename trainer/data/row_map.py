@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from trainer.base.errors import DataError
 from trainer.base.nulls import given
-from trainer.base.text import listed, number_in
+from trainer.base.text import blanks_hint, listed, number_in
 from trainer.data.formats.base import json_chats
 from trainer.data.formats.csv_files import CellKind
 from trainer.recipe.row_texts import Comparison, Template, text_of
@@ -203,6 +203,24 @@ def kinds_of_sources(section: DataMap, kinds: Mapping[str, CellKind]) -> dict[st
     return found
 
 
+def fix_of_row(section: DataMap, column: str, value: Any) -> str | None:
+    """Return how `data.map` leaves out the rows with a value of a mapped column; None: by no condition.
+
+    Args:
+        value: null, NaN, a blank text, or a text where others are numbers.
+    """
+    source = column
+    if section.columns is not None:
+        maker = _maker(section.columns[column])
+        if len(maker.sources) != 1 or (maker.make is not None and value is not None):
+            return None
+        source = maker.sources[0]
+    # NaN is not less than any number.
+    condition = f"{source} < Infinity" if isinstance(value, float) else Comparison.unequal(source, value)
+    lines = json.dumps([*section.where, condition], ensure_ascii=False)
+    return f"to leave such rows out, set `data.map.where` to {lines}"
+
+
 @dataclass(frozen=True)
 class _Maker:
     """A new column: the columns of the source, its type given theirs, and the value for a row; None: as it is."""
@@ -249,7 +267,7 @@ def _require(names: Iterable[str], columns: Iterable[str], key: str, where: str)
         if name not in columns:
             raise DataError(
                 f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
-                f" {_quoted(columns)}"
+                f" {_quoted(columns)}{blanks_hint(name, columns)}"
             )
 
 

@@ -25,7 +25,7 @@ from trainer.data.formats.csv_files import NULLS, CellKind, open_quotes_notes, w
 from trainer.data.formats.table import Format
 from trainer.data.mapped_rows import map_of, map_part, map_rows
 from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
-from trainer.data.row_map import RowMap, kinds_of_sources
+from trainer.data.row_map import RowMap, fix_of_row, kinds_of_sources
 from trainer.data.streams.index import first_rows
 from trainer.data.streams.shards import Shard, find_shards
 from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
@@ -46,6 +46,7 @@ class Split:
         show: gets the number of rows that are prepared, and of all rows.
         sources: the number of rows of each source of a mixture; empty: there is one source.
         folders: the folders in which rows may name image files.
+        section: the map that made the rows, which could leave some out; None: there is none for these rows alone.
     """
 
     rows: Dataset
@@ -57,30 +58,43 @@ class Split:
     show: Callable[[int, int], None] | None = None
     sources: tuple[int, ...] = ()
     folders: tuple[Path, ...] = ()
+    section: DataMap | None = None
 
     @contextlib.contextmanager
-    def names_lines(self) -> Iterator[None]:
-        """Add the line in the file to each row that an error of the block names, if it differs from the row.
+    def explains_rows(self) -> Iterator[None]:
+        """Add to each row that an error of the block names its line, if it differs, and how to leave it out.
 
         Raises:
             DataError, RecipeError: the error of the block.
         """
-
-        def with_line(row: re.Match[str]) -> str:
-            assert self.places is not None
-            with contextlib.suppress(OSError, UnicodeError, csv.Error, IndexError):
-                if place := self.places.of(int(row[1]) - 1):
-                    return f"row {row[1]} ({place}) of {self.where}"
-            return row[0]
-
         try:
             yield
         except (DataError, RecipeError) as error:
-            if self.places is None:
+            if self.places is None and self.section is None:
                 raise
-            pattern = re.compile(rf"\brow (\d+) of {re.escape(self.where)}")
             messages = error.problems if isinstance(error, RecipeError) else (str(error),)
-            raise type(error)(*(pattern.sub(with_line, message) for message in messages)) from error
+            raise type(error)(*map(self._explained, messages)) from error
+
+    def _explained(self, message: str) -> str:
+        def with_line(row: re.Match[str]) -> str:
+            with contextlib.suppress(OSError, UnicodeError, csv.Error, IndexError):
+                if self.places is not None and (place := self.places.of(int(row[1]) - 1)):
+                    return f"row {row[1]} ({place}) of {self.where}"
+            return row[0]
+
+        fix = self._fix(message)
+        message = re.sub(rf"\brow (\d+) of {re.escape(self.where)}", with_line, message)
+        return f"{message}; {fix}" if fix else message
+
+    def _fix(self, message: str) -> str | None:
+        """Return how to leave out the row of a message on a null or a blank text; None: it is on another fault."""
+        cell = re.match(rf"column `(.+?)`, row (\d+) of {re.escape(self.where)} ", message)
+        if self.section is None or cell is None or cell[1] not in self.rows.column_names:
+            return None
+        # Not as Python objects, which would open an image.
+        value = self.rows.select_columns([cell[1]]).with_format("arrow")[int(cell[2]) - 1].column(0)[0].as_py()
+        is_text = isinstance(value, str) and (not value.strip() or "must be a finite number" in message)
+        return fix_of_row(self.section, cell[1], value) if value is None or value != value or is_text else None
 
     def first(self, number: int | None) -> Split:
         """Return the split with its first rows only; None: with all."""
@@ -105,7 +119,7 @@ def require_one_type(split: Split, columns: Sequence[str]) -> None:
             if first is None:
                 first = value
             elif type(value) is not type(first):
-                with split.names_lines():
+                with split.explains_rows():
                     raise DataError(
                         f"column `{name}`, row {row + 1} of {split.where} is {value!r}, and {first!r} before it has"
                         " another type; write all values alike"
@@ -217,13 +231,15 @@ def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[
     Raises:
         DataError: a column is missing, a value cannot be mapped, or no row is left.
     """
-    with split.names_lines():
+    with split.explains_rows():
         rows, chosen, own = map_rows(split.rows, section, columns, split.where, key)
     notes.extend(own)
+    section_of_all = section if key == "data.map" else None
     if chosen is None:
-        return replace(split, rows=rows)
+        return replace(split, rows=rows, section=section_of_all)
     places = replace(split.places, chosen=chosen) if split.places else None
-    return replace(split, rows=rows, where=f"the filtered rows of {split.where}", places=places)
+    where = f"the filtered rows of {split.where}"
+    return replace(split, rows=rows, where=where, places=places, section=section_of_all)
 
 
 def _with_train(splits: Mapping[str, Split], notes: Sequence[str], problems: Problems) -> Splits:
@@ -401,7 +417,7 @@ def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
         folders=tuple(dict.fromkeys(path.parent for path in paths)),
     )
     if file_format == "csv":
-        with split.names_lines():
+        with split.explains_rows():
             notes.extend(open_quotes_notes(split.rows, paths[0], files.text, split.where))
     return replace(split, is_whole=most_rows is None or len(split.rows) < most_rows)
 
@@ -453,6 +469,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         paths += split.places.paths
         own = split.places.chosen
         chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
+    sections = [split.section for split in mapped]
     places, is_whole = read[0].places, all(split.is_whole for split in read)
     assert places is not None
     return Split(
@@ -462,6 +479,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         is_whole=is_whole,
         sources=tuple(map(len, parts)) if is_mixed and is_whole else (),
         folders=tuple(folder for split in read for folder in split.folders),
+        section=sections[0] if sections.count(sections[0]) == len(sections) else None,
     )
 
 
@@ -502,6 +520,6 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
         places = replace(train.places, chosen=chosen) if train.places else None
         ends = np.searchsorted(chosen, np.cumsum(train.sources))
         sources = tuple(int(number) for number in np.diff(ends, prepend=0)) if train.sources else ()
-        return Split(train.rows.select(chosen), where, places=places, sources=sources, folders=train.folders)
+        return replace(train, rows=train.rows.select(chosen), where=where, places=places, sources=sources)
 
     return Splits(part(~held, train.where), part(held, f"the held-out rows of {train.where}"), (note,))

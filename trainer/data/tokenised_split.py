@@ -106,7 +106,7 @@ def encode_split(
             return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
 
         def encode(span: tuple[int, int]) -> Encoded:
-            with split.names_lines():
+            with split.explains_rows():
                 return encode_rows(rows.select(range(*span)), span[0], encode_from)
 
         def end_sources(done: int) -> None:

@@ -6,6 +6,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.base.text import number_in
 
 _TOKEN = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{(?P<column>[^{}]*)\}|[\[\]{}]|[^\[\]{}]+")
 _COMPARISON = re.compile(
-    r"\s*(?P<column>\S.*?)\s*(?P<operator>==|!=|<=|>=|<|>|\bnot in\b|\bin\b)\s*(?P<value>\S.*?)\s*"
+    r'\s*(?P<column>"(?:[^"\\]|\\.)*"|\S.*?)\s*(?P<operator>==|!=|<=|>=|<|>|\bnot in\b|\bin\b)\s*(?P<value>\S.*?)\s*'
 )
 _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
@@ -119,7 +120,7 @@ class Comparison:
 
     @classmethod
     def parse(cls, text: str) -> Comparison:
-        """Read a condition; its value is JSON, or else a text.
+        """Read a condition; its value is JSON, or else a text. A column in double quotes is JSON too.
 
         Raises:
             ValueError: the text has another form.
@@ -138,7 +139,18 @@ class Comparison:
             raise ValueError(f"must compare by {name} with a number or a text, but the value is {match['value']}")
         if name.endswith("in") != isinstance(value, list) or isinstance(value, dict):
             raise ValueError(f"must compare by {name} with {'a list' if name.endswith('in') else 'one value'}")
-        return cls(match["column"], name, value)
+        column = match["column"]
+        if column.startswith('"'):
+            with suppress(ValueError):
+                column = str(json.loads(column))
+        return cls(column, name, value)
+
+    @classmethod
+    def unequal(cls, column: str, value: Any) -> str:
+        """Return the condition that a column has another value."""
+        text = f"{column} != {json.dumps(value, ensure_ascii=False)}"
+        found = _COMPARISON.fullmatch(text)
+        return text if found and found["column"] == column else f"{json.dumps(column)}{text.removeprefix(column)}"
 
     def holds(self, value: Any) -> bool:
         """Return whether a value of the column fulfils the condition.

@@ -150,7 +150,7 @@ def prepare_data(
             with problems.collect():
                 require_one_type(split, task.columns)
     knows_classes = splits.train.is_whole or not isinstance(task, NamedClasses) or task.class_names is not None
-    with problems.collect(), splits.train.names_lines():
+    with problems.collect(), splits.train.explains_rows():
         if not knows_classes:
             task.check_columns(splits.train.rows.features, splits.train.where)
         elif preparation is None:

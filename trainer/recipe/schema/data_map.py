@@ -75,7 +75,7 @@ class DataMap(Section):
     null: the columns of the source."""
     where: list[Name] = Field([])
     """Conditions on rows, such as ["language == en", "score >= 0.5"]. Operators: ==, !=, <, <=, >, >=, in and not in.
-    `trainer predict` and `trainer mine` read all rows."""
+    A column in double quotes may have blanks around it. `trainer predict` and `trainer mine` read all rows."""
 
     def contradictions(self, base: KeyPath = ("data", "map")) -> Iterator[Contradiction]:
         if self.columns is not None and self.shape in ("sharegpt", "alpaca"):

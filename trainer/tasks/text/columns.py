@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.nulls import given
-from trainer.base.text import listed
+from trainer.base.text import blanks_hint, listed, number_in
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
 NAMES_SHOWN = 10
@@ -26,7 +26,7 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
         if name not in features:
             raise DataError(
                 f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
-                f" {', '.join(f'`{column}`' for column in features)}"
+                f" {', '.join(f'`{column}`' for column in features)}{blanks_hint(name, features)}"
             )
 
 
@@ -194,10 +194,11 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
 
 
 def finite_number(value: Any) -> float | None:
-    """Return `value` as a float, or None if it is not a finite float32 (strings and booleans are not numbers)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_FLOAT32:
+    """Return `value` as a float, or None if it is not a finite float32; a text may be a number, a boolean is none."""
+    number = number_in(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= _LARGEST_FLOAT32:
         return None
-    return float(value)
+    return float(number)
 
 
 def finite_numbers(rows: Dataset, column: str, where: str, first_row: int, largest: float = inf) -> list[float]:
@@ -212,6 +213,8 @@ def finite_numbers(rows: Dataset, column: str, where: str, first_row: int, large
         if number is None or abs(number) > largest:
             needed = "a finite number" if largest == inf else f"a number from -{largest:g} to {largest:g}"
             shown = "null" if value is None else repr(value)
+            if isinstance(value, str) and number_in(value.replace(",", ".", 1)) is not None:
+                shown += "; write it with a decimal point"
             raise DataError(f"{cell(column, first_row + place, where)} must be {needed}, but is {shown}")
         numbers.append(number)
     return numbers
