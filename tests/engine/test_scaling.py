@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from tests.helpers.training import (
     tiny_training,
     whole_state,
 )
+from tests.helpers.turns import once
 from trainer.base.errors import ExitCode, NonFiniteError
 from trainer.engine import scaling
 from trainer.engine.results import StepResult
 from trainer.engine.scaling import LossScaler
+from trainer.parallel.norms import largest_element
 from trainer.recipe.schema import Recipe
 
 GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1, loss_scale=8.0)
@@ -241,3 +245,89 @@ def test_the_scaler_is_part_of_the_state(ranks: RankPools, strategy):
     for state, expected, found in ranks(2).run(resume_the_scaler, fp16(strategy, 2)):
         assert state == scaler_of(2.0**15, good_steps=1, skipped_steps=1).state()
         assert found == expected, "the schedule remembers the skipped step"
+
+
+# Of the first batch, the whole gradient has a larger element than its parts; of the fourth, each part has a larger one.
+BORDER_BATCHES = (0, 3)
+
+
+def largest_elements(recipe: Recipe) -> list[tuple[float, float]]:
+    """Return the largest element of the gradient of each border batch, and that of its microbatches."""
+    found = []
+    with tiny_training(recipe) as training:
+        engine, batches = training.engine, list(islice(training.loader, BORDER_BATCHES[-1] + 1))
+        for batch in (batches[number] for number in BORDER_BATCHES):
+            parts = []
+            with engine._forward.step(0, batch):
+                for microbatch in batch.microbatches:
+                    engine._schedule.run([microbatch], engine._forward.denominator(batch), torch.ones(()))
+                    parts.append([parameter.grad for parameter in engine.parameters.values()])
+                    engine.optimizer.zero_grad(set_to_none=True)
+            whole = [torch.stack(gradients).sum(0) for gradients in zip(*parts, strict=True)]
+            of_whole, *of_parts = (float(largest_element(g, torch.device("cpu"))) for g in (whole, *parts))
+            found.append((of_whole, max(of_parts)))
+    return found
+
+
+def skips_at_the_border(recipe: Recipe, largest: Sequence[float]) -> list[list[bool]]:
+    """Return for each border batch whether a step is skipped with its largest element above and below the border."""
+    found = []
+    for number, most in zip(BORDER_BATCHES, largest, strict=True):
+        with tiny_training(recipe) as training:
+            batch = next(islice(training.loader, number, None))
+            skipped = []
+            for factor in (1.01, 0.99):  # a skipped step changes no weights
+                training.engine._scaler.scale.fill_(factor * 65504 / most)
+                skipped.append(not training.engine.train_step(batch).is_finite)
+            found.append(skipped)
+    return found
+
+
+def at_the_border(**sections: Any) -> Recipe:
+    training = {"micro_batch_size": 3, **sections.pop("training", {})}
+    return tiny_recipe(training=training, precision="fp16", **sections)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sections"),
+    [
+        (1, {"training": {"micro_batch_size": 12}}),
+        (1, {}),
+        (1, {"activation_checkpointing": "full"}),
+        (2, {"parallel": {"strategy": "ddp"}}),
+        (2, {"parallel": {"strategy": "fsdp"}}),
+        (2, {"parallel": {"strategy": "zero2"}}),
+        *(
+            pytest.param(world_size, {"parallel": parallel}, marks=pytest.mark.slow)
+            for world_size, parallel in (
+                (2, {"strategy": "zero3"}),
+                (2, {"strategy": "ddp", "tensor": 2}),
+                (2, {"strategy": "ddp", "pipeline": {"stages": 2}}),
+            )
+        ),
+        *(
+            pytest.param(world_size, sections, marks=pytest.mark.nightly)
+            for world_size, sections in (
+                (2, {"parallel": {"strategy": "zero1"}}),
+                (2, {"parallel": {"strategy": "zero2", "offload": "optimizer"}}),
+                (2, {"parallel": {"strategy": "zero3", "offload": "optimizer"}}),
+                (2, {"parallel": {"strategy": "fsdp", "offload": "parameters"}}),
+                (2, {"parallel": {"strategy": "ddp", "context": 2}}),
+                (2, {"parallel": {"strategy": "ddp", "communication": {"gradients": "bf16"}}}),
+                (4, {"parallel": parallel_keys("hsdp", 4)}),
+                (4, {"parallel": {"strategy": "zero2", "tensor": 2}}),
+                (4, {"parallel": {"strategy": "fsdp", "pipeline": {"stages": 2}}}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_every_layout_skips_the_same_steps(ranks: RankPools, world_size: int, sections: dict[str, Any]):
+    """Sums over rows pass the largest number of fp16 in parts of a batch and not in the whole, and the other way."""
+    elements = once("largest elements in fp16", lambda: largest_elements(at_the_border()))
+    (whole, part), (small, large) = elements
+    assert part < 0.9 * whole
+    assert large > 1.5 * small
+    recipe, largest = at_the_border(**sections), [whole, small]
+    for found in ranks(world_size).run(skips_at_the_border, recipe, largest):
+        assert found == [[True, False]] * 2

@@ -58,6 +58,7 @@ LIMITS: dict[str, tuple[float, float, float]] = {
     "fp16": (4 * 2**-10, 16 * 2**-10, 16 * 2**-10),
     "fp64": (1e-10, 1e-10, 1e-10),
 }
+SKIPS = "skips"  # the quantity that is 1 at a step that fp16 skips in one run only
 NOISE = 1e-5  # norms below this, also as a share of the largest of a run, are of rounding errors only
 FIRST_LOSS, FIRST_NORM = 1e-6, 1e-5  # of the first step in fp32
 EXPORTED = 1e-5  # of the loss of an exported model in fp32, computed by transformers
@@ -408,7 +409,7 @@ class Fuzz:
         if models:
             self._compare_models(reference_file, folder / "model", expected, result)
         loss, norm, outputs = LIMITS["fp64" if in_fp64 else result.precision]
-        limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs}
+        limits = {"loss": loss, "norm": norm, "evaluation": loss, "transformers": loss, "outputs": outputs, SKIPS: 0.0}
         if result.precision == "fp32" and not in_fp64:
             limits |= {"first loss": FIRST_LOSS, "first norm": FIRST_NORM}
         if result.precision == "fp32":
@@ -471,6 +472,8 @@ class Fuzz:
         )
         result.all_steps = len(expected.steps)
         result.compared_steps = same
+        if same < min(map(len, skips)):
+            result.differences[SKIPS] = [*[0.0] * same, 1.0]
         if same == min(map(len, skips)):
             assert found.diverged == expected.diverged, f"one diverged: {found}, {expected}"
             assert len(found.steps) == len(expected.steps), f"{len(found.steps)} steps, {len(expected.steps)} expected"

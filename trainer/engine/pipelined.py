@@ -110,7 +110,9 @@ class PipelinedForward(ModelForward):
         self._pipeline: PipelinePlan = plan.pipeline
         types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - set(COMPUTE_DTYPES.values())
         self._own_type = types.pop() if types else torch.get_default_dtype()
-        self._sent_in = COMPUTE_DTYPES.get(plan.recipe.precision)  # hidden states travel in the type of the products
+        # Hidden states travel in the type of the products. In fp16, gradients could overflow where one process has them
+        # in fp32.
+        self._sent_in = torch.bfloat16 if plan.recipe.precision == "bf16" else None
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
         for stage in built:
             model: Any = stage.model

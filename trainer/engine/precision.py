@@ -11,14 +11,50 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
+from trainer.models.forward_context import with_forward
 from trainer.models.place import PlacedModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
+from trainer.parallel.wide_products import convolution, linear
 from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PRODUCTS = {nn.Linear, nn.Conv1d, nn.Conv2d, Conv1D, ColumnParallelLinear, RowParallelLinear, LowRank}
+
+
+def _of_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias)
+
+
+def _of_transposed(layer: Conv1D, x: Tensor) -> Tensor:
+    return linear(x, layer.weight, layer.bias, transposed=True)
+
+
+def _of_layer_norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    return nn.LayerNorm.forward(layer, _for_norm(x))
+
+
+def _of_group_norm(layer: nn.GroupNorm, x: Tensor) -> Tensor:
+    return nn.GroupNorm.forward(layer, _for_norm(x))
+
+
+def _for_norm(x: Tensor) -> Tensor:
+    """Return the input of a norm in fp32, as autocast does on GPUs; on CPUs, gradients of weights would overflow."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+_WIDE = {
+    nn.Linear: with_forward(nn.Linear, _of_linear),
+    Conv1D: with_forward(Conv1D, _of_transposed),
+    nn.Conv1d: with_forward(nn.Conv1d, convolution),
+    nn.Conv2d: with_forward(nn.Conv2d, convolution),
+}
+"""Classes with gradients of weights in fp32, by the class that they replace."""
+_NORMS = {
+    nn.LayerNorm: with_forward(nn.LayerNorm, _of_layer_norm),
+    nn.GroupNorm: with_forward(nn.GroupNorm, _of_group_norm),
+}
+_PRODUCTS = {*_WIDE, *_WIDE.values(), ColumnParallelLinear, RowParallelLinear, LowRank}
 """Modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
 
 
@@ -51,11 +87,15 @@ def set_precision(tf32: bool, device: torch.device) -> None:
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
     """Run the forward pass of `model` under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
 
-    This changes the model's own forward, inside of any wrapper: DeepSpeed's engine disables an autocast around it.
+    In fp16, gradients of weights are computed in fp32. This changes the model's own forward, inside of any wrapper:
+    DeepSpeed's engine disables an autocast around it.
 
     Raises:
         UsageError: the device does not support the type.
     """
+    if precision == "fp16":
+        for module in model.modules():
+            module.__class__ = (_WIDE | _NORMS).get(type(module), type(module))
     if precision != "fp32":
         _require(precision, device)
         for method in ("forward", "generate"):  # the latter calls an encoder by itself

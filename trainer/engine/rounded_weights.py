@@ -122,11 +122,13 @@ class RoundedWeights:
 
     def _copy(self, weight: Tensor) -> Tensor:
         """Return memory for the copy of a weight in fp32, or a view of one in 16 bits."""
-        if weight.dtype == torch.float32:
+        is_exact = weight.dtype == torch.float32
+        if is_exact and self._dtype != torch.float16:
             return torch.empty_like(weight, dtype=self._dtype)
-        copy = weight.detach()
-        # Autograd casts the gradient of each use to this type, before it adds them; None: it does not.
-        copy.grad_dtype = None if weight in self._used_once else torch.float32
+        copy = torch.empty_like(weight, dtype=self._dtype) if is_exact else weight.detach()
+        # Autograd casts the gradient of each use to this type, before it adds them; None: it does not. Products in fp16
+        # have gradients of weights in fp32.
+        copy.grad_dtype = None if weight in self._used_once and not is_exact else torch.float32
         return copy
 
 

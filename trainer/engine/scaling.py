@@ -1,4 +1,8 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740)."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018, arXiv:1710.03740).
+
+A step is skipped if an element of the scaled gradient of the global batch is above the largest number of fp16. This sum
+over rows is in fp32, so ranks and microbatches do not change the decision.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from torch import Tensor
 from trainer.base.errors import NonFiniteError
 from trainer.engine.results import StepResult
 
+LARGEST = torch.finfo(torch.float16).max
+"""The largest element of the scaled gradient of a step that is not skipped."""
 _INITIAL, _SMALLEST = 2.0**16, 1.0
 _GROWTH_INTERVAL = 2000
 _PREFIX = "loss_scaler."

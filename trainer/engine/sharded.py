@@ -140,7 +140,7 @@ def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> No
             if parameter.sharded_param in chosen:
                 parameter.sharded_param.grad_dtype = torch.float32
                 parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
-                if parameter.sharded_param.dtype != torch.float32:
+                if dtype == torch.float16 or parameter.sharded_param.dtype != torch.float32:
                     gather = partial(_gathered_for_fp32, parameter, parameter.init_unsharded_param)
                     parameter.init_unsharded_param = gather
 
@@ -155,7 +155,7 @@ def _gathered_in(
 
 
 def _gathered_for_fp32(parameter: Any, gather: Callable[[], None]) -> None:
-    """Add the gradients of all uses of a weight that is stored in bf16 in fp32, as on one process."""
+    """Add the gradients of all uses of a weight in 16 bits in fp32, as on one process."""
     gather()
     parameter._unsharded_param.grad_dtype = torch.float32
     del parameter.init_unsharded_param  # later gathers keep this tensor

@@ -28,6 +28,7 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
 from trainer.engine.results import StepResult
+from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.models.checkpointing import not_recorded
 from trainer.models.names import aliases, move_buffers, replace_in
@@ -35,6 +36,7 @@ from trainer.models.place import PlacedModel, ShardChoice
 from trainer.parallel.gradients import is_partial, sum_while_backward
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import RankBatch
+from trainer.parallel.norms import largest_element
 from trainer.parallel.placement import TENSOR_AXIS, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
 from trainer.recipe.deepspeed_config import deepspeed_config
@@ -163,6 +165,18 @@ def _updates_gathered_rounded(zero: Any) -> Iterator[None]:
         stage_1_and_2.all_gather_dp_groups = gather
 
 
+@contextmanager
+def _infinite_norm(zero: Any) -> Iterator[None]:
+    """Let DeepSpeed find an infinite gradient norm inside of this context, so that it skips the step."""
+    norm = torch.full((), torch.inf, device=zero.device)
+    zero.scaled_global_norm = lambda: norm  # stages 1 and 2
+    zero._get_norm_groups = lambda: [norm]  # stage 3
+    try:
+        yield
+    finally:
+        del zero.scaled_global_norm, zero._get_norm_groups
+
+
 class MeshTopology:
     """The mesh as DeepSpeed's `mpu` (the interface of Megatron-LM's `parallel_state`)."""
 
@@ -204,7 +218,9 @@ class ZeroEngine(Engine):
             loss = self._accumulate(batch)
         rate = self._learning_rate()
         self.optimizer.begin(rate, self._step)
-        with nullcontext() if self._is_partitioned else _updates_gathered_rounded(self._engine.optimizer):
+        zero = self._engine.optimizer
+        skipped = _infinite_norm(zero) if scale is not None and self._overflows() else nullcontext()
+        with skipped, nullcontext() if self._is_partitioned else _updates_gathered_rounded(zero):
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
         result = StepResult(
@@ -333,6 +349,21 @@ class ZeroEngine(Engine):
             # DeepSpeed averages over the data ranks, and the loss is already this rank's share of the global mean.
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
+
+    def _overflows(self) -> bool:
+        """Return whether an element of the scaled gradient is too large for fp16, on any rank; a collective."""
+        zero, device = self._engine.optimizer, self._mesh.device
+        if self._recipe.parallel.offload == "none":
+            gradients = [one for group in zero.averaged_gradients.values() for one in group]
+        else:
+            flats = zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups
+            gradients = [flat.grad for flat in flats]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # DeepSpeed copies them without a wait
+        largest = largest_element(gradients, device)
+        for axis in ("dp", TENSOR_AXIS):
+            largest = self._mesh.max_(largest, axis)
+        return largest.item() > LARGEST / self._mesh.size("dp")  # averaged over the data ranks, not summed
 
     def _moments(self) -> list[str]:
         return sorted({key for state in self.optimizer.state.values() for key in state} - {_STEP})

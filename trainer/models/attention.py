@@ -31,6 +31,7 @@ from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 from trainer.parallel.random import LANES
 from trainer.parallel.sharded_sequence import ContextCut
+from trainer.parallel.wide_products import is_narrow
 
 KEYED_ATTENTION = "trainer_keyed"
 OWN_ATTENTION = "trainer_own"
@@ -106,6 +107,8 @@ def keyed_attention(
     if variant := _variant(kwargs):  # SDPA would ignore some of them
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     if dropout == 0.0 or not has_site(module):
+        if position_bias is not None and is_narrow(query):  # else its gradient would be summed over rows in fp16
+            position_bias = position_bias.expand(len(query), -1, -1, -1)
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,

@@ -44,7 +44,6 @@ class ChunkedHead:
 
     def __init__(self, head: nn.Module, columns: Columns, cut: VocabularyCut | None, scores: TokenScores) -> None:
         self._head: Any = head
-        self._logits = head.forward
         self._chosen = columns
         self._cut = cut
         self._scores = scores
@@ -67,14 +66,17 @@ class ChunkedHead:
         finally:
             self._labels = self._num_labels = None
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = type(self._head).forward(self._head, hidden)
+        return logits
+
     def _run(self, hidden: Tensor) -> Tensor:
         """Return the logits for hidden states `[batch, sequence, hidden]`, or the scores `[batch, sequence, 1 or 2]`.
 
         The scores of a token are its loss and, without gradients, 1 if its prediction is right, else 0.
         """
         if self._labels is None:
-            logits: Tensor = self._logits(hidden)
-            return logits
+            return self._logits(hidden)
         tokens, labels = hidden.flatten(0, -2), self._labels.flatten()
         size = len(labels) if self._num_labels is None else max(1, -(-self._num_labels // _TOKENS)) * _TOKENS
         if size >= len(labels):

@@ -16,11 +16,16 @@ from trainer.parallel.simulated_device import is_cpu
 _PIECE = 2**14
 
 
-def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], mesh: ParallelMesh) -> Tensor:
+def global_grad_norm(
+    parameters: Iterable[tuple[nn.Parameter, ParameterPlacement]], mesh: ParallelMesh, most: float | None = None
+) -> Tensor:
     """Return the 2-norm of the gradient of the whole model: a scalar, fp64, on the mesh's device.
 
     Gradients must be complete: summed over every axis in which they were partial. A parameter without a gradient
     (frozen, or unused) counts as zero. The ranks of one pipeline stage must hold the same kinds of parameters.
+
+    Args:
+        most: the largest element of a gradient for which the norm is finite; None: any.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for parameter, placement in parameters:
@@ -32,6 +37,8 @@ def global_grad_norm(parameters: Iterable[tuple[nn.Parameter, ParameterPlacement
     total: Tensor | None = None
     for axes, gradients in sorted(by_axes.items()):
         square = _sum_of_squares(gradients, mesh.device)
+        if most is not None:
+            square = square.masked_fill(largest_element(gradients, mesh.device) > most, torch.inf)
         for axis in axes:
             mesh.sum_(square, axis)
         total = square if total is None else total + square
@@ -57,6 +64,14 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2)), dtype=torch.float64)
     return norm.square().to(device)
+
+
+def largest_element(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the largest absolute value of all elements: a scalar on `device`; 0 without elements."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(filled, torch.inf)).max().to(device)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.parallel.communication import (
@@ -31,6 +30,7 @@ from trainer.parallel.sharded_sequence import SEQUENCE_DIM
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
+from trainer.parallel.wide_products import add_bias, linear
 
 
 class _ParallelLinear(nn.Module):
@@ -126,9 +126,11 @@ class _ParallelLinear(nn.Module):
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
-        output = F.linear(x, weight, bias)
-        return output if self.lora is None else self.lora(x, output, Base.of(weight, bias))
+        output = linear(x, self.weight, bias, self.transposed)
+        if self.lora is None:
+            return output
+        adapted: Tensor = self.lora(x, output, Base.of(self.weight.t() if self.transposed else self.weight, bias))
+        return adapted
 
     def _placement(
         self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, is_partial: bool = False
@@ -217,4 +219,4 @@ class RowParallelLinear(_ParallelLinear):
         else:
             total = reduce_from_group(product, self.group)
         # Under autocast, only the product has the low precision; without the cast, the sum would have another type.
-        return total if self.bias is None else total + self.bias.to(total.dtype)
+        return total if self.bias is None else add_bias(total, self.bias)

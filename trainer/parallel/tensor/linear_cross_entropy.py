@@ -25,6 +25,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.slices import bounds_of_part
 from trainer.parallel.tensor.cross_entropy import VocabularyCut, target_columns
+from trainer.parallel.wide_products import product_in_fp32
 
 
 class LinearLayer(NamedTuple):
@@ -158,8 +159,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels, maximum, wrong, share, slope = ctx.saved_tensors
         of_x = None if slope is None else (slope * grad.unsqueeze(1)).to(x.dtype)
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        of_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        is_narrow = x.dtype == torch.float16  # sums over rows may leave its range
+        of_weight, of_bias = (
+            torch.empty_like(one, dtype=torch.float32 if is_narrow else None) if needed else None
+            for one, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         start, stop = bounds_of_part(ctx.cut.size, index_in_group(ctx.cut.group), group_size(ctx.cut.group))
         for of_columns in (of_weight, of_bias):
             if of_columns is not None:
@@ -171,7 +175,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 found = slopes.gather(1, block.target).squeeze(1)
                 slopes.scatter_(1, block.target, torch.where(block.has_label, at_label, found).unsqueeze(1))
                 if of_weight is not None:
-                    of_weight[block.first : block.last] = slopes.to(x.dtype).t() @ x
+                    rounded = slopes.to(x.dtype).t()
+                    of_weight[block.first : block.last] = product_in_fp32(rounded, x) if is_narrow else rounded @ x
                 if of_bias is not None:
                     of_bias[block.first : block.last] = slopes.sum(0)
         return of_x, of_weight, of_bias, None, None, None, None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainer.parallel.communication import Group, in_product_type, reduce_from_group
 from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
+from trainer.parallel.wide_products import linear
 
 ATTRIBUTE = "lora"
 """The name of the product in its layer."""
@@ -118,7 +119,7 @@ class LowRank(nn.Module):
         return (changed if base.bias is None else changed + base.bias).to(output.dtype)
 
     def _product(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return F.linear(F.linear(x, first), second) * self.scaling
+        return linear(linear(x, first), second) * self.scaling
 
     def _without_start(self, output: Tensor, x: Tensor) -> Tensor:
         return output if self.start is None else output - self._product(x, *self.start)

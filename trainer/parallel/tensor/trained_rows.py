@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group, copy_to_group, index_in_group
+from trainer.parallel.wide_products import linear
 
 ROWS = "trained_rows"
 """The name of the rows in their layer."""
@@ -89,7 +90,7 @@ class TrainedLogits(TrainedRows):
         """
         # A rank uses some of the rows, so the gradient of all is a sum over the ranks.
         rows = copy_to_group(self.rows, self._group).index_select(0, self.own)
-        new = F.linear(hidden, rows, None if bias is None else bias[self.columns])
+        new = linear(hidden, rows, None if bias is None else bias[self.columns])
         return logits.index_copy_(-1, self.columns, new.to(logits.dtype))
 
     def copy(self, group: Group, num_columns: int) -> TrainedLogits:

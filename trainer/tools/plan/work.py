@@ -145,7 +145,8 @@ def work_of(
         moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
     formula = FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-    dtype = (outputs or inputs)[0].dtype
+    # A product of 16 bits may have a result in fp32.
+    dtype = (inputs if formula is not None else outputs or inputs)[0].dtype
     if formula is not None:
         operation = ATTENTION if "attention" in packet.__name__ else MATMUL
     elif packet in _REDUCTIONS:

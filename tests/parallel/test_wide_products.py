@@ -1,0 +1,90 @@
+"""Gradients of weights in fp16, which a sum over rows may not overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from trainer.engine.precision import cast_forward
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
+from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cross_entropy
+from trainer.parallel.tensor.low_rank import LowRank, attach
+from trainer.parallel.wide_products import add_bias, linear
+
+
+def _low_rank() -> nn.Module:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    attach(layer, LowRank(torch.randn(2, 4), torch.randn(4, 2), 1.0, nn.Identity()))
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4),
+    "linear without bias": lambda: nn.Linear(4, 3, bias=False),
+    "transposed": lambda: Conv1D(3, 4),
+    "convolution": lambda: nn.Conv1d(4, 3, 2, stride=2),
+    "padded convolution": lambda: nn.Conv1d(4, 4, 3, padding="same", groups=2),
+    "mirrored convolution": lambda: nn.Conv2d(1, 4, 2, padding=1, padding_mode="reflect"),
+    "norm": lambda: nn.LayerNorm(4),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "low rank": _low_rank,
+}
+
+
+def _gradients(layer: nn.Module, x: Tensor, of_output: float) -> dict[str, Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    output.backward(torch.full_like(output, of_output))
+    assert x.grad is not None
+    found = {name: parameter.grad.clone() for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    return {**found, "x": x.grad}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_copies_of_a_row_have_its_gradient_times_their_number(name):
+    torch.manual_seed(0)
+    layer = nn.Sequential(LAYERS[name]())
+    shape = (1, 1, 4, 4) if name == "mirrored convolution" else (1, 4, 4)
+    row = torch.randn(shape).half()  # as another product leaves it
+    cast_forward(layer, "fp16", torch.device("cpu"))
+    one, many = (_gradients(layer, rows, 2.0**13) for rows in (row, row.expand(256, *shape[1:])))
+    assert all(gradient.isfinite().all() for gradient in one.values())
+    assert many.pop("x")[:1].equal(one.pop("x"))
+    assert max(gradient.abs().max() for gradient in many.values()) > 2**17
+    for parameter, gradient in many.items():
+        torch.testing.assert_close(gradient, one[parameter] * 256, rtol=1e-3, atol=2.0)
+
+
+def test_the_head_in_blocks_adds_rows_in_fp32():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(5, 4, requires_grad=True), torch.zeros(5, requires_grad=True)
+    x, labels = torch.randn(1, 4).half(), torch.tensor([3])
+    found = []
+    for number in (1, 256):
+        rows = x.repeat(number, 1)
+        losses, _ = linear_cross_entropy(
+            rows, LinearLayer(weight, bias), labels.repeat(number), VocabularyCut(None, 5), 2
+        )
+        found.append(torch.autograd.grad(losses.sum() * 2.0**13, (weight, bias)))
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(many, one * 256, rtol=1e-3, atol=0.1)
+    assert found[1][0].abs().max() > 2**17
+
+
+def test_a_bias_that_is_added_after_a_sum():
+    bias = torch.zeros(3, requires_grad=True)
+    x = torch.zeros(2, 256, 3).half()
+    add_bias(x, bias).backward(torch.full((2, 256, 3), 2.0**13).half())
+    assert bias.grad.tolist() == [2.0**22] * 3
+
+
+def test_outside_of_fp16_the_functions_are_those_of_torch():
+    x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
+    assert linear(x, weight).grad_fn.name() == torch.nn.functional.linear(x, weight).grad_fn.name()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16

@@ -1,0 +1,149 @@
+"""Matrix products and convolutions in fp16 with gradients of weights in fp32.
+
+The gradient of a weight is a sum over all rows of a microbatch. In fp16, this sum can overflow where the sums of
+smaller microbatches do not, so the microbatch size would decide which steps are skipped. Outside of autocast in fp16,
+the functions are those of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainer.parallel.simulated_device import is_cpu
+
+_NARROW = torch.float16
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """Return `F.linear` of `x` `[..., in]`; `weight` is `[out, in]`, or `[in, out]` if `transposed`."""
+    if not is_narrow(x):
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    return cast(Tensor, _Linear.apply(x, weight, bias, transposed))  # type: ignore[no-untyped-call]
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return the sum of products `x` `[..., out]` and a bias `[out]`, in the type of the products."""
+    if x.dtype != _NARROW:
+        return x + bias.to(x.dtype)
+    return cast(Tensor, _AddedBias.apply(x, bias))  # type: ignore[no-untyped-call]
+
+
+def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """Return the output of a convolution."""
+    if not is_narrow(x):
+        return cast(Tensor, layer._conv_forward(x, layer.weight, layer.bias))
+    num_dims = len(layer.stride)
+    if x.dim() == num_dims + 1:
+        return convolution(layer, x.unsqueeze(0)).squeeze(0)
+    padding = layer.padding
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode), (0,) * num_dims
+    options = (layer.stride, padding, layer.dilation, False, (0,) * num_dims, layer.groups)
+    return cast(Tensor, _Convolution.apply(x, layer.weight, layer.bias, options))  # type: ignore[no-untyped-call]
+
+
+def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices in 16 bits, with sums and result in fp32."""
+    if _is_cpu(a):
+        return a.float() @ b.float()  # products of 16 bits are exact in fp32
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def is_narrow(x: Tensor) -> bool:
+    """Return whether products of `x` are in fp16, by autocast, and have gradients."""
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == _NARROW and torch.is_grad_enabled()
+
+
+def _is_cpu(x: Tensor) -> bool:
+    # The compiler cannot read a context variable.
+    return x.device.type == "cpu" if torch.compiler.is_compiling() else is_cpu(x.device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        rounded, matrix = x.to(_NARROW), weight.to(_NARROW)
+        # The weight itself: stages of ZeRO and FSDP free its memory until the backward pass.
+        ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, weight)
+        ctx.transposed = transposed
+        return F.linear(rounded, matrix.t() if transposed else matrix, None if bias is None else bias.to(_NARROW))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            matrix = weight.to(_NARROW)
+            of_x = gradient @ (matrix.t() if ctx.transposed else matrix)
+        rows = _rows(gradient)
+        if ctx.needs_input_grad[1]:
+            first, second = (_rows(x), rows) if ctx.transposed else (rows, _rows(x))
+            of_weight = product_in_fp32(first.t(), second)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0, dtype=torch.float32)
+        return of_x, of_weight, of_bias, None
+
+
+class _AddedBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, _rows(gradient).sum(0, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+        rounded = x.to(_NARROW)
+        ctx.save_for_backward(rounded, weight)
+        ctx.options = options
+        return torch.convolution(rounded, weight.to(_NARROW), None if bias is None else bias.to(_NARROW), *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        backward = torch.ops.aten.convolution_backward
+        of_x = of_weight = of_bias = None
+        if needs_x:
+            of_x = backward(gradient, x, weight.to(_NARROW), None, *ctx.options, [True, False, False])[0]
+        if needs_weight:
+            with nullcontext() if _is_cpu(x) else _tf32_in_convolutions():
+                exact = gradient.float(), x.float(), weight.float()
+                of_weight = backward(*exact, None, *ctx.options, [False, True, False])[1]
+        if needs_bias:
+            of_bias = gradient.transpose(0, 1).flatten(1).sum(1, dtype=torch.float32)
+        return of_x, of_weight, of_bias, None
+
+
+@contextmanager
+def _tf32_in_convolutions() -> Iterator[None]:
+    """Allow TF32, which holds each number of fp16, so that products are exact and fast."""
+    if torch.compiler.is_compiling():  # a compiled graph keeps the setting of the process
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before, cudnn.allow_tf32 = cudnn.allow_tf32, True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before
