@@ -376,6 +376,11 @@ def test_a_generated_text_of_a_chat_ends_with_the_turn(chatty):
     assert task.end_tokens(chatty) == (chatty.sep_token_id,)
     chatty.chat_template = TURNS.replace("\n", "[MASK]\n")
     assert task.end_tokens(chatty) == (chatty.sep_token_id, chatty.mask_token_id)
+    chatty.add_tokens(["<end>"])  # no special one
+    chatty.chat_template = TURNS.replace("\n", " <end>\n")
+    assert task.end_tokens(chatty) == (chatty.sep_token_id, len(chatty) - 1)
+    chatty.chat_template = "{{ raise_exception('other chats only') }}"
+    assert task.end_tokens(chatty) == (chatty.sep_token_id,)
 
 
 @pytest.mark.parametrize(("max_length", "max_new_tokens", "kept"), [(4, 1, 4), (19, 15, 5)])

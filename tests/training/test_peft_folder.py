@@ -153,7 +153,9 @@ def test_peft_opens_the_folder_with_the_logits_of_the_merged_model(tmp_path: Pat
     assert_same_logits(opened(tmp_path / "adapter", head, base), merged)
     auto = getattr(peft, head.replace("Auto", "AutoPeft")).from_pretrained(tmp_path / "adapter", num_labels=3)
     assert_same_logits(auto, merged)
-    assert "PeftModel.from_pretrained(base, folder)" in (tmp_path / "adapter" / "README.md").read_text()
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "PeftModel.from_pretrained(base, folder)" in card
+    assert ("base.generation_config = GenerationConfig" in card) == merged.can_generate()
 
 
 def test_an_adapter_folder_is_refused_where_a_whole_model_is_needed(tmp_path: Path):

@@ -17,7 +17,7 @@ from tests.helpers.training import TINY_DECODERS
 from trainer.cli import main
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }} [SEP] {% endfor %}"
+    "{% for m in messages %}{{ m.role }} {{ m.content }} [MASK] {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 GENERATION = {"max_new_tokens": 5}
@@ -38,9 +38,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         evaluation={"every": None},
         data={"group_by_length": False},
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
+    write_template(folder / "tokenizer")
     rows = random.Random(0)
     for split in ("train", "validation"):
         texts = [rows.choices(WORDS, k=4) for _ in range(8)]
@@ -48,6 +46,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["run", str(recipe)]) == 0
     return request.param, folder / "run" / "model"
+
+
+def write_template(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def chat_of(*contents: str) -> list[Row]:
@@ -84,7 +88,7 @@ def by_hand(kind: str, folder: Path, row: Row, **options: Any) -> str:
     else:
         ids = tokenizer(row["text"])["input_ids"][:-1]  # without [SEP]
     ids = torch.tensor([ids[-16:]])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=3, pad_token_id=0, **options)
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -94,10 +98,50 @@ def test_each_row_has_the_text_that_it_has_alone(trained, tmp_path, capfd, beams
     rows = prompts(kind)
     given = [{"chat": in_parts(row["chat"])} if at % 2 and kind == "chat" else row for at, row in enumerate(rows)]
     found = predicted(model, given, tmp_path, f"task.generation.num_beams={beams}")
-    expected = [by_hand(kind, model, row, max_new_tokens=5, num_beams=beams, do_sample=False) for row in rows]
+    options = {} if beams == 1 else {"num_beams": beams}  # the exported folder has all others
+    expected = [by_hand(kind, model, row, **options) for row in rows]
     assert [row["generated"] for row in found] == expected
     assert len(set(expected)) > 3
     assert "truncated: 1 rows" in capfd.readouterr().err
+
+
+ANSWERS = {
+    "causal_lm": {"messages": "chat", "metrics": ["perplexity"]},
+    "preference": {
+        "prompt": "asked",
+        "chosen": "answer",
+        "rejected": "worse",
+        "loss": {"type": "orpo"},
+        "metrics": ["reward_accuracy"],
+    },
+}
+
+
+@pytest.mark.parametrize("task", ["causal_lm", pytest.param("preference", marks=pytest.mark.slow)])
+def test_an_answer_ends_with_its_turn_in_predictions_and_in_the_folder(task, tmp_path, capfd):
+    """The turn ends with another token than a document of the tokenizer, and than texts of the configuration."""
+    recipe = write_tiny_run(
+        tmp_path,
+        model={"config": TINY_DECODERS["llama"]},
+        training={"max_steps": 25},
+        optimizer={"learning_rate": 0.03},
+        evaluation={"every": None},
+    )
+    content = json.loads(recipe.read_text())
+    content["task"] = {"type": task, **ANSWERS[task], "generation": GENERATION}
+    recipe.write_text(json.dumps(content))
+    write_template(tmp_path / "tokenizer")
+    chats = [chat_of(f"word{number}", "word50") for number in range(8)]
+    worse = chat_of("", "word60 word61")[1:]
+    rows = [{"chat": chat, "asked": chat[:1], "answer": chat[1:], "worse": worse} for chat in chats]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "validation.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert main(["run", str(recipe)]) == 0
+    assert "no end token" not in capfd.readouterr().out
+    model = tmp_path / "run" / "model"
+    found = predicted(model, rows, tmp_path)
+    asked = [{"chat": row["asked"]} for row in rows]
+    assert [row["generated"] for row in found] == [by_hand("chat", model, row) for row in asked] == ["word50"] * 8
 
 
 def test_drawn_tokens_depend_on_the_row_only(trained, tmp_path):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -33,6 +33,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from trainer.base.errors import UsageError
@@ -438,8 +439,13 @@ def _take_origin(model: Any, recipe: Model) -> None:
     name = str(recipe.name_or_path)
     model.name_or_path = model.config.name_or_path = name
     if model.can_generate():
-        with suppress(OSError):  # without one, the generation configuration from the model's configuration stays
-            model.generation_config = GenerationConfig.from_pretrained(name, revision=recipe.revision or "main")
+        revision = recipe.revision or "main"
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+        except OSError:  # older folders have the settings in `config.json`, without which a configuration is made
+            model.generation_config = GenerationConfig.from_pretrained(
+                name, config_file_name=CONFIG_NAME, revision=revision, _from_model_config=True
+            )
 
 
 class _Parts:

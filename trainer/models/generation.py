@@ -19,55 +19,129 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from trainer.base.errors import UsageError
 from trainer.parallel.communication import gather_sequence, group_size
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.random import stream_keys
 from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.schema import Generation
 
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
-"""The special tokens, which belong to the model and not to the settings."""
+_REPLACED = frozenset(
+    ("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
+     "compile_config", "continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample", "dola_layers",
+     "early_stopping", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "is_assistant",
+     "length_penalty", "low_memory", "max_length", "max_matching_ngram_size", "max_new_tokens", "max_time",
+     "min_length", "min_new_tokens", "min_p", "num_assistant_tokens", "num_assistant_tokens_schedule",
+     "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+     "output_logits", "output_scores", "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens",
+     "return_dict_in_generate", "speculation_type", "target_lookbehind", "temperature", "top_h", "top_k", "top_p",
+     "typical_p", "use_mtp")
+)  # fmt: skip
+"""Settings of transformers on the search, on lengths and on outputs, which those of a recipe replace."""
+_OF_CACHES = frozenset(("cache_config", "cache_implementation", "max_cache_len", "use_cache"))
+"""Settings that change the speed only; an export keeps them, and `generate` does not read them."""
+_KEPT = frozenset(
+    ("bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id",
+     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "eos_token_id", "forced_bos_token_id",
+     "forced_eos_token_id", "guidance_scale", "no_repeat_ngram_size", "pad_token_id", "remove_invalid_values",
+     "renormalize_logits", "repetition_penalty", "sequence_bias", "stop_strings", "suppress_tokens",
+     "watermarking_config")
+)  # fmt: skip
+"""Settings of the tokens that a text may have, which stay; so do settings of a model's own class."""
+_REFUSED = ("constraints", "force_words_ids", "token_healing")
+"""Settings of such tokens that transformers obeys only with more than the model's folder."""
+_FROM_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
+"""Special tokens that the model's configuration holds too."""
 _LEVELS = 1 << 53  # float64 holds integers up to this one
 _TOKENS_DRAWN = 64
 """Tokens of each row for which random numbers are drawn at a time."""
 
 
 def set_generation(
-    model: nn.Module, settings: Generation, end_tokens: Sequence[int], first_tokens: Mapping[str, int | None]
+    model: nn.Module,
+    settings: Generation | None,
+    tokenizer: Any | None,
+    end_tokens: Sequence[int],
+    first_tokens: Mapping[str, int | None],
 ) -> None:
-    """Set the generation configuration of a transformers model, which an export includes.
+    """Set the generation configuration of a transformers model that generates texts; an export includes it.
+
+    The model's configuration names the tokenizer's tokens too, except its padding token: some models number positions
+    from that.
 
     Args:
-        settings: the settings of the recipe, which replace those of a checkpoint.
-        end_tokens: the tokens at which a text ends; none: those of the model.
+        settings: the settings of the recipe, which replace those of a checkpoint; None: these stay.
+        tokenizer: the tokenizer of the texts; None: rows are tokens, and the model's own tokens stay.
+        end_tokens: the tokens at which a text ends, the tokenizer's first; none: those of the model.
         first_tokens: the tokens with which a text starts, by key; missing: those of the model.
+
+    Raises:
+        UsageError: a setting of the checkpoint cannot be obeyed.
     """
     described: Any = model
-    old, config = described.generation_config, described.config
-    named = {name: getattr(config, name, None) for name in _TOKENS}
-    tokens = {name: named[name] if (own := getattr(old, name, None)) is None else own for name in _TOKENS}
-    tokens |= first_tokens
+    if not described.can_generate():
+        return
+    found, configs = copy.deepcopy(described.generation_config), (described.config, described.config.get_text_config())
+    if settings is not None:
+        _require_obeyed(found)
+        _replace_search(found, settings)
+    is_written = found.eos_token_id is not None and not found._from_model_config
+    for name in _FROM_CONFIG:
+        if getattr(found, name) is None:
+            setattr(found, name, getattr(configs[0], name, None))
+    # A single token in a model's configuration is often the default of its class.
+    own_ends = _ids(found.eos_token_id) if is_written or isinstance(found.eos_token_id, list) else []
+    for name in ("bos_token_id", "pad_token_id"):
+        if (token := getattr(tokenizer, name, None)) is not None:
+            setattr(found, name, token)
+    for name, token in first_tokens.items():
+        setattr(found, name, token)
     if end_tokens:
-        tokens["eos_token_id"] = end_tokens[0] if len(end_tokens) == 1 else list(end_tokens)
-    search: dict[str, Any] = {}
+        # A checkpoint may end texts in further ways, such as calls of tools.
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+        ends = dict.fromkeys([*end_tokens, *(token for token in own_ends if token in known)])
+        found.eos_token_id = end_tokens[0] if len(ends) == 1 else list(ends)
+        if found.forced_eos_token_id is not None and ends.keys().isdisjoint(_ids(found.forced_eos_token_id)):
+            found.forced_eos_token_id = end_tokens[0]
+    for config in configs:
+        config.eos_token_id = end_tokens[0] if end_tokens else config.eos_token_id
+        config.bos_token_id = found.bos_token_id
+    found._from_model_config = False
+    described.generation_config = found
+    described.stops_by = tokenizer if found.stop_strings else None
+
+
+def _ids(tokens: int | Sequence[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def _require_obeyed(found: GenerationConfig) -> None:
+    for name in _REFUSED:
+        if getattr(found, name, None):
+            raise UsageError(
+                f"`{name}` in the `generation_config.json` of the model cannot be obeyed, since `generate` of"
+                " transformers needs more than the model's folder for it; remove it from a copy of the folder"
+            )
+
+
+def _replace_search(found: GenerationConfig, settings: Generation) -> None:
+    for name in _REPLACED & vars(found).keys():
+        setattr(found, name, None)
+    found.max_new_tokens = settings.max_new_tokens
+    found.min_new_tokens = settings.min_new_tokens or None
+    found.num_beams = settings.num_beams
+    found.do_sample = settings.do_sample
+    if settings.no_repeat_ngram_size is not None:
+        found.no_repeat_ngram_size = settings.no_repeat_ngram_size
     if settings.num_beams > 1:
-        search = {"length_penalty": settings.length_penalty, "early_stopping": settings.early_stopping}
+        found.length_penalty, found.early_stopping = settings.length_penalty, settings.early_stopping
     if settings.do_sample:
-        search = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-    described.generation_config = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens,
-        min_new_tokens=settings.min_new_tokens or None,
-        num_beams=settings.num_beams,
-        no_repeat_ngram_size=settings.no_repeat_ngram_size,
-        do_sample=settings.do_sample,
-        **search,
-        **tokens,
-    )
+        found.temperature, found.top_k, found.top_p = settings.temperature, settings.top_k, settings.top_p
 
 
 @torch.no_grad()
 def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed: int, rows: Tensor) -> Tensor:
-    """Return the generated tokens after the prompt, up to the end token, then `IGNORED_LABEL`: `[batch, tokens]`.
+    """Return the generated tokens between the prompt and the end token, then `IGNORED_LABEL`: `[batch, tokens]`.
 
     Args:
         model: a transformers model after `set_generation`, in evaluation mode.
@@ -86,20 +160,27 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
         prompt = ids.shape[1]
     own = described.generation_config
     settings = copy.deepcopy(own)
+    for name in _OF_CACHES:
+        setattr(settings, name, None)
     processors = LogitsProcessorList()
     if own.do_sample:  # transformers would draw all rows from one generator
         settings.update(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)  # the defaults
         processors = LogitsProcessorList(_sampling(own, _Draw(seed, rows, prompt, ids.device)))
-    with _whole_logits(model):
-        tokens: Tensor = described.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            synced_gpus=synced,
-            generation_config=settings,
-            logits_processor=processors,
-        )[:, prompt:]
+    described.generation_config = settings  # transformers takes what an argument leaves open from the model
+    try:
+        with _whole_logits(model):
+            tokens: Tensor = described.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                synced_gpus=synced,
+                generation_config=settings,
+                logits_processor=processors,
+                tokenizer=described.stops_by,
+            )[:, prompt:]
+    finally:
+        described.generation_config = own
     ends = torch.isin(tokens, torch.tensor(own.eos_token_id, device=tokens.device))
-    return tokens.masked_fill(ends.cumsum(1) - ends.long() > 0, IGNORED_LABEL)
+    return tokens.masked_fill(ends.cumsum(1) > 0, IGNORED_LABEL)
 
 
 def _sampling(settings: GenerationConfig, draw: _Draw) -> Iterator[LogitsProcessor]:

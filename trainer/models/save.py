@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.errors import TrainerError
 from trainer.models.adapters import MergedWeights
@@ -33,7 +33,8 @@ def save_configuration(model: nn.Module, folder: Path, dtype: torch.dtype = torc
     described: Any = model
     _saved_config(model, dtype).save_pretrained(folder)
     if described.can_generate():
-        described.generation_config.save_pretrained(folder)
+        # Its own method refuses settings of a checkpoint that do not combine, as soon as one of them has changed.
+        described.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _saved_config(model: Any, dtype: torch.dtype) -> Any:

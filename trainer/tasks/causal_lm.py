@@ -102,10 +102,10 @@ class CausalLMTask(TokenLabels):
 
     @property
     def generation(self) -> Generation | None:
-        return self.settings if self.continues else None
+        return self.settings if self.continues or self.settings.model_fields_set else None
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        ends = [end_token(tokenizer)]
+        ends = [token for token in (tokenizer.eos_token_id, tokenizer.sep_token_id) if token is not None][:1]
         if "text" not in self.sources and tokenizer.chat_template:
             ends += turn_end(tokenizer)
         return tuple(dict.fromkeys(ends))

@@ -86,6 +86,13 @@ class PreferenceTask(TokenLabels):
     def has_reference(self) -> bool:
         return self.loss.has_reference
 
+    @property
+    def generation(self) -> Generation | None:
+        return replace(self._predicting(), continues=False).generation
+
+    def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        return self._predicting().end_tokens(tokenizer)
+
     def resolve(self, train: Dataset, where: str) -> PreferenceTask:
         self.check_columns(train.features, where)
         return replace(self, is_chat=check_texts_or_chats(train.features, self._text_columns(), where))

@@ -222,13 +222,13 @@ class Generates:
     def generates(self) -> bool:
         """Whether the engine adds generated tokens to predictions and answers.
 
-        `generated` is `[batch, tokens]`: the tokens after the prompt up to the end token, then `IGNORED_LABEL`.
+        `generated` is `[batch, tokens]`: the tokens between the prompt and the end token, then `IGNORED_LABEL`.
         """
         return False
 
     @property
     def generation(self) -> Generation | None:
-        """The settings of generated texts, which an exported model has too; None: the task generates none."""
+        """The settings of generated texts, which an exported model has too; None: those of the model stay."""
         return None
 
     @property
@@ -237,7 +237,10 @@ class Generates:
         return {}
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of the tokens at which a generated text ends; none: those of the model's configuration."""
+        """Return the ids of the tokens at which a generated text ends, the tokenizer's first; none: those of the model.
+
+        An exported model has them too.
+        """
         return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 

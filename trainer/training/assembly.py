@@ -325,10 +325,9 @@ def assemble(
     placed = load_teacher(plan, mesh, task, models.teacher)
     own = [part.model for part in built]
     for model in own:
-        if task.generation is not None:
-            tokenizer = data.preparation.text_tokenizer
-            ends = task.end_tokens(tokenizer) if tokenizer else ()
-            set_generation(model, task.generation, ends, task.first_tokens)
+        tokenizer = data.preparation.text_tokenizer
+        ends = task.end_tokens(tokenizer) if tokenizer else ()
+        set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)
     model_files = _files_beside_weights(data, recipe, own[0]) if mesh.rank == 0 else {}

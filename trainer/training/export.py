@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers.initialization import no_init_weights
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError, UsageError
@@ -40,7 +40,7 @@ from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
 from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
 from trainer.training.certificate import Certificate, require_not_refused
-from trainer.training.model_card import complete_folder
+from trainer.training.model_card import CARD_NAME, complete_folder
 from trainer.training.onnx_graph import require_onnx, to_onnx
 from trainer.training.row_encoding import with_folder
 from trainer.training.verifying import Opened, Verification, kind_of, verify
@@ -104,6 +104,11 @@ def export(
     added = {name: keys[name] for name in shapes if is_added(name)}
     shapes = without_added(shapes)
 
+    if adapter and GENERATION_CONFIG_NAME in beside:
+        notes.append(
+            f"PEFT and transformers take the generation configuration of the base, which may end texts elsewhere; set"
+            f" that of the folder, as its {CARD_NAME} shows"
+        )
     temporary = place.with_name(f"{UNFINISHED}{place.name}")
     try:
         remove(temporary)  # of an export that was killed here

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.base.text import for_terminal, masked
@@ -93,6 +93,7 @@ def _card(
         first_token=config.get("decoder_start_token_id"),
         adapter=adapter,
         base=base,
+        generates=(folder / GENERATION_CONFIG_NAME).is_file(),
         has_graph=(folder / ONNX_NAME).is_file(),
         onnx_name=ONNX_NAME,
         processor=processor,

@@ -176,7 +176,7 @@ def require_positions(recipe: Recipe, config: Any, model: str) -> None:
 def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
     """Refuse rotary positions that depend on the length of rows, with the tokens that the task generates."""
     longest, key = recipe.data.max_length, "`data.max_length`"
-    if task.generation is not None:
+    if task.generates and task.generation is not None:
         longest += task.generation.max_new_tokens
         key += " with `task.generation.max_new_tokens`"
     require_constant_rotations(config, longest, key)

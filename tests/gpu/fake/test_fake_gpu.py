@@ -301,7 +301,7 @@ def test_generated_texts(task: str, sampled: bool):
         model, ready, found = engine._forward._model.eval(), batch.microbatches[0].to(GPU), []
         for num_tokens in (3, 7):
             settings = Generation(max_new_tokens=num_tokens, do_sample=sampled)
-            set_generation(model, settings, [1], {"pad_token_id": 0, "decoder_start_token_id": 0})
+            set_generation(model, settings, None, [1], {"pad_token_id": 0, "decoder_start_token_id": 0})
             with Generating(model, num_tokens) as watch, padding_known(True):
                 tokens = generate(model, ready.inputs, False, 1, batch.microbatches[0].rows)
             assert (tokens.device, tokens.shape[1]) == (GPU, num_tokens)

@@ -29,7 +29,7 @@ class MaskedLM(TextKeys, VocabularyKeys):
 
 
 class Generation(Section):
-    """Generation of texts, for metrics on texts and for predictions; an exported model has these settings too."""
+    """Generation of texts, for metrics on texts and for predictions; an exported model has the given settings too."""
 
     max_new_tokens: int = Field(64, ge=1)
     """Maximum tokens of a generated text, with its end token."""
@@ -49,8 +49,8 @@ class Generation(Section):
     """With `do_sample`: most probable tokens to draw among; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """With `do_sample`: draw among the fewest tokens with this total probability."""
-    no_repeat_ngram_size: int = Field(0, ge=0)
-    """Length of token sequences that may not repeat in a text; 0: any may."""
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    """Length of token sequences that may not repeat in a text; 0: any may; null: as the model's own settings say."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         beams, draws = "task.generation.num_beams", "task.generation.do_sample"

@@ -267,13 +267,16 @@ def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None
 
 
 def turn_end(tokenizer: Tokenizer) -> list[int]:
-    """Return the special token that ends a turn of the assistant in the chat template; empty if there is none."""
+    """Return the added token that ends a turn of the assistant in the chat template; empty if there is none."""
     content = "content"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     template, place = ChatTemplate.of(tokenizer), "a chat of two messages"
-    after = template.write(read_messages(chat, template, place)[0], place).rpartition(content)[2]
+    try:
+        after = template.write(read_messages(chat, template, place)[0], place).rpartition(content)[2]
+    except TrainerError:
+        return []  # the template wants other chats
     first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
-    return [token for token in first if token in _special(tokenizer)]
+    return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
 def _special(tokenizer: Tokenizer) -> set[int]:
