@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -26,7 +27,7 @@ from trainer.training import export as export_module
 from trainer.training import onnx_graph, verifying
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.export import export
-from trainer.training.onnx_graph import require_onnx, to_onnx
+from trainer.training.onnx_graph import _sample, require_onnx, to_onnx
 from trainer.training.plain_reader import open_onnx
 
 
@@ -146,6 +147,88 @@ def test_a_planted_fault_is_caught_and_nothing_is_left(
     with pytest.raises(NotTheTrainedModelError, match=message):
         export(made(name) / "run", tmp_path / "out", verification=ASKED, to="onnx")
     assert not list(tmp_path.iterdir())
+
+
+def _sizes(**sizes: Any) -> dict[str, Any]:
+    return {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, **sizes}
+
+
+CROPPED = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
+CONVNEXT = {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1], "image_size": 32}
+RESNET = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1]}
+# The class of a processor, its settings, the model, and the sizes of the dimensions; None: the image decides.
+IMAGES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[int, int] | None]] = {
+    "crop after a larger size": (
+        "ViT",
+        {"size": {"height": 40, "width": 40}, "do_center_crop": True, "crop_size": {"height": 32, "width": 32}},
+        "vit",
+        _sizes(image_size=32, patch_size=16),
+        (32, 32),
+    ),
+    "a share of the edge": (
+        "ConvNext",
+        {"size": {"shortest_edge": 32}, "crop_pct": 0.875},
+        "convnext",
+        CONVNEXT,
+        (32, 32),
+    ),
+    "crop after an edge": ("Bit", CROPPED, "dinov2", _sizes(image_size=32, patch_size=16), (32, 32)),
+    "a mobile network": ("MobileNetV2", CROPPED, "mobilenet_v2", {"depth_multiplier": 0.1}, (32, 32)),
+    "an edge without a crop": (
+        "Bit",
+        {"size": {"shortest_edge": 32}, "do_center_crop": False},
+        "resnet",
+        RESNET,
+        None,
+    ),
+}
+
+
+def _image_folder(folder: Path, name: str) -> Any:
+    kind, settings, model_type, sizes, _ = IMAGES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = transformers.AutoModelForImageClassification.from_config(config).eval()
+    model.save_pretrained(folder)
+    getattr(transformers, f"{kind}ImageProcessorPil")(**settings).save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_graph_reads_the_images_of_its_processor(tmp_path: Path, name: str) -> None:
+    size = IMAGES[name][-1]
+    model = _image_folder(tmp_path, name)
+    pixels = _sample(tmp_path, model)["pixel_values"]
+    assert (tuple(pixels.shape[2:]), list(onnx_graph._free_dims(pixels))) == (
+        (size, [0]) if size else (onnx_graph._SAMPLE_IMAGE, [0, 2, 3])
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", IMAGES)
+def test_images(tmp_path: Path, name: str) -> None:
+    model = _image_folder(tmp_path, name)
+    to_onnx(tmp_path, type(model), None)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    generator = np.random.default_rng(0)
+    for rows in (1, 3):
+        images = [generator.integers(0, 256, (37, 53, 3), np.uint8) for _ in range(rows)]
+        inputs = processor(images, input_data_format="channels_last", return_tensors="np")
+        found = open_onnx({"folder": str(tmp_path)})({"pixel_values": inputs["pixel_values"]})["logits"]
+        with torch.no_grad():
+            expected = model(torch.from_numpy(inputs["pixel_values"])).logits
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_sample_has_the_end_at_which_encoder_decoders_classify(
+    tmp_path: Path, made: Callable[[str], Path], family: str
+) -> None:
+    folder = tmp_path / family
+    shutil.copytree(made("classes") / "graph", folder, ignore=shutil.ignore_patterns("model.onnx"))
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    assert model(**_sample(folder, model)).logits.shape[0] == 2
 
 
 @pytest.mark.nightly

@@ -39,7 +39,7 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, num_channels: int) -> None:
         self._processor = processor
-        self._num_channels = num_channels
+        self.num_channels = num_channels
         self.scale = float(processor.rescale_factor) if processor.do_rescale else 1.0
         self.mean = self._of_channels(processor.image_mean if processor.do_normalize else None, 0.0)
         self.std = self._of_channels(processor.image_std if processor.do_normalize else None, 1.0)
@@ -48,7 +48,7 @@ class ImageProcessor:
     @property
     def fingerprint(self) -> str:
         """A string that changes whenever the array of an image would change."""
-        return json.dumps([self._num_channels, self._processor.to_dict()], sort_keys=True, default=str)
+        return json.dumps([self.num_channels, self._processor.to_dict()], sort_keys=True, default=str)
 
     def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
         """Return the resized image `[channels, height, width]` in the model's channels, without an alpha channel."""
@@ -56,7 +56,7 @@ class ImageProcessor:
 
     def pixels(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
         """Return an image `[height, width]` or `[height, width, 3]` in the model's channels."""
-        return np.asarray(image.convert(_MODES[self._num_channels]))
+        return np.asarray(image.convert(_MODES[self.num_channels]))
 
     def save(self, folder: Path) -> None:
         """Write `preprocessor_config.json`.
@@ -68,11 +68,11 @@ class ImageProcessor:
 
     def _of_channels(self, values: Any, default: float) -> tuple[float, ...]:
         listed = list(values) if isinstance(values, list | tuple) else [default if values is None else values]
-        listed = listed * self._num_channels if len(listed) == 1 else listed
-        if len(listed) != self._num_channels:
+        listed = listed * self.num_channels if len(listed) == 1 else listed
+        if len(listed) != self.num_channels:
             raise UsageError(
                 f"the image processor of the model normalises {len(listed)} channels (`image_mean`, `image_std`), but"
-                f" the model reads {self._num_channels}; correct its `preprocessor_config.json`"
+                f" the model reads {self.num_channels}; correct its `preprocessor_config.json`"
             )
         return tuple(map(float, listed))
 
@@ -92,7 +92,7 @@ class ImageProcessor:
         sizes = set()
         for height, width in _PROBES:
             values = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-            pixels = values if self._num_channels == 3 else values[:, :, 0]
+            pixels = values if self.num_channels == 3 else values[:, :, 0]
             whole, halved = self._process(pixels), self._halved(pixels)
             by_channel = (-1, 1, 1)
             mean, std = np.array(self.mean).reshape(by_channel), np.array(self.std).reshape(by_channel)
@@ -122,7 +122,7 @@ def load_image_processor(recipe: Model, config: Any) -> ImageProcessor:
             f"`{key}` must be a model that reads images of 1 or 3 channels, but the configuration of a"
             f" {config.model_type} has `num_channels` {channels}; use a model such as vit"
         )
-    size = _image_size(config)
+    size = image_size(config)
     if recipe.is_random:
         return ImageProcessor(_default_processor(size, channels), channels)
     processor = ImageProcessor(_load(recipe), channels)
@@ -135,7 +135,8 @@ def load_image_processor(recipe: Model, config: Any) -> ImageProcessor:
     return processor
 
 
-def _image_size(config: Any) -> tuple[int, int] | None:
+def image_size(config: Any) -> tuple[int, int] | None:
+    """Return the height and width that a configuration states; None without any."""
     size = getattr(config, "image_size", None)
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1])) if size else None
 

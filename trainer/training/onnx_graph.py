@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
+from trainer.models.image_processor import image_size, load_image_processor
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import POOLED
@@ -30,6 +31,7 @@ from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
 _SAMPLE_TARGET = 4  # tokens; another number than that of the inputs, or the exporter would tie both
+_SAMPLE_IMAGE = (96, 64)  # height and width, where images of any size are read
 
 _MOST_REASON = 300  # letters
 
@@ -99,10 +101,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     graph = _Graph(model, list(inputs), head)
     with torch.no_grad():
         outputs = list(graph(*inputs.values()))
-    free = tuple(
-        dict.fromkeys(range(1 if tensor.is_floating_point() else tensor.dim()), Dim.DYNAMIC)
-        for tensor in inputs.values()
-    )
+    free = tuple(dict.fromkeys(_free_dims(tensor), Dim.DYNAMIC) for tensor in inputs.values())
     try:
         with _quietly():
             program = torch.onnx.export(
@@ -136,16 +135,28 @@ def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     """
     parameters = inspect.signature(type(model).forward).parameters
     if model.main_input_name == "pixel_values":
-        size, channels = AutoImageProcessor.from_pretrained(folder).size, int(model.config.num_channels)
-        return {"pixel_values": torch.zeros(_SAMPLE[0], channels, int(size["height"]), int(size["width"]))}
+        processor = load_image_processor(Model(name_or_path=str(folder)), model.config)
+        read = image_size(model.config) if hasattr(model.config, "patch_size") else None
+        size = processor.size or read or _SAMPLE_IMAGE
+        return {"pixel_values": torch.zeros(_SAMPLE[0], processor.num_channels, *size)}
     rows, choices, tokens = _SAMPLE
     shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
     names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
     values = {name: torch.zeros(shape, dtype=torch.long) for name in names}
     values |= {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
+    end = getattr(model.config, "eos_token_id", None)
+    if isinstance(end, int):
+        values["input_ids"][..., -1] = end  # encoder-decoders classify at this token
     if type(model).__name__.endswith("ForConditionalGeneration"):
         values["decoder_input_ids"] = torch.ones(rows, _SAMPLE_TARGET, dtype=torch.long)
     return values
+
+
+def _free_dims(tensor: Tensor) -> Iterable[int]:
+    """Return the dimensions of an input whose size the graph leaves free."""
+    if not tensor.is_floating_point():
+        return range(tensor.dim())
+    return (0, 2, 3) if tuple(tensor.shape[2:]) == _SAMPLE_IMAGE else (0,)
 
 
 @contextmanager

@@ -302,7 +302,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
     if done is None or done.returncode:
         raise NotTheTrainedModelError(
             f"the exported folder must open in another program, but {_OPENERS[request['kind']][0]} failed:"
-            f" {for_terminal(problem[0])}; correct the model or the packages, or export without --verify"
+            f" {for_terminal(problem[0])}; the folder was not kept. Correct the model or the packages, and export again"
         )
     reply: dict[str, Any] = json.loads((place / "reply.json").read_text(encoding="utf-8"))
     return reply
