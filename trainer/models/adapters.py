@@ -18,6 +18,7 @@ from trainer.models.families.table import layers_of
 from trainer.models.names import aliases, prefixes, tied_names
 from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
 from trainer.models.tokenizer import load_tokenizer
+from trainer.models.vector_scale import scale_of
 from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, Magnitude, attach, drawn_factor, product_of
 from trainer.parallel.tensor.trained_rows import (
     ROWS,
@@ -188,10 +189,9 @@ def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
 
 
 def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tensor) -> TrainedRows:
-    is_scaled = type(layer).__name__.endswith("ScaledWordEmbedding")
-    if isinstance(layer, nn.Embedding) and (is_scaled or type(layer).forward is nn.Embedding.forward):
+    if isinstance(layer, nn.Embedding) and (scale := scale_of(layer)) is not None:
         padding = ids.index(layer.padding_idx) if layer.padding_idx in ids else None
-        vectors = TrainedVectors(begin, ids, padding, float(getattr(layer, "embed_scale", 1.0)))
+        vectors = TrainedVectors(begin, ids, padding, scale)
         attach_rows(layer, vectors)
         return vectors
     if type(layer) is nn.Linear:

@@ -28,6 +28,7 @@ from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.forward_context import run_within
 from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
 from trainer.models.names import prefixes, replace_in, tied_names
+from trainer.models.vector_scale import scale_of
 from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.pipeline.stand_ins import Absent
@@ -228,7 +229,7 @@ class _Cutting:
         makers: list[tuple[Iterable[str], Callable[[], _Part]]] = [
             *(((pattern,), partial(column, blocks)) for pattern, blocks in plan.columns.items()),
             (plan.rows, lambda: RowParallelLinear(module, group, transposed=transposed, sequence_parallel=bool(cut))),
-            (plan.embeddings, lambda: VocabParallelEmbedding(module, group, scale=_scale(module))),
+            (plan.embeddings, lambda: VocabParallelEmbedding(module, group, scale=scale_of(module))),
             (plan.head_embeddings, lambda: FeatureParallelEmbedding(module, group)),
             (plan.vocabulary_heads, lambda: ColumnParallelLinear(module, group, copies_input=True, pads=True)),
         ]
@@ -361,14 +362,6 @@ def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place])
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} must be cut or named as whole by the family"
                 f" {model_type}, but is neither; add it in `trainer/models/families/`, or use `parallel.tensor` 1"
             )
-
-
-def _scale(embedding: nn.Embedding) -> float | None:
-    """Return the factor of an embedding that multiplies its vectors; transformers has such a class for each model."""
-    scale = getattr(embedding, "embed_scale", None)
-    return (
-        scale if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, int | float) else None
-    )
 
 
 @contextmanager

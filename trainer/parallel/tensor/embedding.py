@@ -9,7 +9,7 @@ from trainer.base.errors import UsageError
 from trainer.parallel.communication import Group, group_size, index_in_group, reduce_from_group
 from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
-from trainer.parallel.tensor.trained_rows import attach_rows, rows_of
+from trainer.parallel.tensor.trained_rows import VectorScale, attach_rows, rows_of
 
 
 class _ParallelEmbedding(nn.Module):
@@ -61,15 +61,16 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
     Args:
-        scale: the factor of the vectors, if the embedding's own `forward` multiplies them and does nothing else.
+        scale: the factor of the vectors, if the embedding's own `forward` multiplies them and does nothing else; None:
+            its `forward` is unknown.
 
     Raises:
         UsageError: see `_ParallelEmbedding`.
     """
 
-    def __init__(self, whole: nn.Embedding, group: Group, *, scale: float | None = None) -> None:
+    def __init__(self, whole: nn.Embedding, group: Group, *, scale: VectorScale | None = None) -> None:
         super().__init__(whole, Split(0, TENSOR_AXIS), group, has_own_forward=scale is not None)
-        self.scale = 1.0 if scale is None else scale
+        self.scale = scale or VectorScale()
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors `[*, hidden]` of `ids` `[*]`.
@@ -77,8 +78,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         Raises:
             IndexError: an id is outside of the vocabulary, on every rank (on a GPU: a device-side assertion).
         """
-        vectors = self._vectors(ids)
-        return vectors if self.scale == 1.0 else vectors * self.scale
+        return self.scale(self._vectors(ids))
 
     def _vectors(self, ids: Tensor) -> Tensor:
         if group_size(self.group) == 1:

@@ -7,6 +7,7 @@ low-rank product. They are whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ from trainer.parallel.wide_products import linear
 
 ROWS = "trained_rows"
 """The name of the rows in their layer."""
+
+
+@dataclass(frozen=True)
+class VectorScale:
+    """The factor of an embedding that multiplies its vectors; `is_rounded`: it has the type of the vectors."""
+
+    number: float = 1.0
+    is_rounded: bool = False
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Return the vectors `[..., hidden]` of an embedding, multiplied."""
+        if self.number == 1.0:
+            return vectors
+        return vectors * (vectors.new_full((), self.number) if self.is_rounded else self.number)
 
 
 class TrainedRows(nn.Module):
@@ -44,10 +59,15 @@ class TrainedVectors(TrainedRows):
     Args:
         rows, ids: see `TrainedRows`.
         padding: the index of the row without a gradient, that of the padding token; None: there is none.
-        scale: the factor of an embedding that multiplies its vectors.
     """
 
-    def __init__(self, rows: Tensor, ids: Sequence[int], padding: int | None = None, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        ids: Sequence[int],
+        padding: int | None = None,
+        scale: VectorScale = VectorScale(),
+    ) -> None:
         super().__init__(rows, ids)
         self.padding = padding
         self.scale = scale
@@ -55,7 +75,7 @@ class TrainedVectors(TrainedRows):
     def forward(self, ids: Tensor, vectors: Tensor) -> Tensor:
         """Return the vectors `[*, hidden]` of `ids` `[*]`, with trained rows in place of those of their tokens."""
         place = torch.searchsorted(self.ids, ids).clamp_max(len(self.ids) - 1)
-        own = F.embedding(place, self.rows, self.padding) * self.scale
+        own = self.scale(F.embedding(place, self.rows, self.padding))
         return torch.where((self.ids[place] == ids).unsqueeze(-1), own, vectors)
 
     def copy(self) -> TrainedVectors:
