@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -139,14 +140,15 @@ class TestNotesOnAnswers:
             ([-100] * 6, "no token of the training rows"),
             ([4, 5, 3, 4, 6, 3], "those of prompts too"),
             ([-100, -100, -100, -100, 6, 3], "no token is trained in 1 of 2"),
+            ([-100, 7, 3, -100, 6, 3], "1 of 2 trained answers are empty"),
         ],
     )
     def test_notes(self, labels: list[int], note: str | None):
         class Tokenizer:
-            eos_token_id = 3
+            eos_token_id, added_tokens_decoder = 3, MappingProxyType({3: "</s>"})
 
             def decode(self, ids: list[int]) -> str:
-                return "</s>"
+                return {3: "</s>", 7: " \n"}.get(ids[0], "word")
 
         task = build_task(load_recipe("dpo_sample").recipe.task)
         split = trainer_split(labels)
@@ -154,12 +156,38 @@ class TestNotesOnAnswers:
         assert len(found) == (note is not None)
         assert note is None or note in found[0]
 
+    @pytest.mark.parametrize(
+        ("task", "ids", "desirable", "note"),
+        [
+            (
+                {"type": "preference", "loss": {"type": "dpo"}},
+                [4, 5, 6, 4, 5, 6],
+                [],
+                "1 of 1 training pairs have equal",
+            ),
+            ({"type": "reward_model"}, [4, 5, 6, 4, 5, 6], [], "1 of 1 training pairs have equal answers"),
+            ({"type": "reward_model"}, [4, 5, 6, 4, 5, 7], [], None),
+            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [1, 1], "all training answers are desirable"),
+            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [0, 0], "all training answers are undesirable"),
+            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [0, 1], None),
+        ],
+    )
+    def test_answers_that_contrast_with_none_are_noted(
+        self, task: dict[str, Any], ids: list[int], desirable: list[int], note: str | None
+    ):
+        labels = [] if task["type"] == "reward_model" else [-100, 5, 3, -100, 6, 3]
+        split = trainer_split(labels, ids, {"desirable": np.array(desirable)} if desirable else {})
+        found = trained_notes(build_task(tiny_recipe(task=task).task), split, None)
+        assert [note in one for one in found] == [True] * (note is not None)
 
-def trainer_split(labels: list[int]):
+
+def trainer_split(labels: list[int], ids: list[int] | None = None, scalars: dict[str, Any] | None = None):
     from trainer.data.split import EncodedSplit
 
-    tokens = {"input_ids": np.full(6, 4, np.int32), "labels": np.array(labels, np.int32)}
-    return EncodedSplit(np.array([0, 3, 6]), tokens, {}, "hash")
+    tokens = {"input_ids": np.array(ids or range(6), np.int32)}
+    if labels:
+        tokens["labels"] = np.array(labels, np.int32)
+    return EncodedSplit(np.array([0, 3, 6]), tokens, scalars or {}, "hash", texts_per_row=1 if ids is None else 2)
 
 
 def test_a_histogram_counts_each_length_once():

@@ -30,7 +30,7 @@ from trainer.tasks.text.columns import cell, cells_of, require_columns
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
-_ANSWER, _REFERENCE, _DESIRABLE = "answer", "reference", "desirable"
+_ANSWER, _REFERENCE, DESIRABLE = "answer", "reference", "desirable"
 """Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
 reference; and KTO's labels."""
 
@@ -66,7 +66,7 @@ class PreferenceTask(TokenLabels):
 
     auto_class_name = "AutoModelForCausalLM"
     rows_are_labels = True
-    beside_inputs = (_ANSWER, _REFERENCE, _DESIRABLE)
+    beside_inputs = (_ANSWER, _REFERENCE, DESIRABLE)
     beside_rows = ("loss", "metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores", "others")
 
     @property
@@ -165,7 +165,7 @@ class PreferenceTask(TokenLabels):
         }
         paired["cut"] = [any(pair) for pair in paired["cut"]]
         if self.label is not None:
-            paired[_DESIRABLE] = _desirable(cells[self.label], self.label, where, first_row)
+            paired[DESIRABLE] = _desirable(cells[self.label], self.label, where, first_row)
         else:
             for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
                 require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
@@ -196,8 +196,8 @@ class PreferenceTask(TokenLabels):
         lengths = answer.sum(-1).clamp(min=1)
         nll = losses.sum(-1) / labelled.sum(-1).clamp(min=1)
         desirable = torch.zeros_like(logps)
-        if _DESIRABLE in inputs:
-            desirable = desirable + inputs[_DESIRABLE].to(logps.dtype)[:, None]
+        if DESIRABLE in inputs:
+            desirable = desirable + inputs[DESIRABLE].to(logps.dtype)[:, None]
         return torch.stack([logps, reference, lengths, nll, desirable], -1)
 
     def num_valid(self, labels: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.base.text import listed
 from trainer.data.order import Mixture
@@ -20,12 +21,15 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.classes import plain_name
+from trainer.tasks.preference import DESIRABLE, PreferenceTask
+from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import Tokenizer
 
 _MOST_COMPARED = 500_000  # training rows; comparing more takes seconds at each start
 _MOST_LABELS = 5_000_000  # training labels; counting more takes time at each start
 _USUAL_SHARE = 0.01  # of the rows
+_MOST_BLANK = 8  # tokens of an empty answer: its end, blanks, and marks of an empty reasoning
 
 SplitsByName = Mapping[str, EncodedSplit]
 """`training`, and `validation` if there is one."""
@@ -57,10 +61,10 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
 def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) -> list[str]:
     """Return warnings on a training split that teaches too little.
 
-    They are on answers that are trained wholly with their prompts, or not at all; on a missing end; and on most rows
-    being cut.
+    They are on answers that are trained wholly with their prompts, or not at all; on empty answers, and equal ones of a
+    pair; on a missing end; and on most rows being cut.
     """
-    notes = []
+    notes = _answer_notes(task, split)
     if 2 * split.num_cut > len(split):
         notes.append(f"most training rows are truncated: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
     if (
@@ -84,11 +88,40 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
         starts = split.offsets[:-1][split.offsets[:-1] < len(labels)]
         if empty := int((np.add.reduceat(is_trained, starts, dtype=int) == 0).sum()):
             notes.append(f"no token is trained in {empty:,} of {len(starts):,} training texts: their answers are cut")
+        empty, number = _num_empty(labels, is_trained, tokenizer)
+        if empty:
+            notes.append(f"{empty:,} of {number:,} trained answers are empty, so the model learns to answer nothing")
     ends = task.end_tokens(tokenizer)
     if ends and not np.isin(labels, ends).any():
         names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
         notes.append(f"no end token ({names}) is trained, so the model does not learn to end an answer")
     return notes
+
+
+def _answer_notes(task: Task, split: EncodedSplit) -> list[str]:
+    """Return notes on preferences that compare nothing: equal answers of a pair, and answers of one class alone."""
+    if isinstance(task, PreferenceTask) and task.label is not None:
+        first, *others = np.unique(split.scalars[DESIRABLE]).tolist()
+        kind = "desirable" if first else "undesirable"
+        return [] if others else [f"all training answers are {kind}, so nothing contrasts with them; add others"]
+    if not isinstance(task, PreferenceTask | RewardModelTask) or len(split) > _MOST_COMPARED:
+        return []
+    texts = _texts(split.tokens["input_ids"], split.offsets)
+    equal = sum(chosen == rejected for chosen, rejected in zip(texts, texts, strict=True))
+    return [f"{equal:,} of {len(split):,} training pairs have equal answers, which teach nothing"] if equal else []
+
+
+def _num_empty(labels: NDArray[Any], is_trained: NDArray[np.bool_], tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the number of trained answers without text, and the number of answers.
+
+    Args:
+        labels: the label of each token, of shape `[tokens]`; `is_trained` is of the same shape.
+    """
+    edges = np.flatnonzero(np.diff(is_trained, prepend=False, append=False)).reshape(-1, 2)
+    short = [labels[start:end].tolist() for start, end in edges if end - start <= _MOST_BLANK]
+    added = tokenizer.added_tokens_decoder
+    blank = {token for token in set(itertools.chain(*short)) if token in added or not tokenizer.decode([token]).strip()}
+    return sum(blank.issuperset(answer) for answer in short), len(edges)
 
 
 def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> str:
@@ -218,9 +251,9 @@ def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
         return []
     found: dict[bytes, Any] = {}
     differing = 0
-    for text, label in zip(_texts(train), labels.tolist(), strict=True):
+    for text, label in zip(_texts_of(train), labels.tolist(), strict=True):
         differing += found.setdefault(text, label) != label
-    known = sum(text in found for text in _texts(validation))
+    known = sum(text in found for text in _texts_of(validation))
     notes = []
     if differing > _USUAL_SHARE * len(train):
         notes.append(f"{differing:,} of {len(train):,} training rows have the tokens of another row with another label")
@@ -229,7 +262,11 @@ def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
     return notes
 
 
-def _texts(split: EncodedSplit) -> Iterator[bytes]:
-    ids, ends = split.tokens["input_ids"], split.offsets[:: split.texts_per_row].tolist()
-    for start, end in itertools.pairwise(ends):
+def _texts_of(split: EncodedSplit) -> Iterator[bytes]:
+    """Yield the tokens of each row."""
+    return _texts(split.tokens["input_ids"], split.offsets[:: split.texts_per_row])
+
+
+def _texts(ids: NDArray[Any], offsets: NDArray[np.int64]) -> Iterator[bytes]:
+    for start, end in itertools.pairwise(offsets.tolist()):
         yield ids[start:end].tobytes()
