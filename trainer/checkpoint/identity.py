@@ -58,7 +58,8 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return the differences between the identity of a checkpoint and that of this run in words; empty if none."""
     was, now = dotted_leaves(saved), dotted_leaves(own)
     found = [
-        "the prepared training rows differ (data, tokenizer or `data.max_length`)"
+        "the prepared training rows differ (data, tokenizer, `data.max_length`, or the date that a chat template"
+        " writes: set `data.date` to the day of the first start)"
         if key == _ROWS
         else f"`{key[:_LONGEST]}` was {was.get(key)!r:.{_LONGEST}} and is {now.get(key)!r:.{_LONGEST}}"
         for key in sorted(was.keys() | now.keys())

@@ -15,6 +15,7 @@ from trainer.tasks.text.chats import (
     Turns,
     chat_prompt,
     check_texts_or_chats,
+    date_notes,
     end_token,
     features_of,
     features_of_labels,
@@ -112,7 +113,9 @@ class CausalLMTask(TokenLabels):
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
         is_chat = "messages" in self.sources and not self.continues and tokenizer.is_fast
-        return turn_notes(tokenizer, self.train_on) if is_chat and tokenizer.chat_template else []
+        if not is_chat or not tokenizer.chat_template:
+            return []
+        return [*turn_notes(tokenizer, self.train_on), *date_notes(tokenizer)]
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if any(holds_chats(features[column]) for column in self.sources.values()):

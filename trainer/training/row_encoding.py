@@ -38,6 +38,7 @@ from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
+from trainer.tasks.text.chat_templates import set_date
 from trainer.tasks.types import Dataset, Tokenizer
 
 
@@ -150,6 +151,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
         UsageError: there is none, or it does not know the languages.
     """
     tokenizer: Tokenizer = load_tokenizer(recipe.model)
+    set_date(tokenizer, recipe.data.date)
     if isinstance(recipe.task, Seq2SeqLM):
         set_languages(tokenizer, recipe.task.source_language, recipe.task.target_language)
     return tokenizer

@@ -114,6 +114,14 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.max_length` applies to texts, but `task.type` is image_classification; remove it",
         ),
         (
+            ["data.date=2026-01-30"],
+            "`data.date` applies to chats, but `task.type` is sequence_classification; remove it",
+        ),
+        (
+            ["task.type=causal_lm", "task.text=text", "data.date=2026-02-30"],
+            '`data.date` must be a date such as 2026-01-31, but is "2026-02-30"',
+        ),
+        (
             ["data.max_length=100", "data.pad_to=64"],
             "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 64; use 50",
         ),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import signal
 import time
+from datetime import datetime
 
 import pytest
 
 from trainer.base.errors import DataError, UsageError
+from trainer.data.tokenised_split import tokenizer_digest
 from trainer.tasks.text import chat_templates
-from trainer.tasks.text.chat_templates import ChatTemplate
+from trainer.tasks.text.chat_templates import ChatTemplate, set_date
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{{% set ns = namespace(x={}) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}{{{{ ns.x }}}}"
@@ -56,3 +59,23 @@ def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert ChatTemplate("name", "{{ messages[0].content * 3 }}{{ 2 ** 10 }}", ()).write(CHAT, "") == "hihihi1024"
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "text", [DATED, DATED.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")]
+)
+def test_the_date_of_a_template_may_be_fixed(tokenizer, text):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = text
+    today = f"{datetime.now():%d %b %Y}hi"
+    assert "set `data.date` to 20" in ChatTemplate.of(tokenizer).date_notes()[0]
+    assert ChatTemplate.of(tokenizer).write(CHAT, "row 1") == today
+    digest = tokenizer_digest(tokenizer)
+    set_date(tokenizer, "2024-02-29")
+    assert tokenizer_digest(tokenizer) != digest
+    assert ChatTemplate.of(tokenizer).date_notes() == []
+    assert ChatTemplate.of(tokenizer).write(CHAT, "row 1") == "29 Feb 2024hi"
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == today

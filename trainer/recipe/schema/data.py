@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,6 +35,8 @@ class _DataKeys(Section):
     """Processes of a node that tokenise a split; null: its cores, fewer for little text."""
     cache: PathField | None = None
     """Folder for tokenised texts and resized images; null: the user's cache."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
+    """Date that a chat template writes as today's, such as 2026-01-31; null: the day on which rows are tokenised."""
 
     @property
     def source_weights(self) -> list[float] | None:
@@ -41,7 +44,11 @@ class _DataKeys(Section):
         return None
 
     def contradictions(self) -> Iterator[Contradiction]:
-        return self.map.contradictions()
+        yield from self.map.contradictions()
+        try:
+            date.fromisoformat(self.date or "2000-01-01")
+        except ValueError:
+            yield clash(f"must be a date such as 2026-01-31, but is {shown_value(self.date)}", "data.date")
 
 
 class HubData(_DataKeys):

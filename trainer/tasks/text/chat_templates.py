@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -29,16 +30,24 @@ _BYTES = 256 << 20  # of memory beside the present one
 _CHARACTERS = 1 << 24
 _NUMBER_BITS = 1 << 16
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DATE = "chat_date"  # an attribute of tokenizers, and so a part of their digests
+_TODAY = "strftime_now"  # the function of templates
 _PROBES = 16  # templates with forms in memory
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template with the special tokens that it reads; `name` is that of its tokenizer."""
+    """A chat template with the special tokens that it reads.
+
+    Attributes:
+        name: the name of its tokenizer.
+        date: the date that it writes as today's, in the form of ISO 8601; None: that of today.
+    """
 
     name: str
     text: str
     special: tuple[tuple[str, str | tuple[str, ...]], ...]
+    date: str | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tools: Tools = None) -> ChatTemplate:
@@ -55,7 +64,8 @@ class ChatTemplate:
             )
         special = tokenizer.special_tokens_map.items()
         frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in special)
-        return cls(name, tokenizer.get_chat_template(tools=list(tools) if tools else None), frozen)
+        text = tokenizer.get_chat_template(tools=list(tools) if tools else None)
+        return cls(name, text, frozen, getattr(tokenizer, _DATE, None))
 
     @property
     def has_marks(self) -> bool:
@@ -84,13 +94,41 @@ class ChatTemplate:
         _bound_sandbox(chat_template_utils)
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         special = {key: list(value) if isinstance(value, tuple) else value for key, value in self.special}
-        with _limits(place):
+        with _limits(place), self._dated(chat_template_utils):
             texts, marked = chat_template_utils.render_jinja_template(
                 conversations=[given], tools=tools, chat_template=self.text, **options, **special
             )
         if len(text := texts[0]) > _CHARACTERS:
             raise _too_large(f"{_CHARACTERS:,} characters", f"wrote {len(text):,}", place)
         return text, marked
+
+    @contextmanager
+    def _dated(self, module: Any) -> Iterator[None]:
+        """Give the template its date, in place of today's."""
+        if self.date is None:
+            yield
+            return
+        names = module._compile_jinja_template(self.text).globals
+        names[_TODAY] = datetime.fromisoformat(self.date).strftime
+        try:
+            yield
+        finally:
+            del names[_TODAY]
+
+    def date_notes(self) -> list[str]:
+        """Return a note on a template that writes the date of today."""
+        if self.date is not None or _TODAY not in self.text:
+            return []
+        return [
+            f"the chat template of `{self.name}` writes the date of the day on which rows are tokenised; set"
+            f" `data.date` to {date.today()}, so that the run can resume and repeat on another day"
+        ]
+
+
+def set_date(tokenizer: Tokenizer, day: str | None) -> None:
+    """Set the date that the chat template of a tokenizer writes as today's; None: that of today."""
+    if day is not None:
+        setattr(tokenizer, _DATE, day)
 
 
 def _too_large(limit: str, found: str, place: str) -> UsageError:
