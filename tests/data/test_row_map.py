@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from decimal import Decimal
 from typing import Any
 
 import datasets
@@ -63,6 +64,37 @@ def test_columns_are_renamed_chosen_cast_made_and_looked_up(in_folder, monkeypat
         assert rows["id"][:] == ["5", "1", "1", "3"]
 
 
+def made_of(rows: list[dict[str, Any]], columns: dict[str, Any]) -> list[dict[str, Any]]:
+    section, values = DataMap.model_validate({"columns": columns}), {name: [rows[0][name]] for name in rows[0]}
+    found = RowMap.of(section, list(columns), values, "rows")
+    assert found is not None
+    return found.of_rows(rows, 0, "rows")
+
+
+def test_flags_become_names_and_numbers_may_have_a_decimal_comma(in_folder):
+    rows = [
+        {"text": "a", "toxic": 1, "rude": "1", "score": "1.234,5", "price": Decimal("2.50")},
+        {"text": "b", "toxic": 0, "rude": "0", "score": "-0,25", "price": Decimal("3.00")},
+    ]
+    flags = {"flags": ["toxic", "rude"]}
+    columns = {
+        "labels": flags,
+        "score": {"column": "score", "type": "number", "decimal": ","},
+        "price": {"column": "price", "type": "number"},
+    }
+    assert made_of(rows, columns) == [
+        {"labels": ["toxic", "rude"], "score": 1234.5, "price": 2.5},
+        {"labels": [], "score": -0.25, "price": 3.0},
+    ]
+    one = {"label": {"flags": ["toxic", "mild"], "exactly_one": True}}
+    rows = [{"toxic": True, "mild": 0.0}, {"toxic": False, "mild": 1.0}]
+    assert made_of(rows, one) == [{"label": "toxic"}, {"label": "mild"}]
+    with pytest.raises(DataError, match=r"row 1 of rows: columns are 1: `toxic`, `mild`; `exactly_one` needs one"):
+        made_of([{"toxic": 1, "mild": 1}], one)
+    split = mapped({"text": "title", "labels": {"flags": ["x", "y"]}}, rows=[{"title": "t", "x": 0, "y": 1}]).train
+    assert split.rows[0] == {"text": "t", "labels": ["y"]}
+
+
 @pytest.mark.parametrize(
     ("condition", "kept"),
     [
@@ -109,6 +141,12 @@ def test_errors_behind_a_filter_name_the_line_of_the_file(in_folder):
             [],
             "`stars` is 5, which `values` does not have",
         ),
+        (
+            {"n": {"column": "title", "type": "number", "decimal": ","}},
+            [],
+            "a number with a decimal comma, but is 'one'",
+        ),
+        ({"n": {"flags": ["stars", "title"]}}, [], "row 1 of `rows.jsonl`: column `stars` must be 0 or 1, but is 5"),
         (None, ["language > 3"], "row 1 of `rows.jsonl` is 'en', a text, and is compared with 3, a number"),
         (None, ["stars > 5"], "`data.map.where` must keep a row, but no row of `rows.jsonl` fulfils ['stars > 5']"),
     ],
@@ -134,6 +172,8 @@ def test_a_map_that_does_not_fit_is_refused_with_its_row(in_folder, columns, whe
         ('data.map.where=["a < null"]', "must compare by < with a number or a text"),
         ('data.map.where=["a in 3"]', "must compare by in with a list"),
         ('data.map={"shape": "alpaca", "columns": {"a": "b"}}', '`data.map.shape` is "alpaca", which stands for'),
+        ('data.map.columns={"n": {"column": "a", "decimal": ","}}', "has `decimal`, which applies to `type` number"),
+        ('data.map.columns={"n": {"flags": ["a", "a"]}}', "`data.map.columns.n.flags` has a column twice"),
         ('data.map.columns={"n": {"colum": "a"}}', "`data.map.columns.n.colum`"),
         ("data.maps=[{}, {}]", "`data.maps` has 2 maps, but `data.train` has entries: 1; give each one map"),
         ('data.maps=[{"where": ["a"]}]', "`data.maps[0].where[0]` must compare a column with a value"),

@@ -292,6 +292,13 @@ def test_patterns_and_pointers_of_git_lfs(in_folder):
 def test_excel(in_folder):
     pandas.DataFrame(ROWS).to_excel("rows.xlsx", index=False)
     assert load_files("rows.xlsx").train.rows.to_list() == ROWS
+    with pandas.ExcelWriter("sheets.xlsx") as book:
+        for name in ("train", "test"):
+            pandas.DataFrame(ROWS).to_excel(book, sheet_name=name, index=False)
+    splits = load_files("sheets.xlsx")
+    assert splits.train.rows.to_list() == ROWS
+    (note,) = splits.notes
+    assert "of the sheets of `sheets.xlsx`, the first, `train`, is read; to read `test` too" in note
 
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"

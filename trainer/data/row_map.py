@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeAlias
 
 from trainer.base.errors import DataError
@@ -17,11 +19,11 @@ from trainer.base.text import blanks_hint, listed, number_in
 from trainer.data.formats.base import json_chats
 from trainer.data.formats.csv_files import CellKind
 from trainer.recipe.row_texts import Comparison, Template, text_of
-from trainer.recipe.schema import ChatKeys, DataMap, MadeMessage, MappedColumn, is_template
+from trainer.recipe.schema import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 """A batch of rows, by column."""
-Mapped: TypeAlias = "str | MappedColumn | Sequence[MadeMessage]"
+Mapped: TypeAlias = "str | MappedColumn | FlagColumns | Sequence[MadeMessage]"
 """A new column in the form of the recipe."""
 
 _UNUSABLE = (ValueError, OverflowError, RecursionError)
@@ -29,6 +31,7 @@ _UNUSABLE = (ValueError, OverflowError, RecursionError)
 
 _LARGEST_INTEGER = (1 << 63) - 1
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_WITH_COMMA = re.compile(r"\s*[+-]?([0-9]{1,3}(\.[0-9]{3})+|[0-9]+)(,[0-9]+)?\s*")
 _MOST = 10  # columns and values in a message
 
 _CONVERSATIONS, _MESSAGES, _SYSTEM, _HISTORY = "conversations", "messages", "system", "history"
@@ -236,6 +239,8 @@ def _maker(mapped: Mapped) -> _Maker:
             return _Maker((mapped,), lambda features: features[mapped])
         template = Template.parse(mapped)
         return _Maker(template.columns, _values("string"), template.fill)
+    if isinstance(mapped, FlagColumns):
+        return _flagged(mapped)
     if not isinstance(mapped, MappedColumn):
         parts = [_part(message) for message in mapped]
         sources = tuple(dict.fromkeys(column for columns, _ in parts for column in columns))
@@ -249,8 +254,37 @@ def _maker(mapped: Mapped) -> _Maker:
         return _Maker((source,), _values(kind), lambda row: _looked_up(row[source], table, source))
     if mapped.type is None:
         return _Maker((source,), lambda features: features[source])
-    kind, cast = _CASTS[mapped.type]
+    kind, cast = _CASTS[mapped.type] if mapped.decimal == "." else ("float64", _number_with_comma)
     return _Maker((source,), _values(kind), lambda row: _cast(row[source], cast, source))
+
+
+def _flagged(mapped: FlagColumns) -> _Maker:
+    """Return the maker of the names of columns that are 1."""
+
+    def names(row: Mapping[str, Any]) -> list[str]:
+        return [name for name in mapped.flags if _flag(row[name], name)]
+
+    def name(row: Mapping[str, Any]) -> str:
+        found = names(row)
+        if len(found) != 1:
+            problem = f"are all 0, of {_quoted(mapped.flags)}" if not found else f"are 1: {_quoted(found)}"
+            raise ValueError(f"columns {problem}; `exactly_one` needs one that is 1, and `task.multi_label` does not")
+        return found[0]
+
+    def several(_: Mapping[str, Any]) -> Any:
+        import datasets
+
+        return datasets.List(datasets.Value("string"))
+
+    sources = tuple(mapped.flags)
+    return _Maker(sources, _values("string"), name) if mapped.exactly_one else _Maker(sources, several, names)
+
+
+def _flag(value: Any, source: str) -> bool:
+    try:
+        return _boolean(int(value) if isinstance(value, float | Decimal) and value in (0, 1) else value)
+    except ValueError:
+        raise ValueError(f"column `{source}` must be 0 or 1, but is {value!r}") from None
 
 
 def _values(kind: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -282,6 +316,8 @@ def _cast(value: Any, cast: Callable[[Any], Any], source: str) -> Any:
 
 def _integer(value: Any) -> int:
     number = number_in(value) if isinstance(value, str) else value
+    if isinstance(number, Decimal) and number == number.to_integral_value():
+        number = int(number)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if isinstance(number, int) and abs(number) <= _LARGEST_INTEGER:  # true and false are integers too
@@ -291,9 +327,18 @@ def _integer(value: Any) -> int:
 
 def _number(value: Any) -> float:
     found = number_in(value) if isinstance(value, str) else value
-    if not isinstance(found, int | float) or not math.isfinite(found):
+    if not isinstance(found, int | float | Decimal) or not math.isfinite(found):
         raise ValueError(f"must be a number, but is {value!r}")
     return float(found)
+
+
+def _number_with_comma(value: Any) -> float:
+    """Return the number of a text such as "1.234,5"."""
+    if not isinstance(value, str):
+        return _number(value)
+    if _WITH_COMMA.fullmatch(value) is None:
+        raise ValueError(f"must be a number with a decimal comma, but is {value!r}")
+    return _number(value.replace(".", "").replace(",", "."))
 
 
 def _boolean(value: Any) -> bool:
@@ -429,7 +474,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 def _question(mapped: Mapped) -> Mapped:
     """Return a column without the answers at the end of chats that are made from columns."""
-    if isinstance(mapped, str | MappedColumn):
+    if isinstance(mapped, str | MappedColumn | FlagColumns):
         return mapped
     last = max((place for place, message in enumerate(mapped) if message.role != "assistant"), default=-1)
     return mapped[: last + 1]

@@ -120,6 +120,23 @@ def test_data_without_a_task_is_refused(
     assert not list(Path().glob("*.yaml"))
 
 
+def test_columns_of_flags_and_decimal_commas_train(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        f"a {('good', 'bad')[row % 2]} thing {row};{row % 2};{row % 3 // 2};{row / 8}".replace(".", ",")
+        for row in range(40)
+    ]
+    Path("my.csv").write_text("\n".join(["comment;toxic;rude;points", *rows]), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "task      sequence_classification: 2 columns of 0 and 1, each is a label of its own\n" in shown
+    assert "note      the label may be another column: task.label=" in shown
+    assert "task.label=points (number, 40 distinct)" in shown
+    assert main(["check", "my.yaml"]) == ExitCode.DONE
+    assert main(["init", "my.csv", "--yes", "-o", "2.yaml", "task.label=points"]) == ExitCode.DONE
+    assert "type: sequence_regression  # `points` holds numbers\n" in Path("2.yaml").read_text()
+    assert main(["check", "2.yaml"]) == ExitCode.DONE
+
+
 def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"text {row},{'' if row == 3 else row % 2}" for row in range(30)]
     Path("my.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import datasets
 import pytest
 
 from trainer.tools.init.columns import columns_of
-from trainer.tools.init.shapes import shapes
+from trainer.tools.init.shapes import Shape, notes, shapes
 
 CLASSES = "sequence_classification"
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -70,6 +71,106 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
 def test_the_first_proposal(rows: list[dict[str, Any]], task: dict[str, Any]) -> None:
     found = shapes(columns_of(datasets.Dataset.from_list(rows), 10_000))
     assert found[0].task.items() >= task.items()
+
+
+def one_of(rows: list[dict[str, Any]], given: dict[str, Any] | None = None) -> Shape:
+    return shapes(columns_of(datasets.Dataset.from_list(rows), 10_000), given)[0]
+
+
+FLAGS = rows_of(30, id=tuple(range(30)), comment="c", toxic=(0, 1, 0), rude=(0, 1, 1), threat=(0,))
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "made"),
+    [
+        (
+            FLAGS,
+            {"type": CLASSES, "text": "comment", "label": "labels", "labels": ["toxic", "rude", "threat"],
+             "multi_label": True},
+            {"comment": "comment", "labels": {"flags": ["toxic", "rude", "threat"]}},
+        ),
+        (
+            rows_of(30, text="t", cat=(True, False, False), dog=(False, True, False), cow=(False, False, True)),
+            {"type": CLASSES, "label": "labels", "labels": ["cat", "dog", "cow"]},
+            {"text": "text", "labels": {"flags": ["cat", "dog", "cow"], "exactly_one": True}},
+        ),
+        (rows_of(30, text="t", a=(0, 1), b=(1, 0, 0), label=(0, 1, 1)), {"type": CLASSES, "label": "label"}, None),
+        (
+            rows_of(30, text="t", score=("0,5", "1,25", "-3", "1.234,5")),
+            {"type": "sequence_regression", "label": "score"},
+            {"text": "text", "score": {"column": "score", "type": "number", "decimal": ","}},
+        ),
+        (
+            rows_of(30, text="t", score=("0.5", "1.25")),
+            {"type": "sequence_regression"},
+            {"text": "text", "score": {"column": "score", "type": "number"}},
+        ),
+        (
+            rows_of(30, text="t", price=(Decimal("0.50"), Decimal("1.25"), None)),
+            {"type": "sequence_regression", "label": "price"},
+            {"text": "text", "price": {"column": "price", "type": "number"}},
+        ),
+        (
+            rows_of(30, text="t", stars=(Decimal("1.00"), Decimal("2.00"))),
+            {"type": CLASSES, "label": "stars", "labels": ["1", "2"]},
+            {"text": "text", "stars": {"column": "stars", "type": "number"}},
+        ),
+        (rows_of(30, text="t", label=(1.0, 2.0, 3.0)), {"type": CLASSES, "labels": ["1", "2", "3"]}, None),
+        (
+            rows_of(100, User=tuple(f"u{i}" for i in range(37)), **{"Sentiment (manual)": ("a", "b")}, t="t"),
+            {"type": CLASSES, "label": "Sentiment (manual)", "text": "t"},
+            None,
+        ),
+        (rows_of(30, Stimmung=("gut", "schlecht"), t="t", ort=("a", "b")), {"label": "Stimmung"}, None),
+        (rows_of(30, sentimentLabel=("a", "b"), t="t", city=("x", "y")), {"label": "sentimentLabel"}, None),
+        (rows_of(30, ItemID=tuple(range(7, 37)), t="t", mood=("x", "y")), {"label": "mood"}, None),
+        (rows_of(30, n=tuple(range(1, 31)), t="t", mood=("x", "y")), {"label": "mood"}, None),
+        (rows_of(30, text="t", author=("x", "y")), {"type": "causal_lm"}, None),
+        (rows_of(30, text="t", mail=("a@b.de", "b@b.de")), {"type": "causal_lm"}, None),
+        (rows_of(30, text="t", day=("2024-01-02", "2024-01-03")), {"type": "causal_lm"}, None),
+        (rows_of(30, text="t", label=("007", "01", "10")), {"type": CLASSES, "label": "label"}, None),
+    ],
+)  # fmt: skip
+def test_labels_in_other_forms(rows: list[dict[str, Any]], task: dict[str, Any], made: Any) -> None:
+    found = one_of(rows)
+    assert found.task.items() >= task.items()
+    assert found.columns == made
+
+
+@pytest.mark.parametrize(
+    ("label", "why"),
+    [
+        (("a",), 'and `label` has one class only, "a":'),
+        ("each another", "and the labels in `label` differ in nearly all rows:"),
+        (("5 %", "7.5%"), "`label` has 2 classes"),
+        (tuple(f"{i} %" for i in range(30)), "and `label` holds percentages:"),
+        (("$3.50", "4 €"), "`label` has 2 classes"),
+        (tuple(f"${i}.00" for i in range(30)), "and `label` holds amounts of money:"),
+        (tuple(f"1,{i + 100}" for i in range(30)), "and `label` holds numbers with separators of thousands, or with"),
+        (("n/a", *(f"{i}.5" for i in range(29))), 'and `label` holds numbers, but "n/a" in 1 of 30 rows:'),
+        (None, "and `label` holds no labels (label (empty)):"),
+    ],
+)
+def test_the_reason_names_the_label(label: Any, why: str) -> None:
+    rows = rows_of(30, text="t", label=label)
+    found = one_of(rows)
+    assert why in found.why
+    shown = list(notes(columns_of(datasets.Dataset.from_list(rows), 100), found, False))
+    assert bool(shown) == ("percent" in why or "money" in why or "numbers" in why or "2 classes" in why)
+
+
+def test_a_given_label_is_taken_and_others_are_named() -> None:
+    rows = rows_of(40, text="t", label=("a", "b", "c"), stars=(1, 3), **{"my user": ("x", "y")})
+    columns = columns_of(datasets.Dataset.from_list(rows), 100)
+    found = shapes(columns, {"label": "stars"})[0]
+    assert found.task == {"type": CLASSES, "text": "text", "label": "stars", "labels": ["1", "3"]}
+    assert found.why == "`stars` has 2 classes"
+    assert list(notes(columns, found, True)) == []
+    (note,) = notes(columns, shapes(columns)[0], False)
+    assert note == "the label may be another column: task.label=stars (integer, 2 distinct)"
+    columns = columns[:1] + columns[3:]
+    (note,) = notes(columns, shapes(columns)[0], False)
+    assert note.endswith("task.type=sequence_classification and 'task.label=my user' (text, 2 distinct)")
 
 
 def test_numbers_alone_have_no_task() -> None:

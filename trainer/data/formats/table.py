@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.text import listed
 from trainer.data.formats.base import Files, Loaded, Reader, Row, ending, load_with_datasets, open_text, reason
 from trainer.data.formats.csv_files import CsvReader
 from trainer.data.formats.json_lines import JsonReader
 from trainer.data.formats.megatron import MegatronReader
 
 _ROWS_AT_ONCE = 1000
+_SHEETS_SHOWN = 5
 
 
 class ParquetReader(Reader):
@@ -127,9 +129,19 @@ class ExcelReader(Reader):
             raise UsageError(
                 f"`{files.key}` names Excel files, which need openpyxl: pip install openpyxl; or save the sheet as CSV"
             ) from error
-        frames = [pandas.read_excel(path, keep_default_na=False, na_values=[""]) for path in files.paths]
+        frames, notes = [], []
+        for path in files.paths:
+            with pandas.ExcelFile(path) as book:
+                first, *others = map(str, book.sheet_names)
+                frames.append(pandas.read_excel(book, keep_default_na=False, na_values=[""]))
+            if others:
+                unread = listed([f"`{name}`" for name in others], _SHEETS_SHOWN)
+                notes.append(
+                    f"`{files.key}`: of the sheets of `{path.name}`, the first, `{first}`, is read; to read {unread}"
+                    " too, save each as a file"
+                )
         frame = pandas.concat(frames, ignore_index=True)
-        return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), []
+        return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), notes
 
 
 class ConllReader(Reader):

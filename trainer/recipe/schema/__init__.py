@@ -13,7 +13,7 @@ from pydantic import Field
 
 from trainer.recipe.schema.checkpoint import Checkpoint, MemoryCheckpoint
 from trainer.recipe.schema.data import Data, FileData, FolderData, HubData
-from trainer.recipe.schema.data_map import ChatKeys, DataMap, MadeMessage, MappedColumn, is_template
+from trainer.recipe.schema.data_map import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
 from trainer.recipe.schema.distillation import Distillation
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern

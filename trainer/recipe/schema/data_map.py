@@ -47,6 +47,9 @@ class MappedColumn(Section):
     """Type of the values; null: that of the source."""
     values: Annotated[dict[str, str | int | float | bool], Field(min_length=1)] | None = None
     """New value for each value, such as {"1": "bad", "5": "good"}; others are refused."""
+    decimal: Literal[".", ","] = "."
+    """Decimal mark of numbers in texts, for `type` number. With a comma, points between groups of three digits are left
+    out."""
     chat: ChatKeys | None = None
     """Read chats with other keys of messages."""
 
@@ -55,11 +58,22 @@ class MappedColumn(Section):
         given = [key for key in ("type", "values", "chat") if getattr(self, key) is not None]
         if len(given) > 1:
             return f"has {' and '.join(f'`{key}`' for key in given)}; set one of them"
+        if self.decimal != "." and self.type != "number":
+            return "has `decimal`, which applies to `type` number; set that too"
         kinds = {type(value) for value in (self.values or {}).values()}
         return "has `values` of several types; use one type" if len(kinds) > 1 else None
 
 
-Mapped = Name | MappedColumn | Annotated[list[MadeMessage], Field(min_length=1)]
+class FlagColumns(Section):
+    """A column that is made of several columns of 0 and 1, or of false and true."""
+
+    flags: Annotated[list[Name], Field(min_length=2)]
+    """Columns of the source. The value is the list of the names of those that are 1, for `task.multi_label`."""
+    exactly_one: bool = False
+    """One of them is 1 in each row, and its name is the value; other rows are refused."""
+
+
+Mapped = Name | MappedColumn | FlagColumns | Annotated[list[MadeMessage], Field(min_length=1)]
 
 
 class DataMap(Section):
@@ -88,6 +102,9 @@ class DataMap(Section):
             if isinstance(mapped, MappedColumn):
                 if problem := mapped.problem():
                     yield Contradiction(((*base, "columns", name),), problem)
+            elif isinstance(mapped, FlagColumns):
+                if len(set(mapped.flags)) < len(mapped.flags):
+                    yield Contradiction(((*base, "columns", name, "flags"),), "has a column twice; remove one")
             elif isinstance(mapped, str):
                 if is_template(mapped) and (problem := _problem(Template.parse, mapped)):
                     yield Contradiction(((*base, "columns", name),), problem)

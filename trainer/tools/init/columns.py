@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal
 
+from trainer.base.text import number_in
+
 Kind = Literal[
-    "text", "integer", "number", "boolean", "image", "texts", "numbers", "chat", "objects", "object", "empty"
+    "text", "integer", "number", "boolean", "date", "image", "texts", "numbers", "chat", "objects", "object", "empty"
 ]
 
-_SCALARS: tuple[tuple[type, Kind], ...] = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "text"))
+_TYPES: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
+    (bool, "boolean"), (int, "integer"), (float, "number"), (str, "text"), ((date, time), "date"),
+)  # fmt: skip
 _ITEMS: dict[Kind, Kind] = {"text": "texts", "integer": "numbers", "number": "numbers", "boolean": "numbers"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _ROLES, _CONTENTS = {"role", "from"}, {"content", "value"}
@@ -21,18 +29,22 @@ _ROLES, _CONTENTS = {"role", "from"}, {"content", "value"}
 class Column:
     """A column of the first rows.
 
-    `values` are those that are not null; `names` are the classes that the data set declares, in order.
+    `cells` has all values. `values` has those that are not null, as numbers if `mapped` reads them so. `names` are the
+    classes that the data set declares, in order. `mapped` has the keys of `data.map.columns` that read texts or
+    decimals as numbers; None: the column is read as it is.
     """
 
     name: str
     kind: Kind
     values: Sequence[Any]
     names: Sequence[str] = ()
+    cells: Sequence[Any] = ()
+    mapped: Mapping[str, Any] | None = None
 
     @cached_property
     def distinct(self) -> list[Any]:
         """The distinct values of a column of scalars, sorted; empty for other columns."""
-        return sorted(set(self.values)) if self.kind in ("text", "integer", "number", "boolean") else []
+        return sorted(set(self.values)) if self.kind in SCALARS else []
 
     @property
     def repeats(self) -> bool:
@@ -44,12 +56,58 @@ class Column:
         """The mean length of texts; 0 for other columns."""
         return sum(map(len, self.values)) / max(len(self.values), 1) if self.kind == "text" else 0.0
 
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The words of the name in lower case: `Sentiment (manual)`, `user_id`, `ItemID`."""
+        apart = re.sub(r"(?<=[^\W\d_A-Z])(?=[A-Z])", " ", self.name)
+        return frozenset(re.findall(r"[^\W\d_]+", apart.casefold()))
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether all values are 0 or 1, or false or true."""
+        is_number = self.kind in ("integer", "boolean", "number")
+        return is_number and not self.names and bool(self.values) and set(self.values) <= {0, 1}
+
+    @cached_property
+    def numbers_rows(self) -> bool:
+        """Whether integers count the rows from 0 or 1."""
+        first = self.values[0] if self.kind == "integer" and self.values else None
+        return first in (0, 1) and list(self.values) == list(range(first, first + len(self.values)))
+
+    @cached_property
+    def notation(self) -> str | None:
+        """The kind of the values of texts that are numbers, dates or addresses in a form that is not read as such."""
+        texts = [text for value in self.values if (text := value.strip())] if self.kind == "text" else []
+        others = [text for text in texts if number_in(text) is None]
+        if not others:
+            return None
+        if len(others) <= len(texts) / 10:
+            return f"numbers, but {json.dumps(others[0], ensure_ascii=False)} in {len(others):,} of {len(texts):,} rows"
+        return next((name for name, form in _NOTATIONS.items() if all(map(form.fullmatch, texts))), None)
+
     @property
     def shown(self) -> str:
         """The name and the kind, for messages."""
-        classes = f"{len(self.names)} classes" if self.names else self.kind
+        kind = "values of several types" if self.kind == "object" and len({*map(type, self.values)}) > 1 else self.kind
+        classes = f"{len(self.names)} classes" if self.names else self.notation or kind
         distinct = f", {len(self.distinct):,} distinct" if self.distinct and not self.names else ""
         return f"{self.name} ({classes}{distinct})"
+
+
+SCALARS: tuple[Kind, ...] = ("text", "integer", "number", "boolean")
+_FIGURES = r"[+-]?(\d+|\d{1,3}([.,' ]\d{3})+)([.,]\d+)?"
+_MONEY = "[$€£¥₹]|EUR|USD|GBP|CHF"
+DATES, ADDRESSES = "dates", "addresses or identifiers"
+_NOTATIONS = {
+    DATES: re.compile(r"\d{4}([-/.]\d{1,2}){2}([T ]\d.*)?|\d{1,2}([-/.]\d{1,2})[-/.]\d{2,4}( \d.*)?"),
+    "percentages": re.compile(rf"{_FIGURES} ?%"),
+    "amounts of money": re.compile(rf"({_MONEY}) ?{_FIGURES}|{_FIGURES} ?({_MONEY})"),
+    "numbers with separators of thousands, or with a decimal comma": re.compile(_FIGURES),
+    ADDRESSES: re.compile(r"@\w+|\S+@\S+\.\w+|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE),
+}
+_DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?")
+_GROUPS_ALONE = re.compile(r"[+-]?\d{1,3}([,.]\d{3})*")
+"""Numbers in which the comma may separate thousands."""
 
 
 def columns_of(rows: Any, most: int) -> list[Column]:
@@ -59,11 +117,29 @@ def columns_of(rows: Any, most: int) -> list[Column]:
     found = []
     for name, feature in rows.features.items():
         declared = tuple(getattr(feature, "names", None) or ())
-        values = [value for value in read.get(name, ()) if value is not None]
-        if values and len(values) < most and all(isinstance(value, float) and value.is_integer() for value in values):
-            values = list(map(int, values))  # integers beside empty cells
-        found.append(Column(name, _kind(values) if name in read else "image", values, declared))
+        cells = read.get(name, ())
+        values, mapped = _numbers([value for value in cells if value is not None])
+        found.append(Column(name, _kind(values) if name in read else "image", values, declared, cells, mapped))
     return found
+
+
+def _numbers(values: list[Any]) -> tuple[list[Any], dict[str, Any] | None]:
+    """Return values as numbers where they stand for such, and the keys of `data.map` that read them."""
+    mapped: dict[str, Any] | None = None
+    if values and all(isinstance(value, Decimal) for value in values):
+        values, mapped = list(map(float, values)), {"type": "number"}
+    elif values and all(isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) for value in values):
+        texts = [value.strip() for value in values]
+        if any("," in text for text in texts) and not all(map(_GROUPS_ALONE.fullmatch, texts)):
+            values = [float(text.replace(".", "").replace(",", ".")) for text in texts]
+            mapped = {"type": "number", "decimal": ","}
+    elif values and all(isinstance(value, str) and number_in(value) is not None for value in values):
+        numbers = [number_in(value) for value in values]
+        if any(isinstance(number, float) and not number.is_integer() for number in numbers):  # else names of classes
+            values, mapped = numbers, {"type": "number"}
+    if values and all(isinstance(value, float) and value.is_integer() for value in values):
+        values = list(map(int, values))  # of a column with empty cells, or of a program without integers
+    return values, mapped
 
 
 def _kind(values: Sequence[Any]) -> Kind:
@@ -91,7 +167,7 @@ def _kind_of(value: Any) -> Kind:
         return "image" if isinstance(value.get("bytes"), bytes) else "object"
     if isinstance(value, bytes):
         return "image"
-    return next((kind for scalar, kind in _SCALARS if isinstance(value, scalar)), "object")
+    return next((kind for scalar, kind in _TYPES if isinstance(value, scalar)), "object")
 
 
 def _is_picture(rows: Any) -> bool:

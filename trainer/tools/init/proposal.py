@@ -24,7 +24,7 @@ from trainer.recipe.schema import FileData
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, InitRequest
-from trainer.tools.init.shapes import Shape, shapes
+from trainer.tools.init.shapes import Shape, notes, shapes
 from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import halves, plan_recipe
@@ -84,7 +84,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     """
     draft = Draft(request)
     draft.put("name", recipe_name(request.source))
-    rows, is_whole = _read(draft)
+    rows, is_whole, own_notes = _read(draft)
     columns = columns_of(rows, MOST_ROWS)
     number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
     lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
@@ -94,7 +94,9 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
             f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
             " that line is a row, add a line of names"
         )
-    shape = _shape(columns, request, ask)
+    shape = _shape(columns, request, ask, own_notes)
+    if shape.columns is not None:
+        draft.put("data.map", {"columns": shape.columns}, "the columns of the task, made from those of the data")
     for key, value in shape.task.items():
         draft.put(f"task.{key}", value, shape.why if key == "type" else "")
     lines.append(f"task      {shape.type}: {shape.why}")
@@ -110,13 +112,14 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
         lines.append(f"length    {_put_length(draft, most, checked.data)}")
     lines.append(f"batch     {_put_batch(draft, devices)}")
     draft.resolved()
-    lines += [f"note      {note}" for note in checked.notes]
+    label_notes = notes(columns, shape, "task.label" in request.given)
+    lines += [f"note      {note}" for note in (*label_notes, *checked.notes)]
     lines += [f"unchecked {part}" for part in checked.unchecked]
     return Proposal(draft.text(), tuple(lines), checked.problems)
 
 
-def _read(draft: Draft) -> tuple[Any, bool]:
-    """Return rows of the training split, and whether they are all; set the section `data`.
+def _read(draft: Draft) -> tuple[Any, bool, Sequence[str]]:
+    """Return rows of the training split, whether they are all, and notes on them; set the section `data`.
 
     Raises:
         TrainerError: the data cannot be read.
@@ -135,16 +138,19 @@ def _read(draft: Draft) -> tuple[Any, bool]:
         draft.put("data.validation", data.validation)
     elif isinstance(data, FileData) or "data.validation" in request.given:
         problems.raise_all()
-    return splits.train.rows, splits.train.is_whole
+    return splits.train.rows, splits.train.is_whole, splits.notes
 
 
-def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
+def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes: Sequence[str]) -> Shape:
     """Return the task of the columns, and ask if several fit.
 
     Raises:
         UsageError: none fits.
     """
-    found, kind = shapes(columns), request.given.get("task.type")
+    given = {key: request.given.get(f"task.{key}") for key in ("text", "label")}
+    has_map = any(key.startswith("data.map") for key in request.given)
+    found = [shape for shape in shapes(columns, given) if shape.columns is None or not has_map]
+    kind = request.given.get("task.type")
     if kind is not None:
         return next((shape for shape in found if shape.type == kind), Shape({"type": kind}, "as given"))
     if len(columns[0].values) == 1 and columns[0].kind == "objects":
@@ -156,6 +162,7 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
         raise UsageError(
             f"no task fits the columns of `{request.source}`: {', '.join(column.shown for column in columns)}; name the"
             " task and its columns, as in task.type=sequence_classification task.text=COLUMN task.label=COLUMN"
+            + "".join(f" (note: {note})" for note in own_notes)
         )
     kinds = list(dict.fromkeys(shape.type for shape in found))
     kind = ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]
@@ -163,8 +170,10 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
     if kind in ("sequence_classification", "sequence_regression") and len(columns) > 2:
         names = [column.name for column in columns]
         for key in ("text", "label"):
-            if isinstance(shape.task[key], str) and f"task.{key}" not in request.given:
-                shape.task[key] = ask(f"column of the {key}", shape.task[key], names)
+            if shape.task[key] in names and f"task.{key}" not in request.given:
+                given[key] = ask(f"column of the {key}", shape.task[key], names)
+        again = [one for one in shapes(columns, given) if one.type.startswith("sequence_")]
+        shape = next((one for one in again if one.type == kind), again[0] if again else shape)
     return shape
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.tools.init.columns import Column, Kind
+from trainer.base.text import listed
+from trainer.tools.init.columns import ADDRESSES, DATES, SCALARS, Column, Kind
 
 _TEXT: tuple[Kind, ...] = ("text",)
 _ANSWERS: tuple[Kind, ...] = ("text", "chat")
@@ -33,31 +35,59 @@ _NAME_CHARACTERS = 40
 """Mean characters of the names of classes, in a column that is not called a label."""
 
 
+_LABEL_WORDS = frozenset((
+    *_LABELS, "classe", "klasse", "clase", "kategorie", "categoria", "catégorie", "categoría", "etikett", "etiqueta",
+    "étiquette", "sentimento", "sentimiento", "stimmung", "bewertung", "thema", "note", "grade", "polarity", "stance",
+    "emotion", "метка", "класс", "标签", "类别", "ラベル",
+))  # fmt: skip
+"""Words of the names of labels, also in other languages."""
+_OTHER_WORDS = frozenset((
+    "id", "ids", "uuid", "guid", "key", "hash", "index", "idx", "row", "nr", "no", "number", "user", "username",
+    "author", "name", "customer", "client", "account", "speaker", "sender", "reviewer", "annotator", "rater", "worker",
+    "email", "phone", "url", "link", "date", "time", "timestamp", "created", "updated", "year", "split", "fold", "file",
+    "path",
+))  # fmt: skip
+"""Words of the names of columns that identify or count rows, or say where they are from."""
+_MOST_SHOWN = 5
+
+
 @dataclass(frozen=True)
 class Shape:
-    """The section `task` for some columns, and the reason for it."""
+    """The section `task` for some columns, and the reason for it.
+
+    `columns` is `data.map.columns`, if columns of the source must be read in another form. `labels` are columns that
+    may hold the label instead, the likeliest first.
+    """
 
     task: dict[str, Any]
     why: str
+    columns: Mapping[str, Any] | None = None
+    labels: Sequence[Column] = ()
 
     @property
     def type(self) -> str:
         return str(self.task["type"])
 
 
-def shapes(columns: Sequence[Column]) -> list[Shape]:
-    """Return the tasks that the columns allow, the likeliest first."""
-    found = _Columns(columns)
+def shapes(columns: Sequence[Column], given: Mapping[str, Any] | None = None) -> list[Shape]:
+    """Return the tasks that the columns allow, the likeliest first.
+
+    `given` holds keys of the section `task`; the columns that `text` and `label` name are taken.
+    """
+    found = _Columns(columns, given or {})
     return [shape for rule in _RULES for shape in rule(found)]
 
 
 class _Columns:
     """Columns by their names, in any case of letters."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
+    def __init__(self, columns: Sequence[Column], given: Mapping[str, Any]) -> None:
         self.all = columns
-        self.texts = [column for column in columns if column.kind == "text"]
-        self._by_name = {column.name.lower(): column for column in columns}
+        self.texts = [column for column in columns if column.kind == "text" and column.notation is None]
+        self._by_name = {column.name.strip().lower(): column for column in columns}
+        self.text, self.label = (
+            next((column for column in columns if column.name == given.get(key)), None) for key in ("text", "label")
+        )
 
     def get(self, kinds: Sequence[Kind], *names: str) -> Column | None:
         found = (self._by_name.get(name) for name in names)
@@ -71,10 +101,10 @@ class _Columns:
 
 def _of_images(columns: _Columns) -> Iterator[Shape]:
     image = next((column for column in columns.all if column.kind == "image"), None)
-    label = columns.get(("integer", "text"), *_LABELS) or next(iter(_labels(columns, ())), None)
-    if image is not None and label is not None:
-        task = {"type": "image_classification", "image": image.name, "label": label.name}
-        yield Shape(task, f"`{image.name}` holds images")
+    labels = _labels(columns, ())
+    if image is not None and labels:
+        task = {"type": "image_classification", "image": image.name, "label": labels[0].name}
+        yield Shape(task, f"`{image.name}` holds images", labels=labels[1:])
 
 
 def _of_preferences(columns: _Columns) -> Iterator[Shape]:
@@ -172,31 +202,58 @@ def _of_completions(columns: _Columns) -> Iterator[Shape]:
 
 
 def _of_labels(columns: _Columns) -> Iterator[Shape]:
-    several = columns.get(("texts", "numbers"), *_LABELS)
-    for pair in _PAIRS:
-        texts: Any = columns.every(_TEXT, *pair)
-        if texts:
-            break
-    for label in [several] if several else _labels(columns, texts):
-        single = texts or _text(columns, label.name)
-        if not single:
-            continue
-        keys = {"text": single, "label": label.name}
-        if several:
-            yield Shape({"type": "sequence_classification", **keys, "multi_label": True}, f"lists in `{label.name}`")
-            continue
-        kinds = list(_of_label(label, keys))
-        yield from kinds
+    texts = _texts(columns)
+    several = columns.get(("texts", "numbers"), *_LABELS) if columns.label is None else columns.label
+    labels = _labels(columns, texts)
+    if several is not None and several.kind in ("texts", "numbers"):
+        if single := texts or _text(columns, several.name):
+            keys = {"text": single, "label": several.name, "multi_label": True}
+            yield Shape({"type": "sequence_classification", **keys}, f"lists in `{several.name}`")
         return
+    if sum(column.is_flag for column in labels) > 1 and not _names_one(labels[0]):
+        yield from _of_flags(columns, texts, labels)
+        return
+    for place, label in enumerate(labels):
+        if single := texts or _text(columns, label.name):
+            yield from _of_label(label, single, [*labels[:place], *labels[place + 1 :]])
+            return
 
 
-def _of_label(label: Column, keys: dict[str, Any]) -> Iterator[Shape]:
+def _names_one(column: Column) -> bool:
+    """Return whether a column is the label by its name alone, whatever columns of 0 and 1 are there."""
+    return column.name.strip().lower() in _LABELS or (_is_named(column) and not column.is_flag)
+
+
+def _of_flags(columns: _Columns, texts: Sequence[str], labels: Sequence[Column]) -> Iterator[Shape]:
+    """Yield the task of several columns of 0 and 1: each is a label, or one of them is the class."""
+    flags = [column for column in columns.all if column.is_flag and not column.words & _OTHER_WORDS]
+    names = [column.name for column in flags]
+    single = list(texts) or [name for name in [_text(columns, "")] if name]
+    if not single:
+        return
+    new = next(name for name in ("labels", "classes", "flags") if name not in single)
+    counts = {sum(map(bool, cells)) for cells in zip(*(column.cells for column in flags), strict=True)}
+    one = {"exactly_one": True} if counts == {1} else {}
+    task: dict[str, Any] = {"type": "sequence_classification", "text": list(texts) or single[0], "label": new}
+    task |= {"labels": names, **({} if one else {"multi_label": True})}
+    why = f"{len(names)} columns of 0 and 1, {'exactly one is 1 in each row' if one else 'each is a label of its own'}"
+    made = {**{name: name for name in single}, new: {"flags": names, **one}}
+    yield Shape(task, why, made, labels)
+
+
+def _of_label(label: Column, text: str | list[str], others: Sequence[Column]) -> Iterator[Shape]:
     """Yield the tasks of a column of labels: classes, numbers, or both where integers may be either."""
-    numbers = Shape({"type": "sequence_regression", **keys}, f"`{label.name}` holds numbers")
+    keys = {"text": text, "label": label.name}
+    made = None
+    if label.mapped is not None:
+        single = [text] if isinstance(text, str) else text
+        made = {**{name: name for name in single}, label.name: {"column": label.name, **label.mapped}}
+    numbers = Shape({"type": "sequence_regression", **keys}, f"`{label.name}` holds numbers", made, others)
     names = {"labels": [str(value) for value in label.distinct]}
     is_count = label.kind != "integer" or label.distinct == list(range(len(label.distinct)))  # needs no names
     why = f"`{label.name}` has {len(label.names or label.distinct):,} classes"
-    classes = Shape({"type": "sequence_classification", **keys, **({} if is_count or label.names else names)}, why)
+    keys |= {} if is_count or label.names else names
+    classes = Shape({"type": "sequence_classification", **keys}, why, made, others)
     if label.kind == "number":
         yield numbers
     elif label.kind != "integer" or label.names:
@@ -208,30 +265,41 @@ def _of_label(label: Column, keys: dict[str, Any]) -> Iterator[Shape]:
 
 
 def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
-    scalars: tuple[Kind, ...] = ("text", "integer", "number", "boolean")
-    named = [column for name in _LABELS if (column := columns.get(scalars, name))]
-    declared = [column for column in columns.all if column.names]
-    others = [column for column in reversed(columns.all) if column.kind in scalars and not _is_count(column)]
-    others.sort(key=lambda column: column.kind == "number" or not column.repeats)
-    found = {column.name: column for column in (*named, *declared, *others) if column.name not in texts}
-    return [column for column in found.values() if column.names or (len(column.distinct) > 1 and _may_label(column))]
+    """Return the columns that may hold the label: the one that is given, or the likeliest first."""
+    if columns.label is not None:
+        return [columns.label]
+    scalars = [column for column in reversed(columns.all) if column.kind in SCALARS]
+    found = [column for column in scalars if column.name not in texts and _may_label(column)]
+    exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
+    worded = sorted(filter(_is_named, found), key=lambda column: (not column.repeats, len(column.words)))
+    declared = [column for column in columns.all if column in found and column.names]
+    others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
+    others.sort(key=lambda column: (column.kind == "number", not column.repeats))
+    return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
+
+
+def _is_named(column: Column) -> bool:
+    """Return whether the name of a column says that it holds labels."""
+    return bool(column.words & _LABEL_WORDS) and (column.repeats or not column.words & _OTHER_WORDS)
 
 
 def _may_label(column: Column) -> bool:
     """Return whether values are numbers, or names of classes that rows share."""
-    is_short = column.name.lower() in _LABELS or column.characters <= _NAME_CHARACTERS
-    return column.kind in ("integer", "number", "boolean") or (column.repeats and is_short)
+    if column.names:
+        return True
+    is_short = bool(column.words & _LABEL_WORDS) or column.characters <= _NAME_CHARACTERS
+    is_right = column.kind != "text" or (column.repeats and is_short and column.notation not in (DATES, ADDRESSES))
+    return is_right and len(column.distinct) > 1
 
 
-def _is_count(column: Column) -> bool:
-    """Return whether integers only number the rows."""
-    words = re.split(r"[^a-z]+", column.name.lower())
-    return column.kind == "integer" and ({"id", "index", "idx", ""} >= {*words} or "id" in words)
+def _texts(columns: _Columns) -> list[str]:
+    """Return the two columns of a pair of texts; empty without."""
+    return next((texts for pair in _PAIRS if (texts := columns.every(_TEXT, *pair))), []) if not columns.text else []
 
 
 def _text(columns: _Columns, label: str) -> str | None:
-    """Return the column of the text: by its name, or else the longest."""
-    named = columns.get(_TEXT, *_SINGLE)
+    """Return the column of the text: the given one, by its name, or else the longest."""
+    named = columns.text or columns.get(_TEXT, *_SINGLE)
     if named is not None and named.name != label:
         return named.name
     texts = [column for column in columns.texts if column.name != label]
@@ -239,12 +307,47 @@ def _text(columns: _Columns, label: str) -> str | None:
 
 
 def _of_texts(columns: _Columns) -> Iterator[Shape]:
-    text, label = _text(columns, ""), columns.get(_TEXT, *_LABELS)
-    if text is not None:
-        differ = label is not None and label.name != text
-        why = f"`{text}` holds texts, and {'labels differ in nearly all rows' if differ else 'no column has labels'}"
-        yield Shape({"type": "causal_lm", "text": text}, f"{why}: learn to continue them")
-        yield Shape({"type": "masked_lm", "text": text}, f"{why}: learn hidden words")
+    if (text := _text(columns, "")) is None:
+        return
+    why = f"`{text}` holds texts, and {_without_label(columns, text)}"
+    others = [
+        column
+        for column in columns.all
+        if column.name != text and _may_label(column) and not column.numbers_rows
+        and (column.repeats or not column.words & _OTHER_WORDS)
+    ]  # fmt: skip
+    yield Shape({"type": "causal_lm", "text": text}, f"{why}: learn to continue them", labels=others)
+    yield Shape({"type": "masked_lm", "text": text}, f"{why}: learn hidden words", labels=others)
+    for label in others:  # one that only the user can know to be a label
+        yield from _of_label(label, text, [column for column in others if column is not label])
+
+
+def _without_label(columns: _Columns, text: str) -> str:
+    """Return why no column is taken as the label."""
+    label = next((one for one in columns.all if one.name != text and one.words & _LABEL_WORDS), None)
+    if label is None:
+        return "no column has labels"
+    if label.kind == "text" and label.notation is not None:
+        return f"`{label.name}` holds {label.notation}"
+    if len(label.distinct) == 1:
+        return f"`{label.name}` has one class only, {json.dumps(label.distinct[0], ensure_ascii=False)}"
+    if label.kind == "text" and not label.repeats:
+        return f"the labels in `{label.name}` differ in nearly all rows"
+    return f"`{label.name}` holds no labels ({label.shown})"
+
+
+def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iterator[str]:
+    """Yield notes on columns that are not read as they look, and on other columns that may be the label."""
+    for column in columns:
+        if column.notation not in (None, DATES, ADDRESSES):
+            yield (
+                f"`{column.name}` holds {column.notation}, which are read as texts; to learn numbers, write them"
+                " plainly, such as 1234.5, and leave out other rows"
+            )
+    others = [f"{shlex.quote(f'task.label={one.name}')} ({one.shown.partition(' (')[2]}" for one in shape.labels]
+    if others and not is_label_given:
+        more = "" if "label" in shape.task else "task.type=sequence_classification and "
+        yield f"the label may be another column: {more}{listed(others, _MOST_SHOWN)}"
 
 
 _RULES: tuple[Callable[[_Columns], Iterator[Shape]], ...] = (
