@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.training import tiny_recipe
+from tests.helpers.ranks import RankPools
+from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.base.errors import LaunchError
+from trainer.parallel.mesh import collectives_within
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
+from trainer.recipe.schema import Recipe
 from trainer.training import process_group
 
 
@@ -73,6 +77,41 @@ class TestDevices:
         process_group._check_gpus(_Meeting([("bb", "rank 1 on b")]), environment, device, 1.0)
         with pytest.raises(LaunchError, match=r"GPU aa is that of rank 0 on .*, rank 1 on b; start one rank"):
             process_group._check_gpus(_Meeting([("aa", "rank 1 on b")]), environment, device, 1.0)
+
+
+def test_all_groups_have_the_limit_of_the_run():
+    plan = plan_run(tiny_recipe(parallel={"strategy": "fsdp", "stall_timeout": "3 hours"}), 1)
+    device = torch.device("cpu")
+    with process_group.process_group(plan, LaunchEnvironment("none"), device, None):
+        mesh = process_group.open_mesh(plan.layout, device)
+        mesh.new_group()
+        mesh.subgroup("pp", [0])
+        groups = list(dist.distributed_c10d._world.pg_map)
+        limits = {group._get_backend(device).options._timeout for group in groups}
+    assert len(groups) > 2
+    assert limits == {timedelta(hours=3, minutes=1)}
+    assert dist.distributed_c10d.default_pg_timeout != timedelta(hours=3, minutes=1)
+
+
+def limits_of_new_groups(recipe: Recipe) -> tuple[int, set[timedelta]]:
+    before = set(dist.distributed_c10d._world.pg_map)
+    with collectives_within(timedelta(minutes=77)), tiny_training(recipe):
+        new = set(dist.distributed_c10d._world.pg_map) - before
+        return len(new), {group._get_backend(torch.device("cpu")).options._timeout for group in new}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "sections"),
+    [
+        (4, {"parallel": {"strategy": "zero2", "tensor": 2}}),
+        (2, {"task": {"type": "masked_lm"}, "parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}}),
+    ],
+)
+def test_groups_of_engines_have_the_limit_too(ranks: RankPools, world_size: int, sections: dict[str, Any]):
+    for number, limits in ranks(world_size).run(limits_of_new_groups, tiny_recipe(**sections)):
+        assert number > 2
+        assert limits == {timedelta(minutes=77)}
 
 
 @pytest.mark.parametrize("stall", ["5 seconds", "10 minutes", "3 hours"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -288,6 +289,21 @@ def _begin_all_reduce(
 def backend(device: torch.device) -> str:
     """Return the backend of collectives for devices of this type, with gloo for CPU tensors."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def collectives_within(timeout: timedelta) -> Iterator[None]:
+    """Give all groups that are made in this context the limit `timeout` for each collective, also those of libraries.
+
+    A new group does not take the limit of the group of all ranks, but torch's default of 10 or 30 minutes.
+    """
+    defaults: Any = dist.distributed_c10d
+    before = defaults.default_pg_timeout, defaults.default_pg_nccl_timeout
+    defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
+    try:
+        yield
+    finally:
+        defaults.default_pg_timeout, defaults.default_pg_nccl_timeout = before
 
 
 def init_process_group(device: torch.device, rank: int, world_size: int, store: Store, timeout: timedelta) -> None:

@@ -25,7 +25,7 @@ from trainer.engine.precision import set_precision
 from trainer.observe.callbacks import Callback, names_of
 from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
-from trainer.parallel.mesh import ParallelMesh, init_process_group
+from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous, join_ranks
 from trainer.recipe.plan import Layout, RunPlan, plan_run
@@ -131,9 +131,10 @@ def process_group(
         yield
         return
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
-    init_process_group(device, environment.rank, environment.world_size, store, collective_timeout(plan.recipe))
+    timeout = collective_timeout(plan.recipe)
+    init_process_group(device, environment.rank, environment.world_size, store, timeout)
     try:
-        with linear_restored():
+        with linear_restored(), collectives_within(timeout):
             yield
         gc.collect()  # frees all that holds the process group: with gloo, the interpreter would abort at exit
         dist.barrier()  # a rank that leaves early breaks the connections of the others
