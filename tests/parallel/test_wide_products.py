@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.helpers.families import build
 from trainer.engine.precision import cast_forward
+from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cross_entropy
 from trainer.parallel.tensor.low_rank import LowRank, attach
@@ -88,3 +90,25 @@ def test_outside_of_fp16_the_functions_are_those_of_torch():
     assert linear(x, weight).grad_fn.name() == torch.nn.functional.linear(x, weight).grad_fn.name()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(x, weight).dtype == torch.bfloat16
+
+
+def test_positions_that_all_rows_share_are_multiplied_in_fp32():
+    """DeBERTa repeats the product of its relative positions for each row."""
+    keys = DropoutKeys(0)
+    model = build("deberta-v2", "AutoModelForSequenceClassification", 0.0, keys)
+    cast_forward(model, "fp16", torch.device("cpu"))
+    attention = model.deberta.encoder.layer[0].attention.self
+    states, positions = torch.randn(1, 3, 32), torch.randn(8, 32)
+    mask = torch.ones(1, 1, 3, 3)
+    found = []
+    for number in (1, 256):
+        attention.zero_grad()
+        rows = [tensor.expand(number, *tensor.shape[1:]) for tensor in (states, mask)]
+        with torch.autocast("cpu", dtype=torch.float16):
+            output, _ = attention(*rows, rel_embeddings=positions)
+        output.backward(torch.full_like(output, 2.0**9) * torch.linspace(-1, 1, 32))
+        found.append({name: parameter.grad for name, parameter in attention.named_parameters()})
+    for name, gradient in found[1].items():
+        expected = found[0][name] * 256
+        torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
+    assert found[1]["key_proj.weight"].abs().max() > 2**17

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import UsageError
-from trainer.models.forward_context import with_forward
+from trainer.models.families.table import shared_product
+from trainer.models.forward_context import with_method
 from trainer.models.place import PlacedModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
-from trainer.parallel.wide_products import convolution, linear
+from trainer.parallel.wide_products import convolution, linear, shares_input, sharing
 from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -23,7 +24,7 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _of_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+    return linear(x, layer.weight, layer.bias, is_shared=shares_input(layer))
 
 
 def _of_transposed(layer: Conv1D, x: Tensor) -> Tensor:
@@ -44,15 +45,15 @@ def _for_norm(x: Tensor) -> Tensor:
 
 
 _WIDE = {
-    nn.Linear: with_forward(nn.Linear, _of_linear),
-    Conv1D: with_forward(Conv1D, _of_transposed),
-    nn.Conv1d: with_forward(nn.Conv1d, convolution),
-    nn.Conv2d: with_forward(nn.Conv2d, convolution),
+    nn.Linear: with_method(nn.Linear, "forward", _of_linear),
+    Conv1D: with_method(Conv1D, "forward", _of_transposed),
+    nn.Conv1d: with_method(nn.Conv1d, "forward", convolution),
+    nn.Conv2d: with_method(nn.Conv2d, "forward", convolution),
 }
 """Classes with gradients of weights in fp32, by the class that they replace."""
 _NORMS = {
-    nn.LayerNorm: with_forward(nn.LayerNorm, _of_layer_norm),
-    nn.GroupNorm: with_forward(nn.GroupNorm, _of_group_norm),
+    nn.LayerNorm: with_method(nn.LayerNorm, "forward", _of_layer_norm),
+    nn.GroupNorm: with_method(nn.GroupNorm, "forward", _of_group_norm),
 }
 _PRODUCTS = {*_WIDE, *_WIDE.values(), ColumnParallelLinear, RowParallelLinear, LowRank}
 """Modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
@@ -84,6 +85,19 @@ def set_precision(tf32: bool, device: torch.device) -> None:
     products.allow_fp16_accumulation = False
 
 
+@cache
+def _sharing(kind: type[nn.Module], name: str) -> type[nn.Module]:
+    """Return a class with a method `name` whose linear layers work on a tensor that all rows share."""
+    method = getattr(kind, name)
+
+    @wraps(method)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with sharing(module.children()):
+            return method(module, *args, **kwargs)
+
+    return with_method(kind, name, run)  # type: ignore[arg-type]
+
+
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
     """Run the forward pass of `model` under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
 
@@ -94,8 +108,10 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
         UsageError: the device does not support the type.
     """
     if precision == "fp16":
-        for module in model.modules():
+        for name, module in model.named_modules():
             module.__class__ = (_WIDE | _NORMS).get(type(module), type(module))
+            if (shared := shared_product(model, name)) is not None:
+                module.__class__ = _sharing(type(module), shared)  # type: ignore[arg-type]  # a class is hashable
     if precision != "fp32":
         _require(precision, device)
         for method in ("forward", "generate"):  # the latter calls an encoder by itself

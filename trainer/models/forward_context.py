@@ -28,7 +28,7 @@ def run_within(module: nn.Module, context: Callable[[Any], AbstractContextManage
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace the forward function of `module` by that of a derived class, as in `run_within`."""
-    module.__class__ = with_forward(type(module), forward)  # type: ignore[arg-type]  # a class is hashable
+    module.__class__ = with_method(type(module), "forward", forward)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
@@ -40,12 +40,12 @@ def _derived(base: type[nn.Module]) -> type[nn.Module]:
         with getattr(self, _CONTEXT)(self):
             return base_forward(self, *args, **kwargs)
 
-    return with_forward(base, forward)  # type: ignore[arg-type]
+    return with_method(base, "forward", forward)  # type: ignore[arg-type]
 
 
 @functools.cache
-def with_forward(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return a class derived from `base` with another forward function, the same for the same arguments."""
+def with_method(base: type[nn.Module], name: str, method: Callable[..., Any]) -> type[nn.Module]:
+    """Return a class derived from `base` with another method `name`, the same class for the same arguments."""
     # transformers finds settings of a class by its printed name.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (base,), {"forward": forward, **names})
+    return type(base.__name__, (base,), {name: method, **names})

@@ -7,7 +7,7 @@ the functions are those of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -19,13 +19,41 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.simulated_device import is_cpu
 
 _NARROW = torch.float16
+_SHARES = "shares_input"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
-    """Return `F.linear` of `x` `[..., in]`; `weight` is `[out, in]`, or `[in, out]` if `transposed`."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False, is_shared: bool = False
+) -> Tensor:
+    """Return `F.linear` of `x` `[..., in]`.
+
+    Args:
+        weight: the weight `[out, in]`, or `[in, out]` if `transposed`.
+        is_shared: whether all rows use the output. Its gradient is then a sum over rows too, so it is in fp32.
+    """
     if not is_narrow(x):
         return F.linear(x, weight.t() if transposed else weight, bias)
-    return cast(Tensor, _Linear.apply(x, weight, bias, transposed))  # type: ignore[no-untyped-call]
+    dtype = torch.float32 if is_shared else _NARROW
+    with torch.autocast(x.device.type, enabled=False) if is_shared else nullcontext():
+        return cast(Tensor, _Linear.apply(x, weight, bias, transposed, dtype))  # type: ignore[no-untyped-call]
+
+
+def shares_input(layer: nn.Module) -> bool:
+    """Return whether the layer works on a tensor that all rows share; see `sharing`."""
+    return getattr(layer, _SHARES, False)
+
+
+@contextmanager
+def sharing(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let linear layers work on a tensor that all rows share inside of this context."""
+    layers = list(layers)
+    for layer in layers:
+        setattr(layer, _SHARES, True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            setattr(layer, _SHARES, False)
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
@@ -51,8 +79,8 @@ def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices in 16 bits, with sums and result in fp32."""
-    if _is_cpu(a):
+    """Return the product of two matrices in 16 bits, or fp32, with sums and result in fp32."""
+    if _is_cpu(a) or a.dtype == torch.float32:
         return a.float() @ b.float()  # products of 16 bits are exact in fp32
     return torch.mm(a, b, out_dtype=torch.float32)
 
@@ -74,12 +102,14 @@ def _rows(x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        rounded, matrix = x.to(_NARROW), weight.to(_NARROW)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
+        rounded, matrix = x.to(_NARROW).to(dtype), weight.to(_NARROW).to(dtype)
         # The weight itself: stages of ZeRO and FSDP free its memory until the backward pass.
         ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, weight)
         ctx.transposed = transposed
-        return F.linear(rounded, matrix.t() if transposed else matrix, None if bias is None else bias.to(_NARROW))
+        return F.linear(rounded, matrix.t() if transposed else matrix, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -87,7 +117,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            matrix = weight.to(_NARROW)
+            matrix = weight.to(_NARROW).to(gradient.dtype)
             of_x = gradient @ (matrix.t() if ctx.transposed else matrix)
         rows = _rows(gradient)
         if ctx.needs_input_grad[1]:
@@ -95,7 +125,7 @@ class _Linear(torch.autograd.Function):
             of_weight = product_in_fp32(first.t(), second)
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0, dtype=torch.float32)
-        return of_x, of_weight, of_bias, None
+        return of_x, of_weight, of_bias, None, None
 
 
 class _AddedBias(torch.autograd.Function):

@@ -91,6 +91,8 @@ class ModelFamily:
     # The forward functions of modules that drop and add a residual; a `KeyedDropout` does both there.
     residual_outputs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     shared_second_calls: tuple[str, ...] = ()  # dropouts of such a tensor in their second call of a forward pass
+    # Methods of modules that multiply such a tensor by weights of their linear layers.
+    shared_products: Mapping[str, str] = field(default_factory=dict)
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     packs: bool = False  # whether layers hand unknown arguments on to the attention function, and may omit padding
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare

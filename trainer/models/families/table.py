@@ -115,6 +115,11 @@ def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     return _first_match(called, model, name) or ()
 
 
+def shared_product(model: nn.Module, name: str) -> str | None:
+    """Return the method of the module `name` that multiplies a tensor that all rows share, by the model's family."""
+    return _first_match(family.shared_products if (family := _in_table(model)) else {}, model, name)
+
+
 def residual_output(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """Return the forward function of the module `name` if it drops and adds a residual, by the model's family."""
     outputs = family.residual_outputs if (family := _in_table(model)) else {}

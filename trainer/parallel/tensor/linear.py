@@ -30,7 +30,7 @@ from trainer.parallel.sharded_sequence import SEQUENCE_DIM
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
-from trainer.parallel.wide_products import add_bias, linear
+from trainer.parallel.wide_products import add_bias, linear, shares_input
 
 
 class _ParallelLinear(nn.Module):
@@ -126,7 +126,7 @@ class _ParallelLinear(nn.Module):
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        output = linear(x, self.weight, bias, self.transposed)
+        output = linear(x, self.weight, bias, self.transposed, shares_input(self))
         if self.lora is None:
             return output
         adapted: Tensor = self.lora(x, output, Base.of(self.weight.t() if self.transposed else self.weight, bias))
