@@ -5,6 +5,7 @@ Only the readers of `datasets` run; `datasets` no longer supports code that come
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import re
@@ -378,7 +379,7 @@ def _read_splits(
             files[key] = files_of(named if not isinstance(named, float) else None, key)
     splits: dict[str, Split] = {}
     found = [path for paths in files.values() for path in paths]
-    text = TextOptions(data.encoding, data.delimiter, data.quotes)
+    text = TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes)
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
         for key, paths in files.items():

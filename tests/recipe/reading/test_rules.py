@@ -131,6 +131,22 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             " remove it",
         ),
         (
+            ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=ansi"],
+            '`data.encoding` must be an encoding of texts that Python has, but is "ansi"; did you mean cp1252?',
+        ),
+        (
+            ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=utf-9"],
+            '`data.encoding` must be an encoding of texts that Python has, but is "utf-9"; did you mean utf-8?',
+        ),
+        (
+            ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=rot13"],
+            '`data.encoding` must be an encoding of texts that Python has, but is "rot13"; examples are utf-8',
+        ),
+        (
+            ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=unicode_escape"],
+            '`data.encoding` must be an encoding of texts that Python has, but is "unicode_escape"; examples are',
+        ),
+        (
             ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.mixture=[0.7, 0.3]"],
             "`data.mixture` has the weights [0.7, 0.3], but `data.train` has one entry; list at least two files or"
             " patterns there",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 from collections.abc import Iterator
 from datetime import date
+from difflib import get_close_matches
+from encodings.aliases import aliases
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +19,10 @@ from trainer.recipe.paths import KeyPath, is_url, shown_value
 from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, Name, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
+
+_OF_PARTS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
+"""Codecs of names of hosts and of Python's literals, which change texts in files."""
+_OTHER_NAMES = {"ansi": "cp1252"}  # of editors on Windows
 
 
 class _DataKeys(Section):
@@ -108,6 +115,8 @@ class FileData(_DataKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
+        if problem := _encoding_problem(self.encoding):
+            yield clash(problem, "data.encoding")
         yield from self._of_streams()
         yield from _missing_files("train", self.train)
         yield from _missing_files("validation", self.validation)
@@ -176,6 +185,25 @@ class FolderData(_DataKeys):
 
 
 Data = HubData | FileData | FolderData
+
+
+def _encoding_problem(name: str) -> str | None:
+    """Return the problem of a name that is no encoding of texts."""
+    if _is_encoding(name):
+        return None
+    others = {**aliases, **_OTHER_NAMES}
+    near = get_close_matches(name.lower().replace("-", "_"), others, 1)
+    likely = others[near[0]].replace("_", "-") if near else ""
+    fix = f"did you mean {likely}?" if near and _is_encoding(likely) else "examples are utf-8, utf-16 and cp1252"
+    return f"must be an encoding of texts that Python has, but is {shown_value(name)}; {fix}"
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        "a".encode(name)  # refuses base64, rot13 and others that do not turn texts into bytes
+        return codecs.lookup(name).name not in _OF_PARTS
+    except (LookupError, ValueError):
+        return False
 
 
 def _missing_files(split: str, places: float | str | list[str] | None) -> Iterator[Contradiction]:
