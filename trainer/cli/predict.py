@@ -45,6 +45,9 @@ def predict(
     skip_bad_rows: Annotated[
         bool, flag("Write the error of a bad row in its place, and continue.", "--skip-bad-rows")
     ] = False,
+    escape_formulas: Annotated[
+        bool, flag("Put an apostrophe before texts in CSV that a spreadsheet takes for formulas.", "--escape-formulas")
+    ] = False,
     overwrite: Annotated[bool, flag("Replace an output that exists.", "--overwrite")] = False,
 ) -> None:
     """Write the predictions of a trained model, one row for each row of a file.
@@ -62,8 +65,9 @@ def predict(
 
     with spooled(input_) as file:
         shown = "stdin" if input_ == STANDARD else input_
-        job = Prediction(
-            Request(file, shown, output, chunk_rows, keep, top, overwrite, skip_bad_rows, tuple(column or ()))
+        request = Request(
+            file, shown, output, chunk_rows, keep, top, overwrite, skip_bad_rows, tuple(column or ()), escape_formulas
         )
+        job = Prediction(request)
         code = run_or_join(resolved, processes, job=job)
     raise typer.Exit(code)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.text import number_in
 from trainer.data.formats.base import Row, reason, require_bounded
 from trainer.data.formats.table import READERS, Format
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    import pyarrow
+
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""Starts of formulas: https://owasp.org/www-community/attacks/CSV_Injection."""
 
 OUTPUT_FORMATS: dict[str, Format] = {
     ".jsonl": "json",
@@ -70,7 +80,21 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
-def write_rows(parts: Sequence[Path], path: Path, file_format: Format) -> None:
+@dataclass(frozen=True)
+class Writing:
+    """How rows are written.
+
+    Attributes:
+        source: the Parquet file with the rows from which these were made, one for each; columns of both keep its types
+            in Parquet. None: there is none.
+        escapes_formulas: whether texts that a spreadsheet takes for formulas get an apostrophe in CSV.
+    """
+
+    source: Path | None = None
+    escapes_formulas: bool = False
+
+
+def write_rows(parts: Sequence[Path], path: Path, file_format: Format, writing: Writing = Writing()) -> None:
     """Write the rows of JSON Lines files into one file.
 
     Raises:
@@ -82,32 +106,119 @@ def write_rows(parts: Sequence[Path], path: Path, file_format: Format) -> None:
             for part in parts:
                 file.write(part.read_bytes())
     elif file_format == "csv":
-        columns = list(dict.fromkeys(column for part in parts for row in _lines(part) for column in row))
-        with path.open("w", encoding="utf-8", newline="") as text:
-            delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-            writer = csv.DictWriter(text, columns, delimiter=delimiter, restval="")
-            writer.writeheader()
-            for part in parts:
-                writer.writerows({key: _cell(value) for key, value in row.items()} for row in _lines(part))
+        _write_csv(parts, path, escaped if writing.escapes_formulas else str)
     else:
-        _write_parquet(parts, path)
+        _write_parquet(parts, path, writing.source)
 
 
-def _write_parquet(parts: Sequence[Path], path: Path) -> None:
+def _write_csv(parts: Sequence[Path], path: Path, shown: Callable[[str], str]) -> None:
+    columns = list(dict.fromkeys(column for part in parts for row in _lines(part) for column in row))
+    with path.open("w", encoding="utf-8", newline="") as text:
+        writer = csv.writer(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        writer.writerow(map(shown, columns))
+        for part in parts:
+            for row in _lines(part):
+                cells = [_cell(row.get(column)) for column in columns]
+                writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
+
+
+def escaped(text: str) -> str:
+    """Return a text with an apostrophe before it if a spreadsheet would take it for a formula; a number is none."""
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) and number_in(text) is None else text
+
+
+def _write_parquet(parts: Sequence[Path], path: Path, source: Path | None) -> None:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        tables = (pyarrow.Table.from_pylist(list(_lines(part))).schema for part in parts)
-        schema = pyarrow.unify_schemas(list(tables), promote_options="permissive")
-        with pyarrow.parquet.ParquetWriter(path, schema) as writer:
-            for part in parts:
-                writer.write_table(pyarrow.Table.from_pylist(list(_lines(part)), schema=schema))
-    except pyarrow.ArrowException as error:
+        with _SourceColumns(source) as kept:
+            schema = _schema([_schema_of(part, kept.schema.names) for part in parts])
+            with pyarrow.parquet.ParquetWriter(path, pyarrow.schema([*kept.schema, *schema])) as writer:
+                for part in parts:
+                    rows = list(_lines(part))
+                    made = [pyarrow.array([row.get(field.name) for row in rows], field.type) for field in schema]
+                    writer.write_table(pyarrow.Table.from_arrays([*kept.take(len(rows)), *made], schema=writer.schema))
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise DataError(
             f"`--output` is Parquet, which needs one type for each column, but the rows have several: {reason(error)};"
             " write JSON Lines, or leave the columns of the input out with --keep none"
         ) from error
+
+
+def _schema(schemas: Sequence[pyarrow.Schema]) -> pyarrow.Schema:
+    """Return the types that hold the values of all parts."""
+    import pyarrow
+
+    large = {field.name for schema in schemas for field in schema if field.type == pyarrow.uint64()}
+    alike = [
+        pyarrow.schema(
+            [
+                field.with_type(pyarrow.uint64()) if field.name in large and field.type == pyarrow.int64() else field
+                for field in schema
+            ]
+        )
+        for schema in schemas
+    ]
+    return pyarrow.unify_schemas(alike, promote_options="permissive")
+
+
+def _schema_of(part: Path, left_out: Sequence[str]) -> pyarrow.Schema:
+    """Return the types of the columns of a part; integers that are too large for int64 are uint64."""
+    import pyarrow
+
+    rows = list(_lines(part))
+    types = {}
+    for name in dict.fromkeys(name for row in rows for name in row if name not in left_out):
+        values = [row.get(name) for row in rows]
+        try:
+            types[name] = pyarrow.array(values).type
+        except OverflowError:
+            types[name] = pyarrow.array(values, pyarrow.uint64()).type
+    return pyarrow.schema(types)
+
+
+class _SourceColumns:
+    """The columns of a Parquet file that are no binary values, in parts of any number of rows; none without a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._file = None if path is None else pyarrow.parquet.ParquetFile(path)
+        fields = (
+            [] if self._file is None else [field for field in self._file.schema_arrow if not _is_binary(field.type)]
+        )
+        self.schema = pyarrow.schema(fields)
+        self._batches = iter(()) if self._file is None else self._file.iter_batches(columns=self.schema.names)
+        self._rest = self.schema.empty_table()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def take(self, num_rows: int) -> list[pyarrow.ChunkedArray]:
+        """Return the columns of the next rows."""
+        import pyarrow
+
+        while self.schema.names and len(self._rest) < num_rows:
+            batch = pyarrow.Table.from_batches([next(self._batches)]).select(self.schema.names)
+            self._rest = pyarrow.concat_tables([self._rest, batch])
+        taken, self._rest = self._rest.slice(0, num_rows), self._rest.slice(num_rows)
+        columns: list[pyarrow.ChunkedArray] = taken.columns
+        return columns
+
+
+def _is_binary(kind: pyarrow.DataType) -> bool:
+    """Return whether a type is that of binary values, or of images with their bytes."""
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _is_binary(field.type) for field in kind)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
 
 def _lines(part: Path) -> Iterable[Row]:

@@ -20,13 +20,14 @@ from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
     OUTPUT_FORMATS,
+    Writing,
     json_line,
     read_chunks,
     row_format,
     write_rows,
 )
 from trainer.data.formats.base import Row, is_chat, json_chats
-from trainer.data.formats.table import READERS
+from trainer.data.formats.table import READERS, Format, format_of
 from trainer.data.row_map import RowMap
 from trainer.recipe.schema import DataMap, Recipe
 
@@ -77,6 +78,7 @@ class Request:
     overwrite: bool = False  # whether to replace an existing output
     skip_bad_rows: bool = False  # whether a bad row becomes a row with its `error`; otherwise it ends the command
     columns: tuple[str, ...] = ()  # the columns of texts to embed; empty: the first one of the recipe
+    escape_formulas: bool = False  # whether texts that a spreadsheet takes for formulas get an apostrophe
 
     @property
     def where(self) -> str:
@@ -86,13 +88,24 @@ class Request:
     def check_output(self) -> None:
         """Refuse an output in an unknown format, one that exists, and one that cannot be a file."""
         path = Path(self.output).absolute()
-        row_format(path, "--output", OUTPUT_FORMATS)
+        self.require_csv(row_format(path, "--output", OUTPUT_FORMATS))
         if not path.parent.is_dir():
             raise UsageError(f"`--output` must lie in a folder that exists, but {path.parent} does not; create it")
         if path.is_dir():
             raise UsageError(f"`--output` must name a file, but {path} is a folder; name a file in it")
         if path.exists() and not self.overwrite:
             raise UsageError(f"`--output` must name a new file, but {path} exists; name another, or add --overwrite")
+
+    def require_csv(self, file_format: Format) -> None:
+        """Refuse options for CSV with another format."""
+        if self.escape_formulas and file_format != "csv":
+            raise UsageError(f"`--escape-formulas` applies to CSV and TSV, but `--output` is {self.output}; remove it")
+
+    @property
+    def writing(self) -> Writing:
+        """How the output is written."""
+        is_parquet = self.keep == "all" and format_of(self.input) == "parquet"
+        return Writing(self.input if is_parquet else None, self.escape_formulas)
 
     def options(self) -> dict[str, Any]:
         """Return the options that change the output."""
@@ -255,6 +268,7 @@ class Output:
             UsageError: the output exists, or another command writes it.
         """
         if self._path is None:
+            self._request.require_csv("json")
             return
         self._request.check_output()
         with self._must_be_writable():
@@ -346,7 +360,9 @@ class Output:
         with self._must_be_writable():
             remove(new)  # of a command that was killed here, or a link
             file_format = row_format(self._path, "--output", OUTPUT_FORMATS)
-            write_rows([self._part(number) for number in range(self._num_parts)], new, file_format)
+            write_rows(
+                [self._part(number) for number in range(self._num_parts)], new, file_format, self._request.writing
+            )
             move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)
         print_note(f"wrote {self.num_done:,} rows to {self._path}")
