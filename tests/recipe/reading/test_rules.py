@@ -140,13 +140,13 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=rot13"],
-            '`data.encoding` must be an encoding of texts that Python has, but is "rot13"; examples are utf-8, utf-16 and'
-            " cp1252",
+            '`data.encoding` must be an encoding of texts that Python has, but is "rot13"; examples are utf-8,'
+            " utf-16 and cp1252",
         ),
         (
             ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.encoding=unicode_escape"],
-            '`data.encoding` must be an encoding of texts that Python has, but is "unicode_escape"; examples are utf-8, utf-16 and'
-            " cp1252",
+            '`data.encoding` must be an encoding of texts that Python has, but is "unicode_escape"; examples are utf-8,'
+            " utf-16 and cp1252",
         ),
         (
             ["data.source=files", f"data.train={__file__}", "data.validation=null", "data.mixture=[0.7, 0.3]"],
