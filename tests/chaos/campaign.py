@@ -80,7 +80,11 @@ class Campaign:
     def run(self, number: int) -> Result:
         """Run a case to its end."""
         case, begun = draw(self.seed, number, self._features), time.monotonic()
-        tapes = self.prepare(case.feature)
+        try:
+            tapes = self.prepare(case.feature)
+        except AssertionError as error:
+            problem = f"the undisturbed runs fail: {error}"
+            return Result(number, case.feature, case.kind, case.resumes, case.restarts, "", problems=[problem])
         aim(case, self.seed, tapes[case.resumes])
         result = Result(number, case.feature, case.kind, case.resumes, case.restarts, case.fault)
         folder = self._folder / f"case-{number}-{os.getpid()}"
@@ -273,8 +277,8 @@ def _different_files(folder: Path, whole: Path, place: str, name: str) -> list[s
         inside = root / place
         files = [path for path in inside.rglob("*") if path.is_file() and path.name != "README.md"]
         found = {path.relative_to(inside).as_posix(): path.read_bytes() for path in files}
-        if RECIPE_FILE in found:  # it names the folder of the run
-            found[RECIPE_FILE] = found[RECIPE_FILE].replace(bytes(root), b"")
+        if RECIPE_FILE in found:  # it names the folder of the case
+            found[RECIPE_FILE] = re.sub(rb'"/[^"]*/', b'"', found[RECIPE_FILE])
         return found
 
     own, theirs = contents(folder), contents(whole)
