@@ -72,7 +72,7 @@ def store(results: Iterable[Result], seed: int) -> None:
     FAULTS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-class _Share:
+class Share:
     """The cases of a report that this process takes."""
 
     def __init__(self, report: Path | None) -> None:
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--workers needs --report, which the processes share")
     with tempfile.TemporaryDirectory(prefix="chaos-", dir=_scratch()) as temporary:
         folder = options.folder or Path(temporary)
-        share, results = _Share(options.report), {}
+        share, results = Share(options.report), {}
         if options.workers > 1:
             _beside(options.workers, options, folder)
         else:

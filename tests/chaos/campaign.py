@@ -117,7 +117,8 @@ class Campaign:
         rank = max(one for one, _, _ in moments)
         in_steps = [number for one, number, activity in moments if one == rank and activity.startswith("in step")]
         recipe = write_feature(feature, killed)
-        moment = {"rank": rank, "number": in_steps[_KILLED_IN_STEP - 1], "seconds": 0.0, "target": "ITSELF"}
+        step = min(_KILLED_IN_STEP, len(in_steps) - 1)  # a run may stop before
+        moment = {"rank": rank, "number": in_steps[step - 1], "seconds": 0.0, "target": "ITSELF"}
         ended = self._start(recipe, FEATURES[feature].processes, 0, killed, {}, {"moment": moment})
         assert ended.is_reached, ended.output
         self._copy(feature, write_feature(feature, again).parent)

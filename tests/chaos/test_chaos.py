@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.chaos import plan
-from tests.chaos.campaign import different
+from tests.chaos.__main__ import Share
+from tests.chaos.campaign import Result, different
 from tests.chaos.cases import Tape, aim, draw
 from tests.chaos.plan import Call, Target
 from tests.checkpoint.samples import save
@@ -173,17 +173,21 @@ def test_another_checkpoint_is_told(tmp_path):
     assert "the checkpoint is damaged: " in different(own, whole)[0]
 
 
+def test_several_processes_share_a_report(tmp_path, monkeypatch):
+    report = tmp_path / "report.jsonl"
+    share, other = Share(report), Share(report)
+    numbers, others = share.take(range(4)), other.take(range(4))
+    assert [next(numbers), next(others), next(numbers)] == [0, 1, 2]
+    share.add(result := Result(0, "ddp", "error", False, 0, "a fault", codes=[1, 0]))
+    assert other.results() == {0: result}
+    monkeypatch.setattr("psutil.pid_exists", lambda pid: False)  # both were killed, and number 0 is done
+    assert list(Share(report).take(range(4))) == [1, 2, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sample_of_the_campaign(library, tmp_path):
-    report = tmp_path / "report.jsonl"
-    words = ["--seed", "1", "--cases", "4", "--feature", "ddp", "--report", report]
-    command = [sys.executable, "-m", "tests.chaos", *words, "--folder", tmp_path / "chaos"]
-    ended = processes.run(command, 800)
+    words = ["--seed", "1", "--cases", "3", "--feature", "ddp", "--folder", tmp_path]
+    ended = processes.run([sys.executable, "-m", "tests.chaos", *words], 800)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count(" failed\n") >= 1
-    results = [json.loads(line) for line in report.read_text().splitlines()]
-    assert sum("codes" in one for one in results) == 4
-    again = processes.run(command, 300)
-    assert again.stdout.startswith("4 cases, ")
-    assert os.environ.get("LD_PRELOAD") is None
+    assert "\n3 cases, 3 injections, 0 failed\n" in ended.stdout
