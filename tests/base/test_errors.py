@@ -11,6 +11,7 @@ from trainer.base.errors import (
     DataError,
     ExitCode,
     NonFiniteError,
+    Problems,
     TrainerError,
     error_of_values,
     error_to_values,
@@ -68,6 +69,27 @@ def test_only_what_the_user_wrote_ends_with_2(cause, code):
     assert error.exit_code == code
     assert error_of_values(error_to_values(error)).exit_code == code, "on the other ranks"
     assert raised(cause, NonFiniteError).exit_code == ExitCode.NON_FINITE
+
+
+FULL, LOST, WRONG = OSError(errno.ENOSPC, "full"), ConnectionResetError("reset"), ValueError("not JSON")
+
+
+@pytest.mark.parametrize(
+    ("causes", "code"), [([FULL], 1), ([FULL, LOST], 1), ([FULL, WRONG], 2), ([WRONG, WRONG], 2)], ids=repr
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_collected_faults_may_pass_if_all_of_them_may(causes, code, times):
+    problems = Problems()
+    for number, cause in enumerate(causes * times):
+        with problems.collect():
+            error = raised(cause)
+            error.args = (f"file {number % len(causes)}",)  # a fault may be collected twice
+            raise error
+    with pytest.raises(DataError) as caught:
+        problems.raise_all()
+    assert caught.value.exit_code == code
+    assert error_of_values(error_to_values(caught.value)).exit_code == code
+    assert str(caught.value) == "\n".join(f"file {number}" for number in range(len(causes)))
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS])

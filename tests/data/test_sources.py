@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -10,7 +11,8 @@ import datasets
 import pandas
 import pytest
 
-from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
+from trainer.data import readers
 from trainer.data.chunked_rows import INPUT_FORMATS, read_chunks, row_format
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
@@ -51,6 +53,20 @@ def test_text_formats(in_folder, name, content):
     assert splits.train.rows.to_list() == ROWS
     assert splits.train.where == f"`{name}`"
     assert splits.validation is None
+
+
+@pytest.mark.parametrize("filename", [None, "train.jsonl"])
+def test_a_fault_of_the_disk_may_pass(in_folder, monkeypatch, filename):
+    def fail(path, key):
+        raise OSError(errno.ESTALE, "Stale file handle", filename)
+
+    write(in_folder, "train.jsonl", lines([{"text": "a"}]))
+    monkeypatch.setattr(readers, "_require_file", fail)
+    named = f"`{filename}`" if filename else "one of them"
+    message = f"`data.train` must name files that can be read, but {named} cannot be: Stale file handle"
+    with pytest.raises(DataError, match=message) as caught:
+        load_files("train.jsonl")
+    assert caught.value.exit_code == ExitCode.FAILED
 
 
 def test_parquet_and_a_list_of_files(in_folder):

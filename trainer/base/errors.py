@@ -156,13 +156,17 @@ class Problems:
 
         Raises:
             TrainerError: the only error.
-            RecipeError: several errors.
+            RecipeError: several errors; with the exit code `FAILED`, if all of them may pass.
         """
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
-            kind = DataProblemsError if all(isinstance(error, DataError) for error in self._errors) else RecipeError
-            raise kind(*self.messages)
+        errors = list({str(error): error for error in self._errors}.values())
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            kind = DataProblemsError if all(isinstance(error, DataError) for error in errors) else RecipeError
+            joined = kind(*self.messages)
+            if all(error.exit_code == ExitCode.FAILED for error in errors):
+                joined.exit_code = ExitCode.FAILED
+            raise joined
 
 
 class LaunchError(UsageError):

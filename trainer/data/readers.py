@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,23 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
     for path in paths:
         _require_file(path, key)
     return paths
+
+
+@contextmanager
+def reading(key: str) -> Iterator[None]:
+    """Turn an error of the file system in the block into one for the user.
+
+    Raises:
+        DataError: a file of the recipe's `key` cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        file = f"`{error.filename}`" if error.filename else "one of them"
+        raise DataError(
+            f"`{key}` must name files that can be read, but {file} cannot be: {error.strerror or error}; restore its"
+            " disk or its permissions"
+        ) from error
 
 
 def _require_file(path: Path, key: str) -> None:

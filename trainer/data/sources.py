@@ -25,7 +25,15 @@ from trainer.data.formats.base import Files, TextOptions, json_chats, reason
 from trainer.data.formats.csv_files import NULLS, CellKind, open_quotes_notes, with_types
 from trainer.data.formats.table import Format
 from trainer.data.mapped_rows import map_of, map_part, map_rows
-from trainer.data.readers import RowPlaces, common_format, files_of, is_large, read_files, refuse_datasets_cache
+from trainer.data.readers import (
+    RowPlaces,
+    common_format,
+    files_of,
+    is_large,
+    read_files,
+    reading,
+    refuse_datasets_cache,
+)
 from trainer.data.row_map import RowMap, fix_of_row, kinds_of_sources
 from trainer.data.streams.index import first_rows
 from trainer.data.streams.shards import Shard, find_shards
@@ -375,7 +383,7 @@ def _read_splits(
     """Return the splits of files by their keys, without those that have a problem, and append notes."""
     files: dict[str, list[Path]] = {key: [] for key in names}
     for key, named in names.items():
-        with problems.collect():
+        with problems.collect(), reading(key):
             files[key] = files_of(named if not isinstance(named, float) else None, key)
     splits: dict[str, Split] = {}
     found = [path for paths in files.values() for path in paths]
@@ -385,7 +393,7 @@ def _read_splits(
         for key, paths in files.items():
             if not paths:
                 continue
-            with problems.collect():
+            with problems.collect(), reading(key):
                 bound = most_rows if is_large(paths) else None
                 entries, maps = [paths], [("data.map", data.map)]
                 if key == "data.train" and (data.maps is not None or (data.mixture is not None and bound is None)):
