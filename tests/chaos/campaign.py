@@ -33,6 +33,8 @@ _ORPHAN_SECONDS = 100.0  # the ranks save and stop after the launcher was killed
 _NUMBERS = ("step", "epoch", "loss", "grad_norm", "learning_rate", "samples", "tokens", "skipped_steps", "loss_scale")
 _STATE = ("run", "memory", "mirror", "cache")
 _KILLED_IN_STEP = 7
+# Not those of multiprocessing alone, which workers print when their parent was killed.
+_TRACEBACK = re.compile(r'Traceback \(most recent call last\):\n(?:  .*\n)*?  File "[^"]*/trainer/')
 _LEFT = re.compile(r"/\.(saving|replaced|removed|seen)-")
 
 
@@ -210,7 +212,7 @@ class Campaign:
             problems.append(f"{left} processes outlive the run by {_ORPHAN_SECONDS:g} s")
         is_reached = bool(plan.read(file).fired)
         output = f"{out}\n{err}"
-        if "Traceback (most recent call last)" in output:
+        if _TRACEBACK.search(output):
             problems.append("it shows a traceback")
         return _Ended(process.returncode if process.returncode is not None else 999, output, is_reached, problems)
 
