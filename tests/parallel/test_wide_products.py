@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,6 +25,22 @@ def _low_rank() -> nn.Module:
     return layer
 
 
+class Experts(nn.Module):
+    """Matrices that no linear layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(F.linear(x, matrix) for matrix in self.matrices)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 0.5
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(4, 4),
     "linear without bias": lambda: nn.Linear(4, 3, bias=False),
@@ -34,6 +51,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(4),
     "group norm": lambda: nn.GroupNorm(2, 4),
     "low rank": _low_rank,
+    "experts": Experts,
+    "derived": lambda: Scaled(4, 4),
 }
 
 

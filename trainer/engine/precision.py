@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from trainer.models.forward_context import with_method
 from trainer.models.place import PlacedModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
-from trainer.parallel.wide_products import convolution, linear, shares_input, sharing
+from trainer.parallel.wide_products import WideProducts, convolution, linear, shares_input, sharing
 from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -98,6 +99,26 @@ def _sharing(kind: type[nn.Module], name: str) -> type[nn.Module]:
     return with_method(kind, name, run)  # type: ignore[arg-type]
 
 
+@cache
+def _with_wide_products(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose forward pass calls `linear` in place of torch's function, such as a router of experts."""
+    own = kind.forward
+
+    @wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The compiler does not trace the mode.
+        with nullcontext() if torch.compiler.is_compiling() else WideProducts():
+            return own(module, *args, **kwargs)
+
+    return with_method(kind, "forward", forward)  # type: ignore[arg-type]
+
+
+def _multiplies_itself(module: nn.Module) -> bool:
+    """Return whether a module has a trained matrix and may multiply by it in its own code."""
+    is_known = type(module) in _PRODUCTS or isinstance(module, nn.Embedding)
+    return not is_known and any(p.requires_grad and p.dim() > 1 for p in module.parameters(recurse=False))
+
+
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
     """Run the forward pass of `model` under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
 
@@ -109,6 +130,8 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
     """
     if precision == "fp16":
         for name, module in model.named_modules():
+            if _multiplies_itself(module):
+                module.__class__ = _with_wide_products(type(module))  # type: ignore[arg-type]
             module.__class__ = (_WIDE | _NORMS).get(type(module), type(module))
             if (shared := shared_product(model, name)) is not None:
                 module.__class__ = _sharing(type(module), shared)  # type: ignore[arg-type]  # a class is hashable

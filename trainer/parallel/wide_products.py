@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from trainer.parallel.simulated_device import is_cpu
 
@@ -36,6 +37,20 @@ def linear(
     dtype = torch.float32 if is_shared else _NARROW
     with torch.autocast(x.device.type, enabled=False) if is_shared else nullcontext():
         return cast(Tensor, _Linear.apply(x, weight, bias, transposed, dtype))  # type: ignore[no-untyped-call]
+
+
+class WideProducts(TorchFunctionMode):
+    """Calls `linear` in place of `torch.nn.functional.linear` inside of this context."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear:
+            return _as_linear(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(input, weight, bias)
 
 
 def shares_input(layer: nn.Module) -> bool:
