@@ -437,7 +437,7 @@ def test_a_server_of_google_storage(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.validation=http://host/rows.jsonl", "read whole"),
+        ("data.validation=http://host/rows.jsonl", "is for the training split"),
         ("data.group_by_length=true", "group_by_length"),
         ("data.validation=0.1", "hold out"),
         ("data.format=csv", "read from the middle"),

@@ -33,7 +33,7 @@ class TestRow:
             return
         with pytest.raises(RecipeError, match=r"`parallel\.offload`") as caught:
             load_recipe("bert_base_mrpc", keys)
-        assert f"which {row.name} does not support; use " in str(caught.value)
+        assert f"which `parallel.strategy` {row.name} does not support; use " in str(caught.value)
         able = [name for name, other in STRATEGIES.items() if offload in other.offloads]
         assert all(name in str(caught.value) for name in able)
 

@@ -21,16 +21,14 @@ from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 _FORMS = {
-    "value": "is {value}, which {other} does not combine with: {reason}; {remedy}",
-    "key": "is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
+    "usual": "is {value}, which does not combine with `{key}` {other}: {reason}; {remedy}",
     "needs": "is {value}, which needs `{key}`: {reason}; {remedy}",
-    "must": "must be {reason} for the schedule {other}, but is {value}",
-    "schedule": "is {value}, which the schedule {other} does not combine with: {reason}; {remedy}",
-    "support": "is {value}, which {other} does not support; {remedy}",
+    "must": "must be {reason} for `{key}` {other}, but is {value}; {remedy}",
+    "support": "is {value}, which `{key}` {other} does not support; {remedy}",
     "only": "applies only to {all}, but `{key}` is {other}; {remedy}",
     "but": "is {value}, but `{key}` is {other}: {reason}; {remedy}",
-    "pipeline": "is {value}, which a pipeline does not combine with: {reason}; {remedy}",
 }
+"""The forms of messages after the first key; each names both keys, and both values unless the other is false."""
 _STRATEGY, _STAGES = "parallel.strategy", "parallel.pipeline.stages"
 
 
@@ -59,7 +57,7 @@ class Exclusion:
     second: Condition
     reason: str
     remedy: str
-    form: str = _FORMS["value"]  # of the message after the first key
+    form: str = _FORMS["usual"]  # of the message after the first key
 
     @property
     def sections(self) -> frozenset[str]:
@@ -72,7 +70,8 @@ class Exclusion:
         if not (self.first.holds(value) and self.second.holds(other)):
             return None
         other = other if isinstance(other, str) else json.dumps(other)
-        return self.form.format(value=json.dumps(value), other=other, reason=self.reason, remedy=self.remedy)
+        texts = {"reason": self.reason, "remedy": self.remedy}
+        return self.form.format(value=json.dumps(value), key=self.second.key, other=other, **texts)
 
 
 def _is(key: str, *values: Any) -> Condition:
@@ -99,8 +98,7 @@ def _of_strategies(described: Mapping[str, Any], reason_of: Callable[[Strategy],
 def _of_old_torch(first: Condition, torch: str) -> Iterator[Exclusion]:
     if Version(torch) < Version("2.12"):
         reason = f"FSDP of torch {torch} asks for gradients of every tensor, and codes are integers"
-        second, remedy = _is(_STRATEGY, "fsdp", "hsdp"), "install torch 2.12 or newer, or use ddp"
-        yield Exclusion(first, second, reason, remedy, _FORMS["key"].replace("{key}", _STRATEGY))
+        yield Exclusion(first, _is(_STRATEGY, "fsdp", "hsdp"), reason, "install torch 2.12 or newer, or use ddp")
 
 
 def _condition(described: Mapping[str, Any]) -> Condition:
@@ -117,8 +115,7 @@ def _of_file() -> Iterator[Exclusion]:
         first = _condition(group["first"])
         for described, *texts in group["others"]:
             second = _condition(described)
-            usual = "pipeline" if second.key == _STAGES else "value"
-            form = _FORMS[group.get("form", usual)].replace("{key}", second.key)
+            form = _FORMS[group.get("form", "usual")]
             able = [name for name in _NAMES.get(second.key, ()) if not second.holds(name)]
             both = [*([", ".join(able[:-1])] if able[1:] else []), *able[-1:]]
             words = {"{able}": ", ".join(able), "{one}": " or ".join(able), "{all}": " and ".join(both)}

@@ -78,7 +78,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["task.type=causal_lm", "task.text=text", "task.train_on=last"],
-            "`task.train_on` applies to chats only; remove it",
+            "`task.train_on` applies to `task.messages`, but the examples are `task.text`; remove it",
         ),
         (
             ["task.type=seq2seq_lm", 'task.metrics=["accuracy", "bleu"]', "parallel.pipeline.stages=2"],
@@ -222,11 +222,11 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["data.validation=null", "evaluation.best=loss"],
-            "`evaluation.best` requires evaluations, but `data.validation` is null",
+            "`evaluation.best` requires evaluations, but `data.validation` is null; set that, or remove this key",
         ),
         (
             ["evaluation.every=null", "evaluation.patience=2"],
-            "`evaluation.patience` requires evaluations, but `evaluation.every` is null",
+            "`evaluation.patience` requires evaluations, but `evaluation.every` is null; set that, or remove this key",
         ),
         (["checkpoint.folder=runs/{nmae}"], '`checkpoint.folder` has "{nmae}"; the only placeholder is {name}'),
     ],
@@ -272,23 +272,23 @@ def test_a_contradiction_is_reported_where_its_first_key_stands(
         (
             {"texts": ["a", "b"], "score": "s"},
             [],
-            ['`task.score` is "s", but the loss multiple_negatives reads no score'],
+            ['`task.score` is "s", but `task.loss` multiple_negatives reads no score'],
         ),
         ({"texts": ["a", "b"], "metrics": ["spearman"]}, [], ['`task.metrics` has "spearman", which needs scores']),
         (
             {"texts": ["a", "b", "c"], "loss": "cosine", "metrics": ["mrr"], "temperature": 0.1},
             [],
             [
-                '`task.metrics` has "mrr", which needs positives, but the loss is cosine',
-                "`task.score` is missing, but the loss cosine needs it",
-                "`task.temperature` does not apply to the loss cosine",
-                "`task.texts` must name two columns for the loss cosine, but names 3",
+                '`task.metrics` has "mrr", which needs positives, but `task.loss` is cosine',
+                "`task.score` is missing, but `task.loss` cosine needs it",
+                "`task.temperature` does not apply to `task.loss` cosine",
+                "`task.texts` must name two columns for `task.loss` cosine, but names 3",
             ],
         ),
         (
             {"texts": ["a", "b"]},
             ["training.global_batch_size=1", "training.micro_batch_size=1"],
-            ["`training.global_batch_size` must be at least 2 for the loss multiple_negatives"],
+            ["`training.global_batch_size` must be at least 2 for `task.loss` multiple_negatives"],
         ),
         (
             {"texts": ["a", "b"]},

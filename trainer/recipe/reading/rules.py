@@ -122,13 +122,13 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
 def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
     stream = "data.streaming"
     if task.type not in _STREAMED:
-        text = f"is true, but the task {task.type} needs facts on all rows; use {', '.join(_STREAMED)}"
+        text = f"is true, but `task.type` {task.type} needs facts on all rows; use {', '.join(_STREAMED)}"
         yield clash(text, stream, "task.type")
     elif hasattr(task, "labels") and task.labels is None:
-        text = "is missing, and a stream is not searched for classes; list them in order"
+        text = f"is missing, and a stream (`{stream}`) is not searched for classes; list them in order"
         yield clash(text, "task.labels", stream)
     if getattr(task, "class_weights", None) == "balanced":
-        text = 'is "balanced", which counts the rows of each class, but a stream is not counted; write the weights'
+        text = f'is "balanced", which counts rows, but a stream (`{stream}`) is not counted; write the weights'
         yield clash(text, "task.class_weights", stream)
 
 
@@ -155,7 +155,7 @@ def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Con
         task.loss in ("cosent", "angle") or (task.loss == "multiple_negatives" and len(task.texts) == 2)
     )
     if isinstance(task, Embedding) and compares and training.global_batch_size == 1:
-        text = f"must be at least 2 for the loss {task.loss}, which compares rows with each other, but is 1"
+        text = f"must be at least 2 for `task.loss` {task.loss}, which compares rows with each other, but is 1"
         yield clash(text, "training.global_batch_size", "task.loss")
 
 
@@ -171,13 +171,13 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
         )
         yield clash(text, "task.metrics", stages)
     if parallel.strategy == "dp" and isinstance(getattr(task, "vocabulary_chunk", None), int):
-        text = "is a number, but the strategy dp runs copies of the head at the same time; set it to null, or use ddp"
+        text = "is a number, but `parallel.strategy` dp runs copies of the head at once; set it to null, or use ddp"
         yield clash(text, "task.vocabulary_chunk", strategy)
-    joint: str | None = task.loss if isinstance(task, Embedding) and task.loss != "cosine" else None
+    joint: str | None = f"`task.loss` {task.loss}" if isinstance(task, Embedding) and task.loss != "cosine" else None
     if isinstance(task, Preference) and task.loss.type == "kto":
-        joint = "kto"
+        joint = "`task.loss.type` kto"
     if parallel.strategy == "dp" and joint is not None:
-        problem = f"the loss {joint} compares all rows of the batch"
+        problem = f"{joint} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"
         yield clash(text, strategy, "task.loss")
 
@@ -229,11 +229,11 @@ def _of_data_and_evaluation(data: Data, evaluation: Evaluation) -> Iterator[Cont
         )
         yield clash(text, "evaluation.every", "data.validation")
     if data.validation is None or evaluation.every is None:
-        reason = "`data.validation` is null" if data.validation is None else "`evaluation.every` is null"
+        cause = "data.validation" if data.validation is None else "evaluation.every"
         for key in ("best", "patience"):
             if key in written and getattr(evaluation, key) is not None:
-                text = f"requires evaluations, but {reason}"
-                yield clash(text, f"evaluation.{key}", "evaluation.every", "data.validation")
+                text = f"requires evaluations, but `{cause}` is null; set that, or remove this key"
+                yield clash(text, f"evaluation.{key}", cause)
 
 
 def _of_model_and_training(model: Model, training: Training) -> Iterator[Contradiction]:

@@ -144,27 +144,23 @@ class FileData(_DataKeys):
             return
         stream = "data.streaming"
         if self.format not in (None, "json", "parquet"):
-            text = f"is {shown_value(self.format)}, which cannot be read from the middle; convert the files to Parquet"
+            text = f"is {shown_value(self.format)}, which `{stream}` does not read; convert the files to Parquet"
             yield clash(text, "data.format", stream)
         for key in self.changed("delimiter", "quotes", "encoding"):
-            text = "applies to files that are read whole; remove it, and write the rows as JSON Lines in UTF-8"
+            text = f"applies to whole files, but `{stream}` is true; remove it, and write JSON Lines in UTF-8"
             yield clash(text, f"data.{key}", stream)
         held = self.validation if isinstance(self.validation, list) else [self.validation]
         if url := next((place for place in held if isinstance(place, str) and is_url(place)), None):
-            text = f"names {shown_value(url)}, but the validation split is read whole; copy it to this machine"
+            text = f"names {shown_value(url)}, but `{stream}` is for the training split; copy it to this machine"
             yield clash(text, "data.validation", stream)
         if isinstance(self.validation, float):
-            text = (
-                f"is {self.validation}, but a stream has no rows to hold out; name a file of validation rows, or null"
-            )
+            text = f"is {self.validation}, but a stream (`{stream}`) has no rows to hold out; name a file, or null"
             yield clash(text, "data.validation", stream)
         if self.maps is not None:
-            text = (
-                "is given, but the rows of a stream have one map; write the files alike, or read them without a stream"
-            )
+            text = f"is given, but a stream (`{stream}`) has one map; write the files alike, or set that to false"
             yield clash(text, "data.maps", stream)
         if self.group_by_length:
-            text = "is true, but the lengths of a stream are not known beforehand; set it to false"
+            text = f"is true, but the lengths of a stream (`{stream}`) are not known beforehand; set this to false"
             yield clash(text, "data.group_by_length", stream)
 
 

@@ -101,23 +101,30 @@ class CausalLM(VocabularyKeys):
         sources = ("text", "prompt", "completion", "messages")
         given = [key for key in sources if getattr(self, key) is not None]
         keys = [f"task.{key}" for key in given]
+        named = " and ".join(f"`{key}`" for key in keys)
         if not given:
             yield clash("is missing; set it, or `task.messages`, or `task.prompt` and `task.completion`", "task.text")
         elif given in (["prompt"], ["completion"]):
             missing = "completion" if given == ["prompt"] else "prompt"
-            yield clash(f"is missing; a {given[0]} needs its {missing}", f"task.{missing}", *keys)
+            yield clash(f"is missing; {named} needs it", f"task.{missing}", *keys)
         elif given not in (["text"], ["messages"], ["prompt", "completion"]):
-            yield clash("must be the only source of examples; set the others to null", *keys)
+            yield clash(f"must be the only source of examples, but set are {named}; set the others to null", *keys)
         else:
             yield from shared({key: getattr(self, key) for key in given})
         if self.tools is not None and given == ["text"]:
-            yield clash("applies to chats only; remove it", "task.tools", *keys)
+            yield clash(f"applies to chats, but the examples are {named}; remove it", "task.tools", *keys)
         if self.tools is not None and self.tools in (self.messages, self.prompt, self.completion):
-            yield clash(f"is {shown_value(self.tools)}, which is also another column of the task", "task.tools", *keys)
+            yield clash(
+                f"is {shown_value(self.tools)}, which is also a column of {named}; name another", "task.tools", *keys
+            )
         if self.train_on != "all" and given != ["messages"]:
-            yield clash("applies to chats only; remove it", "task.train_on", *keys)
+            yield clash(f"applies to `task.messages`, but the examples are {named}; remove it", "task.train_on", *keys)
         if self.packing == "joined" and given != ["text"]:
-            yield clash('is "joined", which applies to texts only; use "documents"', "task.packing", *keys)
+            yield clash(
+                f'is "joined", which applies to `task.text`, but the examples are {named}; use "documents"',
+                "task.packing",
+                *keys,
+            )
 
 
 class Seq2SeqLM(VocabularyKeys):

@@ -103,7 +103,9 @@ class Preference(VocabularyKeys):
         yield from shared({key: getattr(self, key) for key in used})
         if kind == "kto" and self.prompt is None:
             yield clash(
-                "is null, but single answers have no common start; name a column", "task.prompt", "task.loss.type"
+                "is null, but answers of `task.loss.type` kto have no common start; name a column",
+                "task.prompt",
+                "task.loss.type",
             )
         if "kl" in self.metrics and kind != "kto":
             text = f'has "kl", which only the loss kto estimates, but `task.loss.type` is {kind}; remove it'

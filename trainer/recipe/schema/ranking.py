@@ -46,5 +46,5 @@ class Reranker(TaskKeys):
             yield clash(text, "task.label", "task.documents")
         for key, loss in (("positive_weight", "binary_cross_entropy"), ("scale", "cross_entropy")):
             if self.loss != loss and self.changed(key):
-                text = f"applies to the loss {loss}, but the loss is {self.loss}; remove it"
+                text = f"applies to the loss {loss}, but `task.loss` is {self.loss}; remove it"
                 yield clash(text, f"task.{key}", "task.loss")

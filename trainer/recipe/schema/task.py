@@ -107,19 +107,19 @@ class Embedding(TaskKeys):
             yield from self._without_scores()
             return
         if self.mask_duplicates:
-            yield clash(f"does not apply to the loss {self.loss}; remove it", "task.mask_duplicates", "task.loss")
+            yield clash(f"does not apply to `task.loss` {self.loss}; remove it", "task.mask_duplicates", "task.loss")
         if self.score is None:
-            yield clash(f"is missing, but the loss {self.loss} needs it; set it", "task.score", "task.loss")
+            yield clash(f"is missing, but `task.loss` {self.loss} needs it; set it", "task.score", "task.loss")
         if len(self.texts) != 2:
             number = len(self.texts)
-            text = f"must name two columns for the loss {self.loss}, but names {number}; remove the others"
+            text = f"must name two columns for `task.loss` {self.loss}, but names {number}; remove the others"
             yield clash(text, "task.texts", "task.loss")
         for metric in self.metrics:
             if metric != "spearman":
-                problem = f'has "{metric}", which needs positives, but the loss is {self.loss}, with scores'
+                problem = f'has "{metric}", which needs positives, but `task.loss` is {self.loss}, with scores'
                 yield clash(f'{problem}; set it to ["spearman"]', "task.metrics", "task.loss")
         for key in self.changed("temperature", "learn_temperature") if self.loss == "cosine" else []:
-            yield clash("does not apply to the loss cosine; remove it", f"task.{key}", "task.loss")
+            yield clash("does not apply to `task.loss` cosine; remove it", f"task.{key}", "task.loss")
 
     def _of_dimensions(self) -> Iterator[Contradiction]:
         yield from repeated("task.dimensions", self.dimensions or [])
@@ -130,10 +130,10 @@ class Embedding(TaskKeys):
 
     def _without_scores(self) -> Iterator[Contradiction]:
         if self.score is not None:
-            problem = f"is {shown_value(self.score)}, but the loss multiple_negatives reads no score"
+            problem = f"is {shown_value(self.score)}, but `task.loss` multiple_negatives reads no score"
             yield clash(f"{problem}; remove it, or use the loss cosent, angle or cosine", "task.score", "task.loss")
         if "spearman" in self.metrics:
-            text = 'has "spearman", which needs scores, but the loss is multiple_negatives; use "mrr"'
+            text = 'has "spearman", which needs scores, but `task.loss` is multiple_negatives; use "mrr"'
             yield clash(text, "task.metrics", "task.loss")
 
 
