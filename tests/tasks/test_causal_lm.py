@@ -425,6 +425,17 @@ def test_bad_rows_are_refused(chatty, columns, problem):
         encode(task_of(**keys), rows_of(**columns), chatty, max_length=20)
 
 
+def test_an_example_is_cut_to_its_first_tokens_and_the_last_is_only_predicted(tokenizer):
+    rows = rows_of(prompt=["a file"], completion=[" of a directory that holds many files"])
+    task = task_of(prompt="prompt", completion="completion")
+    whole = encode(task, rows, tokenizer)
+    tokens = [*whole["input_ids"][0], whole["labels"][0][-1]]
+    for length in (len(tokens), len(tokens) - 1):
+        found = encode(task, rows, tokenizer, max_length=length)
+        assert [*found["input_ids"][0], found["labels"][0][-1]] == tokens[:length]
+        assert found["cut"] == [length < len(tokens)]
+
+
 TOOLS_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.name is defined %} {{ m.name }}:{% endif %} {{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}\n{% endfor %}"

@@ -145,7 +145,7 @@ class TestNotesOnAnswers:
     )
     def test_notes(self, labels: list[int], note: str | None):
         class Tokenizer:
-            eos_token_id, added_tokens_decoder = 3, MappingProxyType({3: "</s>"})
+            eos_token_id, chat_template, added_tokens_decoder = 3, None, MappingProxyType({3: "</s>"})
 
             def decode(self, ids: list[int]) -> str:
                 return {3: "</s>", 7: " \n"}.get(ids[0], "word")

@@ -23,6 +23,8 @@ from trainer.training.run_data import prepare_data
 STEPS, ROWS = 4, 8
 RATES = {"ipo": 0.01, "orpo": 0.03, "simpo": 0.03}
 """Rates at which the training does not diverge, so that differences of rounding do not grow; else 0.3."""
+LENGTHS = {"dpo": 9, "kto": 9, "labels": 9}
+"""`max_length` that cuts rows; else 48."""
 WORDS = [f"w{number}" for number in range(40)]
 SIZES = {
     "vocab_size": len(WORDS) + 3,
@@ -87,7 +89,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 def ours(
-    folder: Path, task: dict[str, Any], file: str, rate: float, model: Path, section: dict[str, Any] | None = None
+    folder: Path,
+    task: dict[str, Any],
+    file: str,
+    rate: float,
+    model: Path,
+    section: dict[str, Any] | None = None,
+    length: int = 48,
 ) -> Trained:
     """Return the losses and the weights of this project, and its parts."""
     recipe = Recipe.model_validate(
@@ -99,7 +107,7 @@ def ours(
                 "source": "files",
                 "train": str(folder / file),
                 "validation": None,
-                "max_length": 48,
+                "max_length": length,
                 "map": section or {},
                 "cache": str(folder / "cache"),
             },
@@ -166,7 +174,7 @@ def settings(folder: Path, rate: float, rows: int = ROWS, **keys: Any) -> dict[s
 
 
 def trained_by_trl(folder: Path, name: str, rate: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    loss = CASES[name]
+    loss, length = CASES[name], {"max_length": LENGTHS.get(name, 48)}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     match loss["type"]:
         case "dpo" | "ipo":
@@ -176,7 +184,7 @@ def trained_by_trl(folder: Path, name: str, rate: float) -> tuple[list[float], d
             if wrong := loss.get("label_smoothing"):  # a mixture of two losses of TRL, which has it no more by itself
                 keys = {"loss_type": ["sigmoid", "robust"], "loss_weights": [2 * (1 - wrong), 2 * wrong - 1]}
                 keys["label_smoothing"] = wrong
-            config: Any = DPOConfig(**settings(folder, rate, beta=loss["beta"], **keys))
+            config: Any = DPOConfig(**settings(folder, rate, beta=loss["beta"], **keys, **length))
             return theirs(folder, DPOTrainer, config, model, "pairs.jsonl")
         case "simpo":
             from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -191,7 +199,7 @@ def trained_by_trl(folder: Path, name: str, rate: float) -> tuple[list[float], d
     from trl import KTOConfig, KTOTrainer
 
     weights = {key: loss[key] for key in ("beta", "desirable_weight", "undesirable_weight")}
-    return theirs(folder, KTOTrainer, KTOConfig(**settings(folder, rate, **weights)), model, "single.jsonl")
+    return theirs(folder, KTOTrainer, KTOConfig(**settings(folder, rate, **weights, **length)), model, "single.jsonl")
 
 
 def differences(found: Any, expected: Any) -> tuple[float, float]:
@@ -207,7 +215,8 @@ def test_a_training_is_that_of_trl(folder: Path, name: str):
     pytest.importorskip("trl")
     expected = trained_by_trl(folder, name, rate)
     file = "single.jsonl" if name == "kto" else "pairs.jsonl"
-    *found, _ = ours(folder, {"type": "preference", "loss": CASES[name]}, file, rate, folder)
+    task, length = {"type": "preference", "loss": CASES[name]}, LENGTHS.get(name, 48)
+    *found, _ = ours(folder, task, file, rate, folder, length=length)
     losses, weights = differences(found, expected)
     assert max(expected[0]) - min(expected[0]) > 1e-3, "the weights change"
     assert losses <= 1e-6
@@ -315,10 +324,11 @@ def test_rows_of_all_shapes_are_trained_as_trl_trains_them(folder: Path, tmp_pat
     for file, written in (("ours.jsonl", rows), ("theirs.jsonl", expected_rows)):
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in written))
     keys = {"assistant_only_loss": "messages" in task, "completion_only_loss": "prompt" in task}
-    config = SFTConfig(**settings(tmp_path, 0.1, **keys))
+    length = LENGTHS.get(name, 48)
+    config = SFTConfig(**settings(tmp_path, 0.1, **keys, max_length=length))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     expected = theirs(tmp_path, SFTTrainer, config, model, "theirs.jsonl")
-    *found, _ = ours(tmp_path, {"type": "causal_lm", **task}, "ours.jsonl", 0.1, tmp_path, section)
+    *found, _ = ours(tmp_path, {"type": "causal_lm", **task}, "ours.jsonl", 0.1, tmp_path, section, length)
     losses, weights = differences(found, expected)
     assert max(expected[0]) - min(expected[0]) > 1e-3, "the weights change"
     assert losses <= 1e-6

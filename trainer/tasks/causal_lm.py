@@ -20,6 +20,7 @@ from trainer.tasks.text.chats import (
     features_of,
     features_of_labels,
     holds_chats,
+    known_end,
     tokens_after,
     tokens_of_chat,
     tools_of,
@@ -106,7 +107,7 @@ class CausalLMTask(TokenLabels):
         return self.settings if self.continues or self.settings.model_fields_set else None
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        ends = [token for token in (tokenizer.eos_token_id, tokenizer.sep_token_id) if token is not None][:1]
+        ends = [] if (end := known_end(tokenizer)) is None else [end]
         if "text" not in self.sources and tokenizer.chat_template:
             ends += turn_end(tokenizer)
         return tuple(dict.fromkeys(ends))

@@ -162,7 +162,7 @@ class PreferenceTask(TokenLabels):
         features = features_of(found, max_length)
         if self.labels_prompts:
             features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
-            features["labels"] = [ids[1:][:max_length] for _, (ids, _) in found]
+            features["labels"] = [ids[1:max_length] for _, (ids, _) in found]
         paired: Encoded = {
             name: [list(pair) for pair in zip(values[::2], values[1::2], strict=True)]
             for name, values in features.items()

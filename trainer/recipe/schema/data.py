@@ -29,7 +29,8 @@ class _DataKeys(Section):
     map: DataMap = DataMap()
     """Columns that the task reads, made from those of the source: in all splits, and in files to predict."""
     max_length: int = Field(128, ge=1)
-    """Maximum tokens of a text; longer ones are truncated, with a note."""
+    """Maximum tokens of a text; longer ones are truncated, with a note. Texts of `causal_lm` and packed rows read this
+    many tokens and continue in the next row."""
     group_by_length: bool = False
     """Batch texts of similar length, for less padding."""
     pad_to: int = Field(1, ge=1)

@@ -19,18 +19,23 @@ Turns = Literal["all", "last", "each"]
 
 
 def end_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the token after a document: the end token, or else the separator, as of BERT's tokenizers.
+    """Return the id of the token after a document; see `known_end`.
 
     Raises:
-        UsageError: the tokenizer has neither.
+        UsageError: the tokenizer has none.
     """
-    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
-        if token is not None:
-            return int(token)
-    raise UsageError(
-        f"the tokenizer `{tokenizer.name_or_path}` has no end token, which separates documents;"
-        ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
-    )
+    if (token := known_end(tokenizer)) is None:
+        raise UsageError(
+            f"the tokenizer `{tokenizer.name_or_path}` has no end token, which separates documents;"
+            ' add "eos_token" to the `tokenizer_config.json` of a copy and name its folder in `model.tokenizer`'
+        )
+    return token
+
+
+def known_end(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the end token, or else of the separator, as of BERT's tokenizers; None: there is neither."""
+    token: int | None = tokenizer.eos_token_id
+    return tokenizer.sep_token_id if token is None else token
 
 
 Tokens = tuple[list[int], list[bool]]
@@ -38,7 +43,10 @@ Tokens = tuple[list[int], list[bool]]
 
 
 def features_of(examples: Sequence[tuple[str, Tokens]], max_length: int) -> Encoded:
-    """Return the features of examples, each with its place for messages, cut to `max_length` tokens of input."""
+    """Return the features of examples, each with its place for messages, cut to `max_length` tokens.
+
+    The last token is only predicted.
+    """
     labelled = [
         (place, (ids, [token if wanted else IGNORED_LABEL for token, wanted in zip(ids, trained, strict=True)]))
         for place, (ids, trained) in examples
@@ -50,9 +58,9 @@ def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequen
     """Return the features of tokens with a label each, which is that of the token itself; see `features_of`."""
     features: Encoded = {"input_ids": [], "labels": [], "cut": []}
     for _, (ids, labels) in examples:
-        features["input_ids"].append(list(ids[:-1][:max_length]))
-        features["labels"].append(list(labels[1:][:max_length]))
-        features["cut"].append(len(ids) - 1 > max_length)
+        features["input_ids"].append(list(ids[:max_length][:-1]))
+        features["labels"].append(list(labels[1:max_length]))
+        features["cut"].append(len(ids) > max_length)
     trained = [any(label != IGNORED_LABEL for label in labels) for labels in features["labels"]]
     if not all(trained):
         place, (_, labels) = examples[trained.index(False)]
