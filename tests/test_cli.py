@@ -92,7 +92,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def layout_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the lines that `check` showed, without those on data and model."""
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if not line.startswith(("note ", "checked ", "steps "))]
+    return [line for line in lines if not line.startswith(("note ", "checked ", "unchecked ", "steps "))]
 
 
 @pytest.mark.parametrize(

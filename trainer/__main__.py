@@ -33,8 +33,10 @@ def answer() -> int:
 
 def _command_line() -> int:
     try:
+        from trainer.base.terminal import guard
         from trainer.cli import main as command_line
 
+        guard()
         return command_line()
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.base.errors import ExitCode, RecipeError
+from trainer.base.terminal import say, say_styled
 from trainer.base.text import aligned, for_terminal, without_repetitions
 from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, flag, print_json, show_error
 
@@ -67,17 +68,15 @@ def check(
         _print_plan(plan, stages, everything)
         rows = len(checked.data.train) if checked and checked.data and checked.data.counts_rows else 0
         if checked and rows and rows < checked.most_rows:
-            typer.echo(
-                f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows"
-            )
+            say(f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows")
         if groups:
-            typer.echo("\n" + "\n".join(aligned(groups)) + "\n")
+            say("\n" + "\n".join(aligned(groups)) + "\n")
         for note in without_repetitions(notes):
-            typer.echo(f"note      {for_terminal(note)}")
+            say(f"note      {note}")
         if checked is not None and not problems:
-            typer.echo(f"checked   no problem was found{' in the other parts' if unchecked else ''}")
+            say(f"checked   no problem was found{' in the other parts' if unchecked else ''}")
         for part in unchecked:
-            typer.echo(f"unchecked {for_terminal(part)}")
+            say(f"unchecked {part}")
     if problems:
         raise typer.Exit(ExitCode.USER)
 
@@ -119,13 +118,13 @@ def _print_written(resolved: ResolvedRecipe) -> None:
             shown = json.dumps(value, ensure_ascii=False)
             sections.setdefault(section, []).append(f"{name}={shown}")
     for section, pairs in sections.items():
-        text = for_terminal(f"{section:<9} {', '.join(pairs)}")
+        text = f"{section:<9} {', '.join(pairs)}"
         lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
-        typer.echo("\n".join(lines))
+        say("\n".join(lines))
     bases = {origin.source for origin in resolved.origins.values()} - {*own, "default"}
     number = sum(origin.source in bases for origin in resolved.origins.values())
     more = f"{number} keys of {', '.join(sorted(bases))}, and " if bases else ""
-    typer.echo(f"others    {more}defaults: --all shows them")
+    say(f"others    {more}defaults: --all shows them")
 
 
 def _print_everything(resolved: ResolvedRecipe) -> None:
@@ -133,8 +132,8 @@ def _print_everything(resolved: ResolvedRecipe) -> None:
     key_width = max(len(key) for key, _ in rows)
     value_width = min(36, max(len(value) for _, value in rows))  # a longer one pushes its origin aside
     for key, value in rows:
-        origin = typer.style(str(resolved.origins[key]), dim=True)  # echo drops styles where there is no terminal
-        typer.echo(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+        origin = typer.style(for_terminal(str(resolved.origins[key])), dim=True)
+        say_styled(f"{for_terminal(f'{key:<{key_width}}  {value:<{value_width}}')}  {origin}")
 
 
 def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
@@ -144,15 +143,13 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
 
     axes = sum(size > 1 for size in plan.layout.sizes.values())
     if (everything or axes > 1) and (table := layout_lines(plan)):
-        typer.echo("\n" + "\n".join(table))
-    typer.echo(
-        f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}"
-    )
+        say("\n" + "\n".join(table))
+    say(f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}")
     if (elastic := plan.recipe.parallel.elastic) != "none":
         most = max(16, plan.layout.world_size)
         sizes = ", ".join(map(str, fitting_sizes(plan.recipe, most)))
-        typer.echo(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
+        say(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
     if plan.pipeline is not None:
-        typer.echo("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
+        say("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
     if everything and (config := deepspeed_config(plan)):
-        typer.echo(f"deepspeed {json.dumps(config, indent=2)}")
+        say(f"deepspeed {json.dumps(config, indent=2)}")

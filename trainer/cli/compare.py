@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import RanksOption, RecipeArgument, count, output_option, value
 
 
@@ -46,4 +47,4 @@ def compare(
     from trainer.tools.compare.compare import compare as compare_layouts
 
     request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or ())
-    raise typer.Exit(compare_layouts(request, typer.echo))
+    raise typer.Exit(compare_layouts(request, say))

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.terminal import say, say_json
 from trainer.cli.options import count, flag, output_option, print_json
 
 
@@ -42,6 +43,6 @@ def convert(
         print_json(done.as_json())
         return
     if output is None:
-        typer.echo(done.text(), nl=False)
-    typer.echo(done.report(everything), nl=False, err=True)
-    typer.echo(f"next: trainer check {output or 'RECIPE'}", err=True)
+        say_json(done.text(), end="")
+    say(done.report(everything), end="", err=True)
+    say(f"next: trainer check {output or 'RECIPE'}", err=True)

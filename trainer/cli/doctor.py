@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainer.base.errors import ExitCode
+from trainer.base.terminal import say_styled
 from trainer.cli.options import JsonOption, OverridesArgument, count, flag, print_json
 
 
@@ -39,6 +40,6 @@ def doctor(
     if as_json:
         print_json(as_object(results))
     else:
-        typer.echo("\n".join(lines(results, shutil.get_terminal_size((120, 24)).columns)))
+        say_styled("\n".join(lines(results, shutil.get_terminal_size((120, 24)).columns)))
     if any(result.status == "problem" for result in results):
         raise typer.Exit(ExitCode.FAILED)

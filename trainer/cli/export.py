@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.base.text import for_terminal, without_secrets
+from trainer.base.terminal import say
+from trainer.base.text import without_secrets
 from trainer.cli.options import OverridesArgument, count, flag
 
 
@@ -52,11 +53,11 @@ def export(
     verification = Verification(rows, tuple(overrides or ()), command) if verify else None
     done = export_checkpoint(checkpoint, folder, dtype, adapter=adapter, verification=verification, to=to)
     for note in done.notes:
-        typer.echo(f"note: {for_terminal(note)}", err=True)
+        say(f"note: {note}", err=True)
     files = f"{len(done.weights)} files of weights" if len(done.weights) > 1 else done.weights[0]
-    typer.echo(
+    say(
         f"exported {done.checkpoint} (step {done.step:,}) to {done.folder}: {files}, {dtype}, "
         f"{done.num_bytes / 1e6:,.1f} MB"
     )
     if done.certificate is not None:
-        typer.echo("\n".join(line for line in done.certificate.lines() if line))
+        say("\n".join(line for line in done.certificate.lines() if line))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from trainer.base.errors import RecipeError, UsageError
+from trainer.base.terminal import say
 from trainer.base.text import for_terminal
 from trainer.cli.options import OverridesArgument, devices, flag, output_option, value
 
@@ -54,16 +55,17 @@ def init(
     proposal = propose(InitRequest(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
     write_new(place, proposal.text, "--output")
     for line in proposal.lines:
-        typer.echo(for_terminal(line))
-    typer.echo(f"wrote     {for_terminal(str(place))}")
+        say(line)
+    say(f"wrote     {place}")
     if proposal.problems:
         raise RecipeError(*proposal.problems)
-    typer.echo(f"next      trainer run {for_terminal(shlex.quote(str(place)))}")
+    say(f"next      trainer run {shlex.quote(str(place))}")
 
 
 def _ask(question: str, default: str, choices: Sequence[str] = ()) -> str:
+    asked = f"{question} ({', '.join(choices)})" if choices else question
     while True:
-        answer = str(typer.prompt(f"{question} ({', '.join(choices)})" if choices else question, default))
+        answer = str(typer.prompt(for_terminal(f"{asked} [{default}]"), default, show_default=False))
         if not choices or answer in choices:
             return answer
-        typer.echo(f"choose one of {', '.join(choices)}")
+        say(f"choose one of {', '.join(choices)}")

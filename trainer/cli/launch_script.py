@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import OverridesArgument, RecipeArgument, count, output_option, value
 
 Target = Literal[
@@ -64,9 +65,9 @@ def launch_script(
     )
     text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
     if output is None:
-        typer.echo(text, nl=False)
+        say(text, end="")
         return
     write_new(output, text, "--output")
     if text.startswith("#!"):
         output.chmod(output.stat().st_mode | 0o111)
-    typer.echo(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output.absolute())))}", err=True)
+    say(f"wrote {output}; start it with: {start.format(file=shlex.quote(str(output.absolute())))}", err=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.base.errors import RecipeError, TrainerError
-from trainer.base.text import for_terminal, without_repetitions, without_secrets
+from trainer.base.terminal import say, say_json
+from trainer.base.text import without_repetitions, without_secrets
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.trained import Trained
@@ -101,12 +102,12 @@ def show_error(error: TrainerError) -> None:
     """Write the problems of an error to stderr."""
     problems = error.problems if isinstance(error, RecipeError) else [str(error)]
     for problem in without_repetitions([without_secrets(problem) for problem in problems]):
-        typer.echo(f"error: {for_terminal(problem)}", err=True)
+        say(f"error: {problem}", err=True)
 
 
 def print_json(value: Any) -> None:
     """Print one JSON value."""
-    typer.echo(json.dumps(value, indent=2))
+    say_json(json.dumps(value, indent=2))
 
 
 def trained_recipe(
@@ -121,5 +122,5 @@ def trained_recipe(
         trained = load_trained(run, recipe, overrides, number_of_ranks(processes), evaluates)
     if detect().rank == 0:
         for note in trained.notes:
-            typer.echo(note, err=True)
+            say(note, err=True)
     return trained

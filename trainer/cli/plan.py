@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import (
     JsonOption,
     LengthOption,
@@ -29,8 +30,8 @@ def _measure(file: Path | None) -> None:
 
     figures = measure_machine(file)
     speeds = ", ".join(f"{number:,.3f} TFLOP/s in {name}" for name, number in figures["teraflops"].items())
-    typer.echo(f"measured  {speeds}; {figures['memory_gb_per_second']:,.1f} GB/s of memory")
-    typer.echo(f"wrote     {file}; plan for it with: trainer plan RECIPE --gpus {file}")
+    say(f"measured  {speeds}; {figures['memory_gb_per_second']:,.1f} GB/s of memory")
+    say(f"wrote     {file}; plan for it with: trainer plan RECIPE --gpus {file}")
     raise typer.Exit
 
 
@@ -100,7 +101,7 @@ def plan(
     )  # fmt: skip
     request.check()
     for word in request.replaced:
-        typer.echo(f"note: --largest {largest} overrides {word}", err=True)
+        say(f"note: --largest {largest} overrides {word}", err=True)
     resolved = load_recipe(recipe, request.overrides, needs_data=False)
     require_reachable(resolved.recipe.model)
 
@@ -112,6 +113,6 @@ def plan(
     if as_json:
         print_json(answered.values)
     else:
-        typer.echo(answered.text)
+        say(answered.text)
     if timeline is not None and answered.made is not None:
-        typer.echo(draw_timeline(answered.made, timeline), nl=False, err=as_json)
+        say(draw_timeline(answered.made, timeline), end="", err=as_json)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, output_option, print_json
 
 
@@ -31,8 +32,7 @@ def preview(
 
     plan = plan_run(load_recipe(recipe, overrides or ()).recipe, processes)
     with importing():
-        from rich.console import Console
-
+        from trainer.base.drawn import SafeConsole
         from trainer.tools.preview import preview_lines, preview_recipe, write_preview
 
     found = preview_recipe(plan, rows, split, rank)
@@ -41,8 +41,8 @@ def preview(
     if as_json:
         print_json(asdict(found))
     else:
-        console = Console(highlight=False, markup=False)
+        console = SafeConsole()
         for line in preview_lines(found):
             console.print(line, soft_wrap=True)
         if output is not None:
-            typer.echo(f"wrote     {output}")
+            say(f"wrote     {output}")

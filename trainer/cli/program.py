@@ -15,6 +15,7 @@ import typer
 
 from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
+from trainer.base.terminal import say
 from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 
@@ -92,7 +93,7 @@ def _without_local_rank(argv: Sequence[str]) -> Iterator[str]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"trainer {__version__}")
+        say(f"trainer {__version__}")
         raise typer.Exit
 
 

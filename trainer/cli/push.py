@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from trainer.base.text import for_terminal, listed
+from trainer.base.terminal import say
+from trainer.base.text import listed
 from trainer.cli.options import flag
 
 
@@ -27,9 +28,9 @@ def push(
     from trainer.tools.push import push as push_folder
 
     done = push_folder(run, name, public)
-    typer.echo(
+    say(
         f"pushed {done.folder}: {len(done.names)} files, {done.num_bytes / 1e6:,.1f} MB,"
-        f" {'private' if done.is_private else 'public'}: {for_terminal(done.address)}"
+        f" {'private' if done.is_private else 'public'}: {done.address}"
     )
     if done.deleted:
-        typer.echo(f"deleted there, from an older push: {for_terminal(listed(done.deleted, 10))}")
+        say(f"deleted there, from an older push: {listed(done.deleted, 10)}")

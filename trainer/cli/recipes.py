@@ -8,6 +8,7 @@ import typer
 
 from trainer.base import extensions
 from trainer.base.errors import UsageError
+from trainer.base.terminal import say, say_json
 
 app = typer.Typer(help="List the shipped recipes.")
 
@@ -23,7 +24,7 @@ def recipes(context: typer.Context) -> None:
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
     for name, path in sorted(shipped.items(), key=lambda item: is_base(item[1])):
-        typer.echo(f"{name:<{width}}  {'(to extend) ' if is_base(path) else ''}{summary(path)}")
+        say(f"{name:<{width}}  {'(to extend) ' if is_base(path) else ''}{summary(path)}")
 
 
 @app.command()
@@ -35,4 +36,4 @@ def show(name: Annotated[str, typer.Argument(help="As `trainer recipes` lists it
     path = shipped.get(without_ending(name))
     if path is None:
         raise UsageError(f"no shipped recipe is called {name!r}; {meant(name)}")
-    typer.echo(path.read_text(encoding="utf-8"), nl=False)
+    say_json(path.read_text(encoding="utf-8"), end="")

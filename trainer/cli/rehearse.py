@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from trainer.base.terminal import say
 from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, count, print_json, value
 
 
@@ -38,4 +37,4 @@ def rehearse(
     if as_json:
         print_json(rehearsal.as_object(found))
     else:
-        typer.echo(text_of("rehearsal", found=found))
+        say(text_of("rehearsal", found=found))

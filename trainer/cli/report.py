@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import flag, output_option
 
 
@@ -23,9 +24,9 @@ def report(
     from trainer.tools.report.report import read_runs, write_report
 
     if not plain:
-        typer.echo(write_report(runs, output))
+        say(str(write_report(runs, output)))
         return
     from trainer.tools.report.plain import plain_lines
 
     for line in plain_lines(read_runs(runs), shutil.get_terminal_size().columns):
-        typer.echo(line)
+        say(line)

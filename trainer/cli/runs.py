@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.base.terminal import say, say_json
 from trainer.cli.options import flag
 
 
@@ -20,5 +21,7 @@ def runs(
     from trainer.tools.report.listing import find_runs, listing
 
     found = find_runs(folder)
-    for line in [json.dumps(asdict(one)) for one in found] if as_json else listing(found):
-        typer.echo(line)
+    for one in found if as_json else ():
+        say_json(json.dumps(asdict(one)))
+    for line in () if as_json else listing(found):
+        say(line)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.base.terminal import say
 from trainer.cli.options import RanksOption, RecipeArgument, count, output_option, value
 
 
@@ -43,4 +44,4 @@ def search(
     request = SearchRequest(
         recipe, overrides or (), trials, processes, at_once, seeds, sampler, pruner, storage, output, test, write
     )
-    raise typer.Exit(search_values(request, typer.echo))
+    raise typer.Exit(search_values(request, say))

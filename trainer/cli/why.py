@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.base.text import for_terminal
+from trainer.base.terminal import say, say_json
 from trainer.cli.options import JsonOption, count, flag, value
 
 
@@ -27,9 +27,9 @@ def why(
     """
     from trainer.tools.why import explain, lines
 
-    found = explain(run, hardware, steps if verify else None, lambda line: typer.echo(for_terminal(line), err=True))
+    found = explain(run, hardware, steps if verify else None, lambda line: say(line, err=True))
     if as_json:
-        typer.echo(json.dumps(found.as_object(), allow_nan=False))
+        say_json(json.dumps(found.as_object(), allow_nan=False))
         return
     for line in lines(found):
-        typer.echo(for_terminal(line))
+        say(line)

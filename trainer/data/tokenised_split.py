@@ -6,7 +6,6 @@ The cache of `Dataset.map` is not used: its key depends on a pickle of the funct
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.base.digests import digest_of, file_digest
 from trainer.base.errors import DataError, UsageError
+from trainer.base.terminal import say
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
@@ -123,7 +123,7 @@ def encode_split(
                 split.show(done, len(rows))
             if time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
-                sys.stderr.write(f"tokenised {done:,} of {len(rows):,} rows of {split.where}\n")
+                say(f"tokenised {done:,} of {len(rows):,} rows of {split.where}", err=True)
             if packer and done in ends:
                 writer.add(packer.finish())
             end_sources(done)

@@ -20,6 +20,7 @@ from trainer.base import extensions
 from trainer.base.errors import ExitCode, TrainerError, error_of_values, error_to_values
 from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
+from trainer.base.terminal import write
 from trainer.observe.callbacks import described, made
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _wait(child: subprocess.Popen[bytes]) -> None:
         try:
             if child.stdout is not None:
                 for line in child.stdout:
-                    sys.stdout.write(line.decode("utf-8", "replace"))
+                    write(line.decode("utf-8", "replace"), sys.stdout)
             child.wait()
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
@@ -78,7 +79,7 @@ def _wait(child: subprocess.Popen[bytes]) -> None:
             child.kill()
             raise
     if child.stdout is not None:
-        sys.stdout.write(child.stdout.read().decode("utf-8", "replace"))
+        write(child.stdout.read().decode("utf-8", "replace"), sys.stdout)
         child.stdout.close()
 
 

@@ -26,6 +26,7 @@ from trainer.base.collector import importing
 from trainer.base.disk import within
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedError, TrainerError
 from trainer.base.scratch import scratch_folder
+from trainer.base.terminal import say
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
@@ -190,7 +191,7 @@ def _asked_of_accelerate() -> int:
             "`accelerate launch` on CPU gives no ranks to several machines; add --multi_gpu, which does, on CPU too"
         )
     if (number or 1) > 1:
-        sys.stderr.write(f"accelerate started one of the {number} requested processes: starting them here\n")
+        say(f"accelerate started one of the {number} requested processes: starting them here", err=True)
     return number or 1
 
 
@@ -235,8 +236,9 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
             except TrainerError as error:
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
-                sys.stderr.write(
-                    f"{error}\nrestart {restart} of {max_restarts}: all ranks start again from the last checkpoint\n"
+                say(
+                    f"{error}\nrestart {restart} of {max_restarts}: all ranks start again from the last checkpoint",
+                    err=True,
                 )
             time.sleep(_RESTART_SECONDS)
             if stop.signal is not None:

@@ -28,6 +28,7 @@ from typing import Any, Literal, TextIO
 import psutil
 
 from trainer.base.errors import INTERRUPTED, ExitCode
+from trainer.base.terminal import guard, write
 from trainer.ranks.environment import LaunchEnvironment, set_rank
 from trainer.ranks.stopping import handled
 
@@ -101,8 +102,7 @@ class _Output:
             lines, self.pending = [*lines, self.pending], b""
         if lines:
             with suppress(OSError):  # the terminal is gone; the ranks go on
-                self.target.write("".join(f"{self.prefix}{line.decode(errors='replace')}\n" for line in lines))
-                self.target.flush()
+                write("".join(f"{self.prefix}{line.decode(errors='replace')}\n" for line in lines), self.target)
         return bool(chunk)
 
 
@@ -287,6 +287,7 @@ def _become_rank(
     if outputs and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     os.setsid()  # Ctrl-C in the terminal reaches the watching process alone, which passes it on
+    guard()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

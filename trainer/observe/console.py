@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from trainer.base.text import for_terminal
+from trainer.base.terminal import write
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -40,11 +40,7 @@ class PlainConsole(Observer):
         self._write("", *end_summary(record, self._run))
 
     def _write(self, *lines: str) -> None:
-        text = "".join(f"{for_terminal(line)}\n" for line in lines)
-        # A label or a path that the stream cannot encode must not end the training.
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
-        self._stream.flush()
+        write("".join(f"{line}\n" for line in lines), self._stream)
 
 
 def open_console(stream: TextIO) -> Observer:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn
 from rich.text import Text
 
-from trainer.base.text import for_terminal
+from trainer.base.drawn import SafeConsole
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -29,7 +29,7 @@ _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed":
 
 def can_draw(stream: TextIO) -> bool:
     """Return whether the terminal of `stream` can move its cursor, which `TERM=dumb` denies."""
-    return not Console(file=stream).is_dumb_terminal
+    return not SafeConsole(stream).is_dumb_terminal
 
 
 def fold_fields(fields: Sequence[tuple[str, str]], width: int) -> str:
@@ -58,7 +58,7 @@ class ProgressConsole(Observer):
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        self._console = SafeConsole(stream)
         self._clock = clock
         self._run: RunInfo | None = None
         self._time_left: TimeLeft
@@ -148,4 +148,4 @@ class ProgressConsole(Observer):
     def _print(self, *lines: str, style: str | None = None) -> None:
         # The terminal wraps long lines, so a copied command holds no line break.
         for line in lines:
-            self._console.print(for_terminal(line), style=style, soft_wrap=True)
+            self._console.print(line, style=style, soft_wrap=True)

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from trainer.base.disk import within
 from trainer.base.errors import ExitCode, TrainerError
+from trainer.base.text import for_terminal
 from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
 from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
@@ -86,7 +87,7 @@ class Watchdog(Observer):
                 f"rank {self._heartbeat.rank} has made no progress for {self._timeout:g} seconds"
                 f" (`parallel.stall_timeout`), and the folder of the run does not answer\n{_stacks(self._thread)}"
             )
-            os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
+            os.write(sys.stderr.fileno(), for_terminal(f"error: {message}\n").encode(errors="backslashreplace"))
             _leave()
         return answer
 
@@ -131,7 +132,7 @@ class Watchdog(Observer):
         reporting.start()
         reporting.join(_REPORT_SECONDS)
         if self._error_file is None:
-            os.write(sys.stderr.fileno(), f"error: {message}\n".encode(errors="backslashreplace"))
+            os.write(sys.stderr.fileno(), for_terminal(f"error: {message}\n").encode(errors="backslashreplace"))
 
     def _statuses(self) -> dict[int, Status]:
         return read_statuses(self._heartbeat.run_folder)

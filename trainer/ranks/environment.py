@@ -226,6 +226,13 @@ def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
         ) from error
 
 
+def datasets_cache() -> Path:
+    """Return the folder in which `datasets` keeps prepared data sets, without its import."""
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+
+
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the default folder for tokenised data."""
     return user_cache(environ) / "trainer"

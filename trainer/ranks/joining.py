@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
-from trainer.base.text import listed
+from trainer.base.terminal import say
+from trainer.base.text import for_terminal, listed
 from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
 from trainer.ranks.interfaces import (
     address_of,
@@ -367,7 +368,10 @@ def _reach(environment: LaunchEnvironment, deadline: float) -> str:
         if now >= deadline:
             raise TrainerError(_not_met(environment, problem))
         if now >= notice:
-            _say(f"rank {environment.rank} on {socket.gethostname()} cannot reach {_place(environment)} yet: {problem}")
+            say(
+                f"rank {environment.rank} on {socket.gethostname()} cannot reach {_place(environment)} yet: {problem}",
+                err=True,
+            )
             notice = deadline
         time.sleep(_RETRY_SECONDS)
 
@@ -457,7 +461,7 @@ def _await_all(
         else:
             speaks = environment.rank == min(set(range(environment.world_size)) - set(absent), default=0)
         if until < deadline and speaks:
-            _say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting")
+            say(f"{_missing_text(absent, environment.world_size)} yet at {_place(environment)}; waiting", err=True)
     raise TrainerError(
         f"rank {environment.rank} on {socket.gethostname()} waited at {_place(environment)}, but"
         f" {_missing_text(missing(), environment.world_size)}; check that they were started, with MASTER_ADDR"
@@ -479,7 +483,7 @@ def _bounded(environment: LaunchEnvironment, seconds: float) -> Iterator[None]:
 
 
 def _give_up(environment: LaunchEnvironment) -> None:
-    os.write(sys.stderr.fileno(), f"error: {_not_met(environment, 'no answer')}\n".encode())
+    os.write(sys.stderr.fileno(), for_terminal(f"error: {_not_met(environment, 'no answer')}\n").encode())
     os._exit(ExitCode.FAILED)
 
 
@@ -500,11 +504,6 @@ def _missing_text(missing: list[int] | None, size: int) -> str:
         return "rank 0, which lists the ranks, has not joined"
     ranks = listed(missing, 8)
     return f"only {size - len(missing)} of {size} ranks have joined, without rank{'s' * (len(missing) > 1)} {ranks}"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def _error(code: ExitCode, text: str) -> TrainerError:

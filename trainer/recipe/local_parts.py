@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.ranks.environment import datasets_cache
 from trainer.recipe.schema import HubData, ImageKeys
 
 if TYPE_CHECKING:
     from trainer.recipe.schema import Recipe
 
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
 _CONFIGURATION = ("config.json",)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARY = (
@@ -77,14 +81,17 @@ class _Place(NamedTuple):
         """Return whether it is a folder, or one of the files is in the hub's cache."""
         if self.name is None or os.path.isabs(self.name):
             return True
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = (try_to_load_from_cache(self.name, file, revision=self.revision) for file in files)
-            return any(isinstance(path, str) for path in found)
-        except HFValidationError:  # it is no name on the hub, and the check that reads it has a message
+        if not _NAME.fullmatch(self.name):  # the check that reads it has a message
             return True
+        from huggingface_hub import constants  # not what reads the cache, which takes longer than this check
+
+        folder, revision = (
+            Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}"),
+            self.revision or "main",
+        )
+        with suppress(OSError):
+            revision = (folder / "refs" / revision).read_text(encoding="utf-8")
+        return any((folder / "snapshots" / revision / file).is_file() for file in files)
 
     def unchecked(self, parts: list[str]) -> str:
         revision = f" --revision {self.revision}" if self.revision else ""
@@ -99,9 +106,12 @@ def _has_rows(data: HubData) -> bool:
     """Return whether a data set is a folder, or `datasets` has prepared it in its cache."""
     if os.path.isabs(data.name):
         return True
-    from datasets.config import HF_DATASETS_CACHE
-    from datasets.naming import camelcase_to_snakecase
+    wanted = _letters(data.name)
+    folders = (folder for folder in datasets_cache().glob("*") if _letters(folder.name) == wanted)
+    pattern = f"{data.subset or '*'}/*/{data.revision or '*'}"
+    return any(any(folder.glob(pattern)) for folder in folders)
 
-    *owner, name = data.name.split("/")
-    folder = Path(HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(name)]))
-    return any(folder.glob(f"{data.subset or '*'}/*/{data.revision or '*'}"))
+
+def _letters(name: str) -> str:
+    """Return a name as the same text on the hub and, with other signs and cases, in the cache of `datasets`."""
+    return re.sub(r"[\W_]", "", name).lower()

@@ -19,6 +19,7 @@ import torch
 from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
+from trainer.base.terminal import say
 from trainer.base.text import size
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
 from trainer.training.run_tool import RunTool
@@ -109,7 +110,7 @@ def adds_changes_that_fit() -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         if error.plan_command:
-            sys.stderr.write("the memory is full; planning changes that fit takes a minute at most\n")
+            say("the memory is full; planning changes that fit takes a minute at most", err=True)
             if found := advice(error.plan_command):
                 error.args = (f"{error}\n{found}",)
         raise

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
-from trainer.base.text import aligned
+from trainer.base.text import aligned, for_terminal
 from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
 from trainer.tools.preview_rows import kinds, lengths_histogram, shown_rows, step_of_run
@@ -115,7 +115,7 @@ def preview_lines(preview: Preview) -> Iterator[Text]:
 
 
 def _row_lines(row: ShownRow) -> Iterator[Text]:
-    label = f"  label {row.label}" if row.label else ""
+    label = f"  label {for_terminal(row.label)}" if row.label else ""
     label += f"  {row.window}" if row.window else ""
     for number, text in enumerate(row.texts):
         line = Text(f"row {row.row + 1}" if number == 0 else "", style="bold")
@@ -127,7 +127,8 @@ def _row_lines(row: ShownRow) -> Iterator[Text]:
             space = " " if piece.text.startswith(" ") or piece.mark in ("padding", "cut") else ""
             note = f":{piece.note}" if piece.note and not piece.note.startswith("document") else ""
             line.append(space)
-            line.append(f"{before}{piece.text.removeprefix(' ')}{note}{after}", style=_STYLES[piece.mark])
+            shown = for_terminal(piece.text.removeprefix(" "))  # rich would drop some control characters
+            line.append(f"{before}{shown}{note}{after}", style=_STYLES[piece.mark])
         yield line
 
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.base.text import for_terminal, has_secret, without_secrets
+from trainer.base.text import has_secret, without_secrets
 from trainer.recipe.reading.trained import ADAPTER, CONFIG, folder_with
 
 _HUB = "https://huggingface.co"
@@ -185,7 +185,7 @@ def _naming_the_hub(hub: str, name: str) -> Iterator[None]:
         status = error.response.status_code
         fix = _FIXES.get(status, "push again later" if status >= 500 else "check the name and HF_ENDPOINT")
         answer = " ".join((error.server_message or error.response.reason_phrase).split())
-        reason = for_terminal(without_secrets(answer))
+        reason = without_secrets(answer)
         raise TrainerError(
             f"`NAME` could not be pushed: {hub} answered {status} for {name}: {reason}; {fix}"
         ) from error
@@ -194,6 +194,6 @@ def _naming_the_hub(hub: str, name: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, *_NETWORK) as error:
         problem = f"it did not answer for {_SECONDS:g} s" if "Timeout" in type(error).__name__ else str(error)
         raise TrainerError(
-            f"`NAME` could not be pushed: {hub} cannot be used for {name}: {for_terminal(without_secrets(problem))};"
+            f"`NAME` could not be pushed: {hub} cannot be used for {name}: {without_secrets(problem)};"
             " check the network and HF_ENDPOINT, and push again"
         ) from error

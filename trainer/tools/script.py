@@ -20,6 +20,7 @@ from typing import Any
 
 from trainer.base.errors import UsageError
 from trainer.base.templates import templates
+from trainer.base.text import for_terminal
 from trainer.recipe.elastic import check_nodes
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
@@ -149,6 +150,8 @@ def write_launch_script(
     if least < most:
         check_nodes(resolved.recipe, (least, most), gpus)
     text = kind.write(kind.file, _Job(source, overrides, resolved, most, gpus, options, least))
+    if for_terminal(text) != text:
+        raise UsageError("the script must hold no control characters, but a name or path in it does; rename that")
     start = kind.start
     if kind is KINDS["torchrun"] and (least < most or options.restarts):  # c10d numbers the nodes itself
         start = _ANY_TIME if least < most else _TOGETHER

@@ -6,7 +6,6 @@ torchrun starts all ranks again when the nodes change, and they resume.
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import ExitCode, LostPeerError, RecipeError
+from trainer.base.terminal import say
 from trainer.checkpoint.handover import free, hand_over
 from trainer.observe.callbacks import Callback
 from trainer.ranks.environment import LaunchEnvironment
@@ -78,7 +78,7 @@ def _meet(
         folders, seconds = (Path(kept.folder), Path(recipe.checkpoint.folder)), collective_timeout(recipe)
         notes += hand_over(*folders, meeting, everyone, size, seconds.total_seconds())
     if everyone.rank == 0:
-        sys.stderr.write("".join(f"{note}\n" for note in notes))
+        say("\n".join(notes), err=True)
     return meeting
 
 
@@ -96,9 +96,10 @@ def wait_as_spare(recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment,
     Raises:
         LostPeerError: the training has failed.
     """
-    sys.stderr.write(
+    say(
         f"rank {environment.rank} on {socket.gethostname()} waits as a spare: the recipe uses"
-        f" {plan.layout.world_size} of the {environment.world_size} processes\n"
+        f" {plan.layout.world_size} of the {environment.world_size} processes",
+        err=True,
     )
     code: int = ExitCode.FAILED
     try:

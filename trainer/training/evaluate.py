@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 
+from trainer.base.drawn import SafeConsole
 from trainer.base.errors import ExitCode, UsageError
-from trainer.base.text import for_terminal
+from trainer.base.terminal import say, say_json
 from trainer.models.configuration import load_config
 from trainer.observe.metrics_file import encode_numbers
 from trainer.observe.observer import Observer
@@ -61,13 +60,11 @@ class Evaluation:
             "rows": len(data.evaluated.rows),
         }
         if self.as_json:
-            text = json.dumps({**facts, "metrics": encode_numbers(metrics)}, allow_nan=False)
+            say_json(json.dumps({**facts, "metrics": encode_numbers(metrics)}, allow_nan=False))
         else:
             shown = {**facts, **{name: f"{value:.6g}" for name, value in metrics.items()}}
             width = max(map(len, shown))
-            text = "\n".join(for_terminal(f"{name:<{width}}  {value}") for name, value in shown.items())
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+            say("\n".join(f"{name:<{width}}  {value}" for name, value in shown.items()))
 
 
 def with_class_names(recipe: Recipe) -> Recipe:
@@ -100,7 +97,7 @@ def _evaluate(plan: RunPlan, start: Model, data: PreparedData, device: torch.dev
 
 def progress_bar(shows: bool) -> Progress:
     """Return a bar on the terminal of the standard error; it draws nothing on other ranks and into files."""
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     return Progress(console=console, transient=True, disable=not shows or not console.is_terminal)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainer.base.disk import UNFINISHED, move_over, remove
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.base.terminal import say
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
@@ -31,7 +32,7 @@ from trainer.recipe.schema import DataMap
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.predict import Predictor, table_bytes
-from trainer.training.prediction_files import Request, hold, print_note
+from trainer.training.prediction_files import Request, hold
 from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation
 
@@ -147,10 +148,10 @@ class Mining:
             left_out = mesh.on_rank_zero(write)
         if mesh.rank == 0:
             for note in predictor.notes():
-                print_note(note)
+                say(note, err=True)
             if left_out:
                 number = self.limits.number
-                print_note(f"left out: {left_out:,} of {len(pairs):,} pairs have fewer than {number} negatives")
+                say(f"left out: {left_out:,} of {len(pairs):,} pairs have fewer than {number} negatives", err=True)
 
     @property
     def _output(self) -> Path:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.base.terminal import say
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
@@ -28,7 +29,7 @@ from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.evaluate import progress_bar, with_class_names
-from trainer.training.prediction_files import Chunk, InputRows, Output, Request, naming_resumption, print_note
+from trainer.training.prediction_files import Chunk, InputRows, Output, Request, naming_resumption
 from trainer.training.process_group import run_on_ranks
 from trainer.training.row_encoding import Preparation, fitted, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
@@ -95,11 +96,11 @@ class Prediction:
             mesh.on_rank_zero(output.finish)
             if mesh.rank == 0:
                 for note in predictor.notes():
-                    print_note(note)
+                    say(note, err=True)
                 if empty := rows.num_empty():
-                    print_note(f"skipped: {empty:,} empty lines of {request.where}")
+                    say(f"skipped: {empty:,} empty lines of {request.where}", err=True)
                 if output.num_bad:
-                    print_note(f"bad: {output.num_bad:,} rows of {request.where} have an `error`")
+                    say(f"bad: {output.num_bad:,} rows of {request.where} have an `error`", err=True)
 
 
 def table_bytes(table: Any) -> Tensor:

@@ -17,6 +17,7 @@ from trainer.base.disk import UNFINISHED, move_over, no_file, read_plain, remove
 from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
+from trainer.base.terminal import say, say_json
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
     OUTPUT_FORMATS,
@@ -287,7 +288,10 @@ class Output:
         if before != facts:
             if before is not None:
                 changed = ", ".join(name for name in facts if before.get(name) != facts[name])
-                print_note(f"starts from the first row: {self._folder} belongs to a prediction with another {changed}")
+                say(
+                    f"starts from the first row: {self._folder} belongs to a prediction with another {changed}",
+                    err=True,
+                )
             for path in self._folder.iterdir():
                 if path != self._lock.file:
                     path.unlink()
@@ -295,7 +299,7 @@ class Output:
         while self._part(self._num_parts).exists():
             self._num_parts += 1
         if self._num_parts:
-            print_note(f"resumes after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}")
+            say(f"resumes after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}", err=True)
 
     def _facts(self) -> dict[str, Any]:
         recipe = self._recipe.model_dump(mode="json")
@@ -325,8 +329,7 @@ class Output:
         text = "".join(json_line(self._merged(row, answers[place])) for place, row in enumerate(chunk.rows))
         with self._must_be_writable():
             if self._path is None:
-                sys.stdout.write(text)
-                sys.stdout.flush()
+                say_json(text, end="")
             else:
                 replace_text(self._part(self._num_parts), text)
         self.num_bad += len(chunk.errors)
@@ -365,7 +368,7 @@ class Output:
             )
             move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)
-        print_note(f"wrote {self.num_done:,} rows to {self._path}")
+        say(f"wrote {self.num_done:,} rows to {self._path}", err=True)
 
     @property
     def _folder(self) -> Path:
@@ -407,11 +410,6 @@ def hold(folder: Path, output: Path, wait_seconds: float = 0.0) -> OwnedLock:
     if not is_free:
         raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
     return lock
-
-
-def print_note(text: str) -> None:
-    """Write a note to the standard error."""
-    sys.stderr.write(f"{text}\n")
 
 
 def _is_binary(value: Any) -> bool:

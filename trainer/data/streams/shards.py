@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from trainer.base.errors import DataError, TrainerError, UsageError, causes, may_pass
+from trainer.base.terminal import say
 from trainer.base.text import without_secrets
 from trainer.data.formats.base import reason
 from trainer.data.formats.table import FORMAT_OF_ENDING
@@ -84,7 +84,7 @@ class Shard:
                     ) from error
                 wait = FIRST_WAIT * 2**failures
                 failures += 1
-                sys.stderr.write(f"{problem}; retry {failures} of {RETRIES} in {wait:.0f} s\n")
+                say(f"{problem}; retry {failures} of {RETRIES} in {wait:.0f} s", err=True)
                 time.sleep(wait)
 
     def blocks(self, start: int) -> Iterator[bytes]:

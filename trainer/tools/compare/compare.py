@@ -15,7 +15,6 @@ import torch
 
 from trainer.base.distribution import versions
 from trainer.base.errors import INTERRUPTED, ExitCode, UsageError
-from trainer.base.text import for_terminal
 from trainer.launch.local import number_of_ranks
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
@@ -65,17 +64,14 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
     echo(f"{len(found)} layouts, {TURNS} turns of {request.steps} steps each on {ranks} processes, in {folder}")
     is_interrupted = False
 
-    def show(line: str) -> None:
-        echo(for_terminal(line))
-
     try:
-        comparison.run(show)
+        comparison.run(echo)
     except KeyboardInterrupt:
         is_interrupted = True
-        show("interrupted; these are the complete turns, and the same command continues")
+        echo("interrupted; these are the complete turns, and the same command continues")
     made = results(comparison.trials)
     if not is_interrupted:
-        show("planning the layouts")
+        echo("planning the layouts")
         with suppress(KeyboardInterrupt):
             made = [
                 with_plan(result, trial, request.hardware)
@@ -92,10 +88,10 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
     }
     write(made, folder, facts)
     write_page(made, folder, facts, is_cpu=gpus == 0)
-    show("")
+    echo("")
     for line in table(made, gpus == 0, shutil.get_terminal_size((_WIDE, 0)).columns):
-        show(line)
-    show(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
+        echo(line)
+    echo(f"wrote     {folder / 'compare.html'}, compare.json and compare.csv")
     if is_interrupted:
         return INTERRUPTED
     return ExitCode.DONE if any(result.is_complete for result in made) else ExitCode.FAILED

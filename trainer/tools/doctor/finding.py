@@ -10,6 +10,7 @@ from typing import Any, Literal
 import typer
 
 from trainer import __version__
+from trainer.base.text import for_terminal
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -64,7 +65,10 @@ def size(num_bytes: float) -> str:
 
 
 def lines(results: Sequence[Result], width: int) -> Iterator[str]:
-    """Yield a line for each finding under the name of its group, its remedy below, and a summary at the end."""
+    """Yield a line for each finding under the name of its group, its remedy below, and a summary at the end.
+
+    The lines have styles; the texts in them are escaped.
+    """
     of_status, of_name = max(map(len, _COLOURS)), max(len(result.name) for result in results)
     indent = " " * (of_status + of_name + 6)
     group = None
@@ -92,7 +96,7 @@ def as_object(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(_LEAST_WIDTH, width), break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(for_terminal(text), max(_LEAST_WIDTH, width), break_long_words=False, break_on_hyphens=False)
 
 
 def _count(results: Sequence[Result], status: Status) -> int:

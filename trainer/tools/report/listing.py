@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.base.errors import UsageError
-from trainer.base.text import aligned, for_terminal
+from trainer.base.text import aligned
 from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.summary import format_bytes, format_seconds
 from trainer.tools.report.report import best_text, read_run, seconds_of
@@ -81,16 +81,16 @@ def listing(runs: Sequence[Listed]) -> Iterator[str]:
     for one in runs:
         if one.message:
             first = one.message.strip().splitlines()[0]
-            yield for_terminal(f"{one.state:<10}{one.folder}: {first}")
+            yield f"{one.state:<10}{one.folder}: {first}"
 
 
 def _cells(one: Listed) -> tuple[str, ...]:
     step = f"{one.step} of {'?' if one.total_steps is None else one.total_steps}"
     return (
-        for_terminal(one.folder),
+        one.folder,
         one.state,
         step,
-        for_terminal(one.best),
+        one.best,
         format_seconds(one.seconds),
         format_bytes(one.num_bytes),
     )

@@ -18,9 +18,9 @@ def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
     """Yield the state of each run, then the curves of the loss and of the deciding metric."""
     for run in runs:
         step = f"step {run.last_step} of {run.info.get('total_steps', '?')}"
-        yield for_terminal(f"{run.name}: {run.state}, {step}, best {best_text(run)}")
+        yield f"{run.name}: {run.state}, {step}, best {best_text(run)}"
         if run.message:
-            yield for_terminal(f"  {run.message.strip().splitlines()[0]}")
+            yield f"  {run.message.strip().splitlines()[0]}"
     losses = [(run.name, [(one.step, one.loss) for one in run.metrics.steps]) for run in runs]
     yield from _curves("loss", losses, width)
     names = dict.fromkeys(best_metric(run) for run in runs if run.metrics.evaluations)

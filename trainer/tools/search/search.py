@@ -13,7 +13,6 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.distribution import install_command
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
-from trainer.base.text import for_terminal
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.writing import check_new_recipe, recipe_name
@@ -69,7 +68,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     folder = request.output or Path("runs") / f"{recipe.name}-search"
     study = Study(folder, request.storage, rules)
     crew = Crew(request.recipe, common, metric, request.processes, request.at_once)
-    workers = Workers(crew, study, lambda line: echo(for_terminal(line)))
+    workers = Workers(crew, study, echo)
     try:
         code = workers.work(request.trials, request.seeds, request.test)
         ranked = workers.ranked(request.seeds)
@@ -86,7 +85,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         )
         raise (storage_error(problem, error) if isinstance(error, OSError) else TrainerError(problem)) from error
     for line in lines(result):
-        echo(for_terminal(line))
+        echo(line)
     echo(f"wrote     {folder / 'search.html'} and search.json")
     if request.write is not None and result["best"] is not None and code == ExitCode.DONE:
         name = [] if any(word.startswith("name=") for word in common) else [_name(request.write, recipe.name)]
