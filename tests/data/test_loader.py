@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.data import loader
@@ -216,6 +218,27 @@ def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
         TrainerError, match=r"`data.num_workers` \(1\) died: signal SIGKILL.* set `data.num_workers` to 0"
     ):
         collections.deque(batches, maxlen=0)
+
+
+def send_and_work(worker: psutil.Process, number: signal.Signals) -> None:
+    worker.send_signal(number)
+    for _ in range(100):
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
+def test_a_worker_that_dies_while_the_rank_does_other_work_is_told_too(split, silent_deaths, number, monkeypatch):
+    """As that of the training while an evaluation reads from its own worker; torch raises in the middle of it."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # torch sets its handler once
+    others = psutil.Process().children()
+    batches = iter(train_loader(split, total_steps=1000, num_workers=1))
+    next(batches)
+    (worker,) = (child for child in psutil.Process().children() if child not in others)
+    evaluated = iter(EvalLoader(split, 1, 0, 1, PADDING, num_workers=1))
+    next(evaluated)
+    with pytest.raises(TrainerError, match=rf"`data.num_workers` \(1\) died: signal {number.name}"):
+        send_and_work(worker, number)
+    assert next(evaluated) is not None
 
 
 def test_an_error_in_a_worker_is_not_called_a_death(split):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import signal
+import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -267,6 +270,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
         if error.errno == errno.ENOSPC:
             raise TrainerError(_no_shared_memory(num_workers)) from error
         raise
+    _name_deaths(num_workers)
     workers = [process for process in multiprocessing.active_children() if process not in before]
     # At exit, multiprocessing sends SIGTERM to the workers, which ignore it, and would wait for them forever.
     weakref.finalize(iterator, _kill, workers)
@@ -277,7 +281,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
             return
         except (RuntimeError, OSError, EOFError) as error:  # from the loader or a broken connection
             if dead := _dead(workers):
-                raise TrainerError(_worker_death(dead, num_workers)) from error
+                raise TrainerError(_worker_death([one.exitcode or 0 for one in dead], num_workers)) from error
             raise
         yield batch
 
@@ -298,6 +302,27 @@ def _end_worker(error: Exception, batch: object) -> None:
     if not is_full:
         traceback.print_exception(error)
     os._exit(errno.ENOSPC if is_full else 1)
+
+
+def _name_deaths(num_workers: int) -> None:
+    """Let torch's handler of dead workers, which raises wherever the rank is, raise an error with a remedy."""
+    report = signal.getsignal(signal.SIGCHLD)
+    is_ours = isinstance(report, partial) and report.func is _report_death
+    if callable(report) and not is_ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, partial(_report_death, report, num_workers))
+
+
+def _report_death(report: Callable[[int, Any], object], num_workers: int, number: int, frame: Any) -> None:
+    try:
+        report(number, frame)
+    except RuntimeError as error:
+        pid = re.search(r"\(pid (\d+)\)", str(error))
+        # It stays in this state until its loader asks for it.
+        state = pid and os.waitid(os.P_PID, int(pid[1]), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if not state:
+            raise
+        code = state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+        raise TrainerError(_worker_death([code], num_workers)) from error
 
 
 def _kill(workers: Sequence[BaseProcess]) -> None:
@@ -322,8 +347,8 @@ def _no_shared_memory(num_workers: int) -> str:
     )
 
 
-def _worker_death(dead: Sequence[BaseProcess], num_workers: int) -> str:
-    codes = sorted({worker.exitcode or 0 for worker in dead})
+def _worker_death(exit_codes: Sequence[int], num_workers: int) -> str:
+    codes = sorted(set(exit_codes))
     if errno.ENOSPC in codes:
         return _no_shared_memory(num_workers)
     return (
