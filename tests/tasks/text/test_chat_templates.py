@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -45,15 +46,23 @@ BOMBS = {
 }
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 @pytest.mark.alone
 def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
     monkeypatch.setattr(chat_templates, "_SECONDS", 0.5)
     monkeypatch.setattr(chat_templates, "_BYTES", 64 << 20)
     limit = resource.getrlimit(resource.RLIMIT_AS)
+    start_bytes = resident()
+    errors = []  # an error must not keep the texts that the template made
     for text, cause in BOMBS.items():
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        with pytest.raises((UsageError, DataError), match=cause):
+        with pytest.raises((UsageError, DataError), match=cause) as error:
             ChatTemplate("name", text, ()).write(CHAT, "row 1")
+        errors.append(error.value)
+        assert resident() - start_bytes < 40 << 20, text
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10, text  # KiB
         assert time.process_time() - start < 10, text
     assert resource.getrlimit(resource.RLIMIT_AS) == limit

@@ -5,6 +5,7 @@ A template is code of its author. It runs in the sandbox of transformers; the li
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import resource
@@ -94,13 +95,30 @@ class ChatTemplate:
         _bound_sandbox(chat_template_utils)
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         special = {key: list(value) if isinstance(value, tuple) else value for key, value in self.special}
-        with _limits(place), self._dated(chat_template_utils):
-            texts, marked = chat_template_utils.render_jinja_template(
-                conversations=[given], tools=tools, chat_template=self.text, **options, **special
+        limit = None
+        try:
+            with _limited(), self._dated(chat_template_utils):
+                texts, marked = chat_template_utils.render_jinja_template(
+                    conversations=[given], tools=tools, chat_template=self.text, **options, **special
+                )
+        except _SlowTemplateError:
+            limit = f"{_SECONDS} seconds", "was still running"
+        except MemoryError:
+            limit = f"{_BYTES >> 20:,} MiB of memory", "needed more"
+        except Exception as error:  # a template may raise any error, for example on roles that do not alternate
+            raise DataError(
+                f"{place} is a chat that the tokenizer's template refuses: {error}; correct the chat, or leave the row"
+                " out"
+            ) from error
+        if limit is None and len(texts[0]) > _CHARACTERS:
+            limit = f"{_CHARACTERS:,} characters", f"wrote {len(texts[0]):,}"
+        if limit is not None:  # raised here, the error keeps none of the texts that the template made
+            gc.collect()  # the frames of a template are a circle
+            raise UsageError(
+                f"the chat template of the tokenizer must write a chat within {limit[0]}, but {limit[1]} for {place};"
+                " fix a copy of the template (`model.tokenizer`), or leave the row out"
             )
-        if len(text := texts[0]) > _CHARACTERS:
-            raise _too_large(f"{_CHARACTERS:,} characters", f"wrote {len(text):,}", place)
-        return text, marked
+        return texts[0], marked
 
     @contextmanager
     def _dated(self, module: Any) -> Iterator[None]:
@@ -131,13 +149,6 @@ def set_date(tokenizer: Tokenizer, day: str | None) -> None:
         setattr(tokenizer, _DATE, day)
 
 
-def _too_large(limit: str, found: str, place: str) -> UsageError:
-    return UsageError(
-        f"the chat template of the tokenizer must write a chat within {limit}, but {found} for {place}; fix a copy of"
-        " the template (`model.tokenizer`), or leave the row out"
-    )
-
-
 class _SlowTemplateError(BaseException):
     """Error of a chat template that runs too long; a template cannot catch it."""
 
@@ -147,32 +158,16 @@ def _stop_template(*_: Any) -> None:
 
 
 @contextmanager
-def _limits(place: str) -> Iterator[None]:
-    """Name the chat of errors in its template, and end a template that takes too much time or memory.
+def _limited() -> Iterator[None]:
+    """Limit processor time and address space. The kernel counts both, whatever a template calls.
 
     The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
     main thread only, and a limit of memory holds for the whole process. A template in another thread, which reads
     later rows of a stream, has no limit.
     """
-    try:
-        if threading.current_thread() is threading.main_thread():
-            with _limited():
-                yield
-        else:
-            yield
-    except _SlowTemplateError:
-        raise _too_large(f"{_SECONDS} seconds", "was still running", place) from None
-    except MemoryError:
-        raise _too_large(f"{_BYTES >> 20:,} MiB of memory", "needed more", place) from None
-    except Exception as error:  # a template may raise any error, for example on roles that do not alternate
-        raise DataError(
-            f"{place} is a chat that the tokenizer's template refuses: {error}; correct the chat, or leave the row out"
-        ) from error
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Limit processor time and address space. The kernel counts both, whatever a template calls."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGPROF, _stop_template)
     try:
