@@ -440,7 +440,7 @@ def test_a_server_of_google_storage(folder, monkeypatch):
         ("data.validation=http://host/rows.jsonl", "is for the training split"),
         ("data.group_by_length=true", "group_by_length"),
         ("data.validation=0.1", "hold out"),
-        ("data.format=csv", "read from the middle"),
+        ("data.format=csv", "which `data.streaming` does not read"),
         ("data.encoding=latin-1", "encoding"),
         ("task.labels=null", "`task.labels` is missing"),
         ("task.class_weights=balanced", "not counted"),
