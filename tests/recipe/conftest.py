@@ -12,7 +12,7 @@ from trainer.recipe.reading.rules import message
 from trainer.recipe.schema.section import Contradiction
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _each_key_is_named() -> Iterator[None]:
     def checked(contradiction: Contradiction) -> str:
         text = message(contradiction)

@@ -15,6 +15,7 @@ import typer
 
 from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
+from trainer.base.hub_retries import shorten_retries
 from trainer.base.terminal import say
 from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
@@ -31,6 +32,7 @@ _OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code; `argv` holds the arguments after the program's name."""
     forbid_telemetry()
+    shorten_retries()
     arguments = list(_without_local_rank(sys.argv[1:] if argv is None else argv))
     try:
         if arguments[:1] and arguments[0] in _OTHER_WORDS:

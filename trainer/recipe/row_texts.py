@@ -110,6 +110,14 @@ class Template:
                     raise ValueError(f"column `{text}` {error}{optional}") from None
 
 
+def _instead(column: str, name: str, text: str) -> str:
+    """Return the value that an operator needs, with an example made of a text such as `[a, b]`."""
+    items = [json.dumps(part.strip(" '\"")) for part in text.strip("[](){} ").split(",") if part.strip(" '\"")]
+    if name.endswith("in"):
+        return f"a list in JSON, such as {column} {name} [{', '.join(items or ['1', '2'])}]"
+    return f"one value; for several ones write {column} {'in' if name == '==' else 'not in'} [{', '.join(items)}]"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A condition on a column, such as `score >= 0.5`; null fulfils no order."""
@@ -138,7 +146,7 @@ class Comparison:
         if name in _ORDERS and (isinstance(value, bool) or not isinstance(value, str | int | float)):
             raise ValueError(f"must compare by {name} with a number or a text, but the value is {match['value']}")
         if name.endswith("in") != isinstance(value, list) or isinstance(value, dict):
-            raise ValueError(f"must compare by {name} with {'a list' if name.endswith('in') else 'one value'}")
+            raise ValueError(f"must compare by {name} with {_instead(match['column'], name, match['value'])}")
         column = match["column"]
         if column.startswith('"'):
             with suppress(ValueError):

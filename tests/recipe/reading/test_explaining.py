@@ -68,7 +68,31 @@ Minimal = dict[str, Any]
         (
             "task.metrics=f1",
             '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "f1_micro",'
-            ' "matthews", but is "f1"; write ["f1"]',
+            """ "matthews", but is "f1"; write 'task.metrics=["f1"]'""",
+        ),
+        (
+            "task.metrics=[accuracy, Macro F1]",  # a shell has removed the quotes
+            '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "f1_micro",'
+            """ "matthews", but is "[accuracy, Macro F1]"; write 'task.metrics=["accuracy", "f1_macro"]'""",
+        ),
+        (
+            "task.labels=Good, Bad",
+            "`task.labels` must be a list of at least 2 items, each text that is not blank, or null, but is"
+            """ "Good, Bad"; write 'task.labels=["Good", "Bad"]'""",
+        ),
+        (
+            "optimizer.betas=0.9,0.95",
+            "`optimizer.betas` must be a list of 2 items, each a number of at least 0 and below 1, but is"
+            """ "0.9,0.95"; write 'optimizer.betas=[0.9, 0.95]'""",
+        ),
+        (
+            'data.map.where=x in ["a", "b"]',
+            "`data.map.where` must be a list of items, each text that is not blank, but is"
+            """ "x in [\\"a\\", \\"b\\"]"; write 'data.map.where=["x in [\\"a\\", \\"b\\"]"]'""",
+        ),
+        (
+            'data.map.where=["x in [Good, Bad]"]',
+            """`data.map.where[0]` must compare by in with a list in JSON, such as x in ["Good", "Bad"]""",
         ),
         (
             'task.metrics=["acuracy"]',
@@ -85,7 +109,7 @@ Minimal = dict[str, Any]
             '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
             ' "image_classification", "embedding", "seq2seq_lm", "token_classification", "question_answering",'
             ' "multiple_choice", "preference", "reward_model", "reranker", but is'
-            ' "classification"; did you mean "token_classification"?',
+            ' "classification"; did you mean "sequence_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
         ("parallel=null", "`parallel` must be an object, but is null"),
@@ -100,6 +124,13 @@ Minimal = dict[str, Any]
             'task.class_weights={"": 2.0, "b": 1.0}',
             "`task.class_weights` must have names that are not blank; write them, or set the variable that was empty",
         ),
+        (
+            "evaluation.metric=f1",
+            "`evaluation.metric` is `task.metrics` here (a list; `evaluation.best` names the one that selects the best"
+            " model)",
+        ),
+        ("data.files=a.csv", '`data.files` is `data.train` here (with data.source "files")'),
+        ("data.shuffle=true", "`data.shuffle` has no counterpart here: the rows of each epoch are shuffled"),
         ("trainig.epochs=3", "`trainig` is not a key; did you mean `training`?"),
         ("epochs=3", "`epochs` is not a key; did you mean `training.epochs`?"),
         ("model.name=x", "`model.name` is not a key; did you mean `model.name_or_path`?"),

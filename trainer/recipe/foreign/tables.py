@@ -128,6 +128,9 @@ TRAINING_ARGUMENTS = {
 }
 """All of these, and arguments of run_glue.py, run_classification.py, run_mlm.py and run_image_classification.py."""
 
+SPELLINGS = _sections("spellings")["keys"]
+"""Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
+
 FORMATS = _sections("formats")
 """Tables of formats that `trainer convert` refuses, by the name of the tool."""
 
@@ -138,7 +141,14 @@ def _normal(spelling: str) -> str:
 
 @cache
 def _spellings() -> Table:
-    tables = (LORA_CONFIG, ACCELERATE, MEGATRON, DEEPSPEED, TRAINING_ARGUMENTS)  # the last one takes precedence
+    tables = (
+        SPELLINGS,
+        LORA_CONFIG,
+        ACCELERATE,
+        MEGATRON,
+        DEEPSPEED,
+        TRAINING_ARGUMENTS,
+    )  # the last one takes precedence
     return {_normal(spelling): row for table in tables for spelling, row in table.items()}
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -105,7 +106,10 @@ def explain(finding: Finding, root: Node) -> list[Problem]:
 
 def _must_be(path: KeyPath, rule: Schema, node: Node) -> Problem:
     value = node.plain()
-    text = f"`{dotted(path)}` must be {_rule_in_words(rule)}, but is {shown_value(value)}{_remedy(value, rule)}"
+    remedy = _remedy(value, rule)
+    if remedy.startswith("; write [") and not node.origin.line and isinstance(path[-1], str):  # for the shell
+        remedy = f"; write {shlex.quote(dotted(path) + '=' + remedy.removeprefix('; write '))}"
+    text = f"`{dotted(path)}` must be {_rule_in_words(rule)}, but is {shown_value(value)}{remedy}"
     return Problem(node.origin, text)
 
 
@@ -204,8 +208,23 @@ def _branches(schema: Schema) -> list[Schema]:
 _OTHER_NAMES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32",
     "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp", "deepspeed": "zero2",
+    "text_classification": "sequence_classification", "classification": "sequence_classification",
+    "sentiment_analysis": "sequence_classification", "zero_shot_classification": "sequence_classification",
+    "natural_language_inference": "sequence_classification", "regression": "sequence_regression",
+    "fill_mask": "masked_lm", "mlm": "masked_lm", "text_generation": "causal_lm", "clm": "causal_lm",
+    "language_modeling": "causal_lm", "sft": "causal_lm", "chat": "causal_lm", "conversational": "causal_lm",
+    "ner": "token_classification", "named_entity_recognition": "token_classification",
+    "summarization": "seq2seq_lm", "translation": "seq2seq_lm", "text2text_generation": "seq2seq_lm",
+    "seq2seq": "seq2seq_lm", "extractive_question_answering": "question_answering", "qa": "question_answering",
+    "squad": "question_answering", "sentence_similarity": "embedding", "feature_extraction": "embedding",
+    "sentence_transformer": "embedding", "retrieval": "embedding", "text_ranking": "reranker",
+    "cross_encoder": "reranker", "dpo": "preference", "kto": "preference", "orpo": "preference", "simpo": "preference",
+    "reward": "reward_model", "reward_modeling": "reward_model", "swag": "multiple_choice",
+    "acc": "accuracy", "macro_f1": "f1_macro", "micro_f1": "f1_micro", "mcc": "matthews",
+    "matthews_correlation": "matthews", "pearsonr": "pearson", "spearmanr": "spearman", "sacrebleu": "bleu",
+    "adam": "adamw", "wsd": "warmup_stable_decay", "json_lines": "json", "jsonl": "json", "xlsx": "excel",
 }  # fmt: skip
-"""Values of other tools, and ours for them."""
+"""Values of other tools, pipelines of transformers among them, and ours for them; with underscores."""
 
 _LITERALS = {
     "true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false", "null": "null",
@@ -236,19 +255,44 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     if not value.strip():
         return "; write null, or set the variable that was empty" if "null" in types else ""
     values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
-    choices = [one for one in values if isinstance(one, str)]
-    other = _OTHER_NAMES.get(value.lower())
-    near = [other] if other in choices else get_close_matches(value.lower(), choices, n=1, cutoff=0.8)
-    if near:
-        return f"; did you mean {shown_value(near[0])}?"
+    if near := _meant(value, [one for one in values if isinstance(one, str)]):
+        return f"; did you mean {shown_value(near)}?"
     literal = _LITERALS.get(value.lower())
     if literal and ("null" if literal == "null" else "boolean") in types:
         return f"; write {literal} without quotes"
     if (_is_number(value, int) and "integer" in types) or (_is_number(value, float) and "number" in types):
         return f"; write {value} without quotes"
-    if any(branch.get("type") == "array" and branch.get("minItems", 0) <= 1 for branch in branches):
-        return f"; write [{shown_value(value)}]"
-    return ""
+    return next((f"; write {found}" for branch in branches if (found := _list_in(value, branch))), "")
+
+
+def _meant(text: str, choices: Sequence[str]) -> str | None:
+    """Return the choice that a text means by the name of another tool, or nearly spells."""
+    text = re.sub(r"[\s-]+", "_", text.strip().lower())
+    other = _OTHER_NAMES.get(text)
+    return other if other in choices else next(iter(get_close_matches(text, choices, n=1, cutoff=0.8)), None)
+
+
+def _list_in(text: str, schema: Schema) -> str:
+    """Return the list that a text such as "a, b" or "[a, b]" means, as JSON; empty if it has another number of items.
+
+    A shell removes the quotes of a list without quotes around it.
+    """
+    if schema.get("type") != "array":
+        return ""
+    text = text.strip()
+    inner = text[1:-1] if text[:1] + text[-1:] in ("[]", "()", "{}") else text
+    items = [inner] if set("[](){}") & set(inner) else [part.strip().strip("'\"") for part in inner.split(",")]
+    if not schema.get("minItems", 0) <= len(items) <= schema.get("maxItems", len(items)) or not all(items):
+        return ""
+    branches = _branches(schema["items"])
+    choices = [value for branch in branches for value in branch.get("enum", ()) if isinstance(value, str)]
+    kinds = {"integer": int, "number": float}
+    numbers = [kinds[kind] for branch in branches if (kind := branch.get("type")) in kinds]
+    shown = [
+        item if any(_is_number(item, kind) for kind in numbers) else json.dumps(_meant(item, choices) or item)
+        for item in items
+    ]
+    return f"[{', '.join(shown)}]"
 
 
 def _is_number(text: str, type_: type[int] | type[float]) -> bool:

@@ -93,7 +93,55 @@ def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = tree.place(mark) if mark else origin
-        raise RecipeError(f"{place}: {': '.join(filter(None, (error.context, error.problem)))}") from error
+        raise RecipeError(f"{place}: {_in_words(f'{error.context}: {error.problem}')}") from error
+
+
+_PROBLEMS = {
+    "mapping (values|keys) are not allowed here": (
+        "a colon with a blank after it makes a key, and none can stand here; put the text in quotes, or begin a line"
+    ),
+    "could not find expected ':'": (
+        "a key needs a colon with a blank after it, as in `name: value`; add it, or close the quotes or brackets above"
+    ),
+    r"found character '\\t' that cannot": "a tab cannot indent a line; use blanks",
+    "found character '(?P<found>.+)' that cannot": "a text cannot begin with {found}; put it in quotes",
+    "found unexpected (end of stream|document separator)": "a text in quotes has no end; close its quotes",
+    "expected ',' or '(?P<found>.)', but got": (
+        "a comma or `{found}` is missing here; add it, or put a text with a bracket or brace in quotes"
+    ),
+    "expected <block end>, but found '(-|<block sequence start>)'": (
+        "the items of a list must be indented alike, below their key; correct the blanks at the start of the line"
+    ),
+    "expected <block end>, but found": (
+        "the keys of a section must be indented alike, and a value ends before this; correct the blanks at the start"
+        " of the line, or put the whole value in quotes"
+    ),
+    "sequence entries are not allowed here": "an item of a list cannot stand here; begin a line with it",
+    "expected the node content, but found": "a value is missing here; write it, or null, or put a text in quotes",
+    "expected (chomping or indentation|a comment or a line break)": (
+        "a text that begins with | or > begins on the next line; write it there, or put it in quotes"
+    ),
+    "invalid indentation or unclosed": "a bracket or brace has no end; close it",
+    "found undefined alias '(?P<found>.+)'": "`*{found}` names no anchor; put a text that begins with * in quotes",
+    "found duplicate anchor '(?P<found>[^']+)'": "the anchor `&{found}` is there twice; rename one",
+    "found unknown escape character '(?P<found>.+)'": (
+        r"a text in double quotes cannot hold \{found}; use single quotes"
+    ),
+    "expected (URI )?escape sequence": "a text in double quotes has half an escape sequence; use single quotes",
+    "expected (a single document in the stream|'<document start>')|found incompatible YAML document": (
+        "the file must hold one document of YAML; remove other text, and lines with `---` or `%`"
+    ),
+    "expected alphabetic or numeric character": "a name is missing; put a text that begins with * or & in quotes",
+}
+"""Problems of PyYAML as regular expressions, in our words, with the fix."""
+
+
+def _in_words(problem: str) -> str:
+    """Return a problem of PyYAML, with its context before it, in our words; one of this module stays."""
+    for form, words in _PROBLEMS.items():
+        if match := re.search(form, problem):
+            return words.format(**match.groupdict())
+    return problem.removeprefix("None: ")
 
 
 class _Composer(yaml.BaseLoader):  # type: ignore[misc]

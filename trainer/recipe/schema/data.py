@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import json
 import os
 from collections.abc import Iterator
 from datetime import date
@@ -210,6 +211,8 @@ def _missing_files(split: str, places: float | str | list[str] | None) -> Iterat
         path: KeyPath = ("data", split, index) if isinstance(places, list) else ("data", split)
         if not glob.has_magic(place):
             text = f"is a file that does not exist: {place}"
+            if len(names := place.split(",")) > 1:
+                text += f"; several files are a list: {json.dumps([os.path.basename(name.strip()) for name in names])}"
             if os.path.exists(place):
                 text = f"must name files, but `{place}` {no_file(Path(place))}"
                 text += FOLDER_FIX if os.path.isdir(place) else "; copy its rows to a file"

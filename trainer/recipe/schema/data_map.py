@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.recipe.paths import KeyPath
+from trainer.recipe.paths import KeyPath, dotted
 from trainer.recipe.row_texts import Comparison, Template
 from trainer.recipe.schema.fields import Name, NameKey
 from trainer.recipe.schema.section import Contradiction, Section
@@ -93,8 +93,9 @@ class DataMap(Section):
 
     def contradictions(self, base: KeyPath = ("data", "map")) -> Iterator[Contradiction]:
         if self.columns is not None and self.shape in ("sharegpt", "alpaca"):
-            text = f'is "{self.shape}", which stands for its own `columns`; remove one of them'
-            yield Contradiction(((*base, "shape"), (*base, "columns")), text)
+            own: KeyPath = (*base, "columns")
+            text = f'is "{self.shape}", which stands for its own `{dotted(own)}`; remove one of them'
+            yield Contradiction(((*base, "shape"), own), text)
         for place, condition in enumerate(self.where):
             if problem := _problem(Comparison.parse, condition):
                 yield Contradiction(((*base, "where", place),), problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -24,9 +25,11 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
     """Require that a split has the columns `names`, which the recipe's `key` selects."""
     for name in names:
         if name not in features:
+            parts = [part.strip() for part in name.split(",")]
+            several = f"; several columns are a list: {json.dumps(parts)}" if features.keys() >= {*parts} else ""
             raise DataError(
                 f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
-                f" {', '.join(f'`{column}`' for column in features)}{blanks_hint(name, features)}"
+                f" {', '.join(f'`{column}`' for column in features)}{blanks_hint(name, features)}{several}"
             )
 
 
