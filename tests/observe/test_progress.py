@@ -46,7 +46,7 @@ training ━━━━━━━━━━━━━━━━━━━━━━━�
 epoch 3.00  loss 0.3550  grad_norm 12.3450  lr 5.00e-05  samples/s 320
 tokens/s 33.1k  mfu 41.2%  memory 2.0 GiB
 
-finished after 345 steps in 0:02:03, exit code 0
+stopped after 345 steps in 0:02:03, exit code 75
   best        accuracy 0.8125 at step 230 (majority class: 0.6838)
   folder      runs/small
   report      trainer report runs/small
@@ -77,7 +77,7 @@ console.evaluation_progress(4, 4)
 console.evaluation(EvaluationRecord(20, {"accuracy": 0.8125}))
 console.step(step_record(345, mfu=0.412))
 console._live.refresh()
-console.end(end_record(folder, resume_command="trainer run " + "x" * 90))
+console.end(end_record(folder, outcome="stopped", exit_code=75, resume_command="trainer run " + "x" * 90))
 console.close()
 console.close()
 """

@@ -85,7 +85,8 @@ def test_summaries_hold_eighty_columns_but_for_what_is_copied():
         majority=MajorityClass("a label of several words that are not short at all", 0.5),
         resumed_from=120_000,
     )
-    end = end_record(folder, resume_command="torchrun --nnodes 16 --nproc-per-node 8 -m trainer run " + "x" * 80)
+    command = "torchrun --nnodes 16 --nproc-per-node 8 -m trainer run " + "x" * 80
+    end = end_record(folder, outcome="stopped", exit_code=75, resume_command=command)
     long = [line for line in [*start_summary(run), *end_summary(end, run)] if len(line) > 80]
     assert all(str(folder) in line or "resume " in line for line in long)
     assert f"  resume      {end.resume_command}" in long

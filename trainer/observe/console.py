@@ -37,7 +37,8 @@ class PlainConsole(Observer):
         self._write(text)
 
     def end(self, record: EndRecord) -> None:
-        self._write("", *end_summary(record, self._run))
+        if lines := end_summary(record, self._run):
+            self._write("", *lines)
 
     def _write(self, *lines: str) -> None:
         write("".join(f"{line}\n" for line in lines), self._stream)

@@ -125,10 +125,10 @@ class ProgressConsole(Observer):
 
     def end(self, record: EndRecord) -> None:
         self.close()
-        title, *lines = end_summary(record, self._run, self._evaluations)
-        self._print("")
-        self._print(title, style=_OUTCOME_STYLES[record.outcome])
-        self._print(*lines)
+        if lines := end_summary(record, self._run, self._evaluations):
+            self._print("")
+            self._print(lines[0], style=_OUTCOME_STYLES[record.outcome])
+            self._print(*lines[1:])
 
     def close(self) -> None:
         """Leave the bar on the screen and restore the cursor."""

@@ -204,12 +204,14 @@ def operation_lines(operations: Sequence[Operation]) -> list[str]:
 
 
 def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[EvaluationRecord] = ()) -> list[str]:
-    """Return the lines on the outcome of a run and its resumption.
+    """Return the lines on the outcome of a run and its resumption; none if it failed before it started.
 
     Args:
         run: the run; None if it never started.
         evaluations: those to show as a curve; one alone is no curve.
     """
+    if run is None and record.outcome == "failed":
+        return []  # its error on standard error has all that there is
     steps = "1 step" if record.step == 1 else f"{record.step} steps"
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
     # The message of a failure follows on standard error.
@@ -240,7 +242,8 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
         run_folder = shlex.quote(str(record.folder))
         lines.append(f"  {'evaluate':<{_LABEL_WIDTH}}trainer evaluate {run_folder}")
         lines.append(f"  {'predict':<{_LABEL_WIDTH}}trainer predict {run_folder} --input FILE --output FILE")
-    if record.exit_code in (ExitCode.USER, ExitCode.NON_FINITE):  # the same command would fail again
+    # Nothing is left to train, or the same command would fail again.
+    if record.exit_code in (ExitCode.DONE, ExitCode.USER, ExitCode.NON_FINITE):
         return lines
     # Never wrapped: users paste this line.
     label = "resume" if record.has_checkpoint else "restart"

@@ -70,7 +70,7 @@ def load_trained(
     size = training.get("micro_batch_size")
     training["global_batch_size"] = (size if isinstance(size, int) and size > 0 else 8) * num_ranks
     values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
-    notes = [f"model: {folder}"]
+    notes = [] if evaluates else [f"model: {folder}"]  # an evaluation names it among its results
     chosen = any(override.startswith("parallel.") for override in overrides)
     strategy = values.get("parallel", {}).get("strategy", "ddp")
     is_known = isinstance(strategy, str) and strategy in STRATEGIES  # or else it is refused below
