@@ -356,12 +356,29 @@ def test_a_server_that_comes_back(folder, monkeypatch, capfd, protocol, ending):
             next(batches)
 
 
+def test_a_slow_server_is_named_while_it_is_awaited(folder, monkeypatch, capfd):
+    monkeypatch.setattr(shards, "_PATIENCE", 0.1)
+    with webhdfs(folder) as server:
+        recipe = recipe_of(folder, train=server.http_url("part-2.parquet"))
+        server.state = "slow"
+        loaders(recipe)
+    shown = capfd.readouterr().err
+    assert "reading the shards of `data.train` for " in shown
+    assert "reading the index of `data.train` for " in shown
+
+
 def test_missing_files_and_lost_servers_of_http_differ(folder, monkeypatch, capfd):
     monkeypatch.setattr(shards.time, "sleep", lambda seconds: None)
     with webhdfs(folder) as server:
         (shard,) = find_shards([server.http_url("part-2.jsonl")])
         with pytest.raises(DataError, match="there is none at"):
             find_shards([server.http_url("part-9.jsonl")])
+        server.state = "closed"
+        for read in (lambda: find_shards([server.http_url("part-2.jsonl")]), lambda: index_of(shard, folder)):
+            with pytest.raises(
+                DataError, match=r"may read, but the server of `http.*` answers with the status 401; cor"
+            ):
+                read()
         for server.state in ("away", "cut"):
             with pytest.raises(TrainerError, match="cannot be read") as found:
                 find_shards([server.http_url("part-2.jsonl")])

@@ -23,7 +23,7 @@ class WebHdfs(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Answers)
         self.folder = folder
-        self.state: Literal["well", "away", "silent", "cut"] = "well"
+        self.state: Literal["well", "away", "silent", "cut", "closed", "slow"] = "well"
         self.heard: Callable[[str, str], None] = lambda operation, path: None
         """Called with each operation and its path, before the answer."""
         self.has_ranges = True
@@ -68,9 +68,13 @@ class _Answers(BaseHTTPRequestHandler):
         operation = query.get("op", "")
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         self.server.heard(operation, name)
+        if self.server.state == "slow":
+            self.server.ended.wait(0.2)
         if self.server.state == "silent":
             self.server.ended.wait()
             self.close_connection = True
+        elif self.server.state == "closed":
+            self._say(401)
         elif self.server.state == "away":
             self._say(503, b"<html>in maintenance</html>")
         elif self.server.state == "cut":

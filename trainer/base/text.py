@@ -13,7 +13,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 _ASSIGNED_SECRET = re.compile(
     r"""(['"])?(\b\w*_(?:API_KEY|TOKEN|PASSWORD)=)(?(1)(?:(?!\1).)*|(?:'[^']*'|"[^"]*"|[^\s&]+))"""
 )
-_SECRET_NAME = r"[\w.-]*(?:key|token|secret|passw|signature|credential)[\w.-]*|sig|auth|pass|pwd"
+_SECRET_NAME = (
+    r"[\w.-]*(?:key|token|secret|passw|signature|credential)[\w.-]*|(?:(?:access|auth|authorization)[_.-]?)?code"
+    r"|sig|auth|pass|pwd|api|jwt|sas|sid|session(?:[_.-]?id)?|bearer|ticket|otp"
+)
 _QUERY_SECRET = re.compile(rf"""([?&;#](?:{_SECRET_NAME})=)[^&;#\s'"]+""", re.IGNORECASE)
 # A password may hold any character; a path that was normalised has one slash.
 _WITH_PASSWORD = r":/{1,2}[^/?#\s:@]*:(?!\d+[/?#])\S*@"

@@ -36,7 +36,7 @@ from trainer.data.readers import (
 )
 from trainer.data.row_map import RowMap, fix_of_row, kinds_of_sources
 from trainer.data.streams.index import first_rows
-from trainer.data.streams.shards import Shard, find_shards
+from trainer.data.streams.shards import Shard, find_shards, naming_waits
 from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _load_stream(
     notes: list[str] = []
     entries = [data.train] if isinstance(data.train, str) else data.train
     sources: tuple[Sequence[Shard], ...] = ()
-    with problems.collect():
+    with problems.collect(), naming_waits("the shards of `data.train`"):
         parts = [entries] if data.mixture is None else [[entry] for entry in entries]
         sources = tuple(find_shards(part, data.format) for part in parts)
         for shard, first_row, rows in first_rows([shard for source in sources for shard in source]):

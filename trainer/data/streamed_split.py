@@ -32,7 +32,7 @@ from trainer.data.order import IndexArray
 from trainer.data.row_map import RowMap
 from trainer.data.split import Encoded, EncodedSplit, Encoder, encode_rows, joined_rows
 from trainer.data.streams.index import RowReader, ShardIndex, index_of
-from trainer.data.streams.shards import Shard
+from trainer.data.streams.shards import Shard, naming_waits
 from trainer.data.streams.windows import Windows
 from trainer.data.tokenised_split import RowPacker
 from trainer.data.workers import one_thread_of_tokenizers
@@ -285,7 +285,7 @@ def _indexed(sources: Sequence[Sequence[Shard]], folder: Path) -> list[list[Shar
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"index-{digest_of([shard.place for shard in shards])[:32]}.lock")
-        with lock, ThreadPoolExecutor(_AT_ONCE) as threads:
+        with naming_waits("the index of `data.train`"), lock, ThreadPoolExecutor(_AT_ONCE) as threads:
             found = dict(zip(shards, threads.map(partial(index_of, cache=folder), shards), strict=True))
     except OSError as error:
         raise storage_error(

@@ -229,6 +229,14 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`evaluation.patience` requires evaluations, but `evaluation.every` is null; set that, or remove this key",
         ),
         (["checkpoint.folder=runs/{nmae}"], '`checkpoint.folder` has "{nmae}"; the only placeholder is {name}'),
+        *(
+            (
+                [f"checkpoint.folder={folder}"],
+                f'`checkpoint.folder` must be below the current folder, but is "{folder}"; write it as an absolute'
+                " path",
+            )
+            for folder in ("../../{name}", "runs/../../{name}", "..")
+        ),
     ],
 )
 def test_keys_that_do_not_go_together(

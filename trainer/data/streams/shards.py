@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event, Thread
 from typing import Any, Literal, TypeVar, cast
 
 from trainer.base.errors import DataError, TrainerError, UsageError, causes, may_pass
@@ -19,9 +21,11 @@ RETRIES, FIRST_WAIT = 5, 1.0
 """A failed read is tried again so many times, after so many seconds, each time after twice as many: 31 s in all."""
 
 _KEY = "data.train"
+_PATIENCE = 10.0  # seconds
 _BLOCK_BYTES = 4 << 20
 _DAMAGED = (ValueError, FileNotFoundError, PermissionError, IsADirectoryError)
 """Errors that another try does not fix; those of pyarrow are `ValueError`s."""
+_GONE, _NO_ACCESS = (404, 410), (401, 403, 407)
 _TRY_AGAIN = (408, 429)  # answers of HTTP: a time limit, and too many requests
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
 
@@ -73,6 +77,8 @@ class Shard:
                 raise
             except Exception as error:  # the classes differ between file systems
                 if _lasts(error):
+                    if (status := _status(error)) in _NO_ACCESS:
+                        raise _refused(str(self), status) from error
                     raise DataError(
                         f"`{_KEY}` must hold {self.file_format} that can be read, but `{self}` cannot: {reason(error)}"
                     ) from error
@@ -101,11 +107,43 @@ class Shard:
 
 def _lasts(error: Exception) -> bool:
     """Return whether another try does not help; fsspec reports each failure of HTTP as a missing file."""
-    statuses = (getattr(cause, "status", None) for cause in (error, *causes(error)))
-    if (status := next((status for status in statuses if isinstance(status, int)), None)) is not None:
+    if (status := _status(error)) is not None:
         return 400 <= status < 500 and status not in _TRY_AGAIN
     is_of_parquet = type(error) is OSError and error.errno is None  # a page that is damaged or of another length
     return is_of_parquet or (isinstance(error, _DAMAGED) and not may_pass(error))
+
+
+def _status(error: Exception) -> int | None:
+    """Return the status with which a server of HTTP answered; None: there is none."""
+    statuses = (getattr(cause, "status", None) for cause in (error, *causes(error)))
+    return next((status for status in statuses if isinstance(status, int)), None)
+
+
+def _refused(shown: str, status: int) -> DataError:
+    return DataError(
+        f"`{_KEY}` must name places that this machine may read, but the server of `{shown}` answers with the status"
+        f" {status}; correct the address, or give its access in fsspec's configuration"
+    )
+
+
+@contextmanager
+def naming_waits(what: str) -> Iterator[None]:
+    """Say every ten seconds that the block still reads `what`; the block starts no process."""
+    done = Event()
+
+    def speak() -> None:
+        waits = 0
+        while not done.wait(_PATIENCE):
+            waits += 1
+            say(f"reading {what} for {waits * _PATIENCE:.0f} s", err=True)
+
+    speaker = Thread(target=speak, name="waits", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        speaker.join()
 
 
 def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Shard]:
@@ -139,6 +177,8 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
         ) from error
     except Exception as error:  # the classes differ between file systems
         if isinstance(error, FileNotFoundError) and _lasts(error):
+            if (status := _status(error)) is not None and status not in _GONE:
+                raise _refused(shown, status) from error
             raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`; correct it") from error
         raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
     if not shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -26,7 +27,7 @@ class Checkpoint(Section):
     """Folder of the run, frequency of checkpoints, and resumption."""
 
     folder: RunPathField = "runs/{name}"
-    """Relative to the current folder; `{name}` is the recipe's name."""
+    """Absolute, or below the current folder; `{name}` is the recipe's name."""
     every: IntervalField | None = None
     """How often to save a checkpoint; null: only at a stop and at the end."""
     keep: int = Field(2, ge=1)
@@ -46,7 +47,17 @@ class Checkpoint(Section):
         for placeholder in re.findall(r"\{.*?\}", self.folder):
             if placeholder != "{name}":
                 yield clash(f"has {shown_value(placeholder)}; the only placeholder is {{name}}", "checkpoint.folder")
+        yield from _leaving("checkpoint.folder", self.folder)
+        if self.memory is not None:
+            yield from _leaving("checkpoint.memory.folder", self.memory.folder)
         every, in_memory = self.every, self.memory.every if self.memory else None
         if every and in_memory and in_memory.unit == every.unit and in_memory.count >= every.count:
             text = f'must be more often than `checkpoint.every`, which is "{every}", but is "{in_memory}"; lower it'
             yield clash(text, "checkpoint.memory.every", "checkpoint.every")
+
+
+def _leaving(key: str, folder: str) -> Iterator[Contradiction]:
+    """Refuse a relative folder that is not below the current one, where a run would write and delete files."""
+    if os.path.normpath(folder).split(os.sep)[0] == os.pardir:
+        text = f"must be below the current folder, but is {shown_value(folder)}; write it as an absolute path"
+        yield clash(text, key)
