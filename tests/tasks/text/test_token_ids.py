@@ -44,7 +44,7 @@ def test_labels_and_masks_are_read(tokenizer):
         "attention_mask": [[1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1]],
         "labels": [[-100, 6, 7, -100], [-100, -100, -100, 6], [-100, 6, -100, 8]],
     }
-    task, rows, features = encode(tokenizer, columns, max_length=2)
+    task, rows, features = encode(tokenizer, columns, max_length=3)
     assert features == {
         "input_ids": [[5, 6], [9, 5], [5, 6]],
         "labels": [[6, 7], [-100, 6], [6, -100]],
