@@ -90,15 +90,56 @@ def test_chats_with_a_prompt_and_chats_that_start_alike_are_the_same(chatty):
     assert one != encode(task_of(), apart, chatty)
 
 
+@pytest.mark.parametrize("rejected", [" is open", " is read by many", ""])
+def test_whole_texts_are_divided_where_their_tokens_differ(tokenizer, rejected):
+    """The form of Anthropic's HH: one text may go on where the other ends."""
+    start = "open a file. the name is read"
+    whole = {"chosen": start, "rejected": start.removesuffix(" is read") + rejected}
+    features = encode(task_of(prompt=None), [whole], tokenizer)
+    one, other = (
+        [*ids, labels[-1]] for ids, labels in zip(features["input_ids"][0], features["labels"][0], strict=True)
+    )
+    assert [one, other] == [[*tokenizer(text)["input_ids"]] for text in (whole["chosen"], whole["rejected"])]
+    number = next(at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    for ids, labels in zip((one, other), features["labels"][0], strict=True):
+        assert labels == [IGNORED_LABEL] * (number - 1) + ids[number:]
+    if rejected == " is open":
+        apart = {"prompt": "open a file. the name is", "chosen": " read", "rejected": " open"}
+        assert features == encode(task_of(), [apart], tokenizer)
+
+
+def test_a_chat_with_a_label_ends_with_its_answer(chatty):
+    chats = [[*CHAT, turn("assistant", word)] for word in ("read", "open", "many")]
+    labels = ["desirable", "0", "True"]
+    whole = [{"completion": chat, "label": label} for chat, label in zip(chats, labels, strict=True)]
+    apart = [{"prompt": CHAT, "completion": chat[3:], "label": at != 1} for at, chat in enumerate(chats)]
+    kto = {"type": "kto"}
+    features = encode(task_of(prompt=None, loss=kto), whole, chatty, batch=2)
+    assert features == encode(task_of(loss=kto), apart, chatty)
+    assert features["desirable"] == [1, 0, 1]
+    assert [trained(features, chatty, row, 0) for row in range(3)] == ["read", "open", "many"]
+
+
 @pytest.mark.parametrize(
     ("keys", "row", "problem"),
     [
         ({}, {**PAIR, "rejected": " "}, "empty completion"),
-        ({"prompt": None}, PAIR, "they are texts"),
+        ({"prompt": None}, {"chosen": "a file", "rejected": "the file"}, "must start with the same text"),
+        ({"prompt": None}, {"chosen": "a file", "rejected": "a file"}, "must continue in different ways"),
+        ({}, {"chosen": "a file", "rejected": "a name"}, "set it to null if the answers are whole texts"),
+        (
+            {"prompt": None, "loss": {"type": "kto"}},
+            {"completion": "a file", "label": True},
+            "must hold whole chats, but it holds texts; name the column of the prompts",
+        ),
         ({}, {**PAIR, "chosen": [turn("assistant", "is read")]}, "must all be texts or all be messages"),
         ({}, {"prompt": "a", "chosen": "b"}, "names the column `rejected`"),
         ({"tools": "prompt2"}, {**PAIR, "prompt2": "x"}, "applies to chats"),
-        ({"loss": {"type": "kto"}}, {"prompt": "a", "completion": " read", "label": 3}, "must be true or false"),
+        (
+            {"loss": {"type": "kto"}},
+            {"prompt": "a", "completion": " read", "label": 3},
+            r"desirable or undesirable, but is 3; correct it, or translate it by `values`",
+        ),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[1:2]}, "must start with the same message"),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must continue in different ways"),
         ({}, {"prompt": CHAT[:1], "chosen": CHAT[:2], "rejected": CHAT[:2]}, "begins with the messages of its prompt"),

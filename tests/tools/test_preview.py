@@ -254,6 +254,20 @@ def test_windows_labels_and_a_sample_of_rows(tmp_path: Path, monkeypatch: pytest
     assert any(note.startswith("only the first 12 rows of") for note in sample.notes)
 
 
+def test_an_answer_of_kto_has_its_label_and_the_other_answer_is_not_trained(tmp_path: Path):
+    rows = [
+        {"prompt": "the", "completion": text, "label": is_good} for text, is_good in ((" file", False), (" a", True))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.train={tmp_path / 'rows.jsonl'}", "data.validation=null", "task.loss.type=kto"]
+    metrics = 'task.metrics=["reward_accuracy"]'
+    found = trainer.preview(load_recipe("dpo_sample", [*keys, metrics, "training.global_batch_size=2"]), rows=2).rows
+    assert [row.label for row in found] == ["undesirable", "desirable"]
+    for row in found:
+        assert [text.role for text in row.texts] == ["answer", "answer of the row before, for the divergence"]
+        assert [any(piece.mark == "trained" for piece in text.pieces) for text in row.texts] == [True, False]
+
+
 @needs_browser
 def test_the_page_and_the_report_show_the_marks(tmp_path: Path):
     recipe = str(write_tiny_run(tmp_path))

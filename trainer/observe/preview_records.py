@@ -29,7 +29,7 @@ class ShownText:
 
 @dataclass(frozen=True)
 class ShownRow:
-    """A row, by its index in the split from 0; `label` is empty if its tokens have the labels.
+    """A row, by its index in the split from 0; `label` is empty if only its tokens have labels.
 
     `window` names the window of a long row of the source, and its place among all windows of this row.
     """

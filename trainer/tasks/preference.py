@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from trainer.tasks.text.chats import (
     features_of,
     require_apart,
     tokens_after,
+    tokens_of_whole_pair,
     tools_of,
     unread_notes,
 )
@@ -36,6 +38,19 @@ _ANSWER, _REFERENCE, DESIRABLE = "answer", "reference", "desirable"
 reference; and KTO's labels."""
 
 
+_LABELS: Mapping[float | str, int] = {
+    1: 1,
+    0: 0,
+    "true": 1,
+    "false": 0,
+    "1": 1,
+    "0": 0,
+    "desirable": 1,
+    "undesirable": 0,
+}
+"""The labels of kto, as JSON and tables hold them; true and 1.0 are equal to 1."""
+
+
 @dataclass(frozen=True)
 class PreferenceTask(TokenLabels):
     """A loss over the log-probabilities of two answers of each row.
@@ -44,7 +59,7 @@ class PreferenceTask(TokenLabels):
     see `TokenLabels`.
 
     Attributes:
-        prompt: the column of prompts; None: the answers are whole chats.
+        prompt: the column of prompts; None: the answers are whole texts or chats, for KTO chats.
         answer_columns: by the recipe's keys, `chosen` and `rejected`; for KTO `completion`.
         label: for KTO, the column of whether an answer is desirable; None: rows are pairs.
         tools: the column of tools; None: chats have none.
@@ -118,10 +133,10 @@ class PreferenceTask(TokenLabels):
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         is_chat = check_texts_or_chats(features, self._text_columns(), where)
-        if self.prompt is None and not is_chat:
+        if self.prompt is None and self.label is not None and not is_chat:
             raise DataError(
-                f"`task.prompt` is null, so the answers of {where} must be chats that start with the same messages, but"
-                " they are texts; name the column of the prompts"
+                f"`task.prompt` is null, so the column of `task.completion` in {where} must hold whole chats, but it"
+                " holds texts; name the column of the prompts"
             )
         if self.tools is not None:
             require_columns(features, [self.tools], "task.tools", where)
@@ -147,8 +162,11 @@ class PreferenceTask(TokenLabels):
         before = None if self.label is None else self._answer_before(rows, where, first_row)
         for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
             places = [cell(column, first_row + row, where) for column in self.answer_columns.values()]
+            if self.prompt is None and not self.is_chat:
+                found += zip(places, tokens_of_whole_pair(of_row, tokenizer, places[0]), strict=True)
+                continue
             if before is not None:
-                prompt, own = of_row
+                prompt, own = _ended(of_row[0]) if self.prompt is None else of_row
                 answers, places, before = [own, before], places * 2, own
             elif self.prompt is None:
                 prompt, *answers = _divided(of_row[0], of_row[1], places[0])
@@ -180,7 +198,8 @@ class PreferenceTask(TokenLabels):
         (column,) = self.answer_columns.values()
         every, first = self.others or (rows, first_row)
         index = (first_row - first - 1) % len(every)
-        return cells_of(every.select([index]), [column], where, first + index)[column][0]
+        before = cells_of(every.select([index]), [column], where, first + index)[column][0]
+        return _ended(before)[1] if self.prompt is None else before
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs `[batch * 2, sequence]`: the model reads each answer by itself."""
@@ -297,8 +316,24 @@ def _divided(chosen: Any, rejected: Any, place: str) -> tuple[list[Any], list[An
     return one[:number], one[number:], other[number:]
 
 
+def _ended(chat: Any) -> tuple[list[Any], list[Any]]:
+    """Return the messages of a chat up to the last one that the model does not answer with, and its answer."""
+    messages = messages_of(chat)
+    own = takewhile(lambda one: isinstance(one, Mapping) and one.get("role") in ("assistant", "tool"), messages[::-1])
+    number = len(messages) - len(list(own))
+    return messages[:number], messages[number:]
+
+
 def _desirable(values: Sequence[Any], column: str, where: str, first_row: int) -> list[int]:
     for place, value in enumerate(values):
-        if not isinstance(value, bool | int) or value not in (0, 1):
-            raise DataError(f"{cell(column, first_row + place, where)} must be true or false, but is {value!r}")
-    return [int(value) for value in values]
+        if not isinstance(value, bool | int | float | str) or _plain(value) not in _LABELS:
+            known = "true, false, 1, 0, desirable or undesirable"
+            raise DataError(
+                f"{cell(column, first_row + place, where)} must be {known}, but is {value!r}; correct it, or translate"
+                f' it by `values` in `data.map.columns`, such as {{"good": true, "bad": false}}'
+            )
+    return [_LABELS[_plain(value)] for value in values]
+
+
+def _plain(value: float | str) -> float | str:
+    return value.strip().lower() if isinstance(value, str) else value

@@ -25,7 +25,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.masked_lm import MaskedLMTask
-from trainer.tasks.preference import PreferenceTask
+from trainer.tasks.preference import DESIRABLE, PreferenceTask
 from trainer.tasks.question_answering import WINDOW, QuestionAnsweringTask
 from trainer.tasks.reward_model import RewardModelTask
 from trainer.tasks.task import TextTask
@@ -141,13 +141,17 @@ def _of_microbatch(
         by_token = labels.shape == own["input_ids"].shape
         several = own["input_ids"].dim() > 1
         texts = []
-        for number, role in enumerate(_roles(task, own["input_ids"].shape[0] if several else 1)):
+        is_kto = DESIRABLE in own
+        for number, role in enumerate(_roles(task, own["input_ids"].shape[0] if several else 1, is_kto)):
             part = {name: one[number] if several and one.dim() > 1 else one for name, one in own.items()}
             of_text = labels[number] if by_token and several else labels
-            texts.append(_text(role, part, of_text if by_token else None, labels, data))
+            is_labelled = by_token and not (is_kto and number)  # the other answer of kto has no gradient
+            texts.append(_text(role, part, of_text if is_labelled else None, labels, data))
         if "decoder_input_ids" in own:
             texts.append(_target(labels, data))
         label = "" if by_token or "decoder_input_ids" in own else _label(task, labels)
+        if is_kto:
+            label = "desirable" if own[DESIRABLE] else "undesirable"
         yield ShownRow(row, label, tuple(texts), _window(split, row))
 
 
@@ -244,9 +248,11 @@ def _decoded(data: PreparedData, ids: Any) -> str:
     return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
 
 
-def _roles(task: Any, number: int) -> list[str]:
+def _roles(task: Any, number: int, is_kto: bool) -> list[str]:
     if number == 1:
         return ["text"]
+    if is_kto:
+        return ["answer", "answer of the row before, for the divergence"]
     if isinstance(task, RewardModelTask | PreferenceTask):
         return ["chosen", "rejected"][:number]
     if isinstance(task, EmbeddingTask) and task.score_column is None:

@@ -54,6 +54,7 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, prompt="p", chosen="a", rejected="b"), {"type": "preference", "prompt": "prompt"}),
         (rows_of(3, chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": None}),
         (rows_of(3, prompt="p", completion="a", label=(True, False)), {"loss": {"type": "kto"}, "label": "label"}),
+        (rows_of(3, completion=CHAT, label=(True, False)), {"loss": {"type": "kto"}, "prompt": None}),
         (rows_of(3, anchor="a", positive="b", negative="c"), {"texts": ["anchor", "positive", "negative"]}),
         ([SQUAD], {"type": "question_answering", "answers": "answers"}),
         ([SQUAD, UNANSWERED], {"type": "question_answering", "unanswerable": True}),

@@ -69,7 +69,8 @@ class Preference(VocabularyKeys):
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: Name | None = "prompt"
-    """Column of prompts; null: `chosen` and `rejected` hold whole chats that start alike."""
+    """Column of prompts; null: `chosen` and `rejected` hold whole texts or chats that start alike, and `completion`
+    holds whole chats."""
     chosen: Name = "chosen"
     """Column of the better answers."""
     rejected: Name = "rejected"
@@ -77,7 +78,7 @@ class Preference(VocabularyKeys):
     completion: Name = "completion"
     """kto: the column of the answers."""
     label: Name = "label"
-    """kto: the column of true (desirable) or false, or 1 or 0."""
+    """kto: the column of true or false, 1 or 0, or desirable or undesirable."""
     tools: Name | None = None
     """Column of the tools of a chat, as lists of JSON schemas or their text."""
     generation: Generation = Generation()
@@ -101,12 +102,6 @@ class Preference(VocabularyKeys):
             )
         used = ["prompt", *(("completion", "label") if kind == "kto" else ("chosen", "rejected")), "tools"]
         yield from shared({key: getattr(self, key) for key in used})
-        if kind == "kto" and self.prompt is None:
-            yield clash(
-                "is null, but answers of `task.loss.type` kto have no common start; name a column",
-                "task.prompt",
-                "task.loss.type",
-            )
         if "kl" in self.metrics and kind != "kto":
             text = f'has "kl", which only the loss kto estimates, but `task.loss.type` is {kind}; remove it'
             yield clash(text, "task.metrics", "task.loss.type")

@@ -104,6 +104,21 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     return [*whole, end], [False] * len(before) + [True] * (len(whole) + 1 - len(before))
 
 
+def tokens_of_whole_pair(texts: Sequence[str], tokenizer: Tokenizer, place: str) -> list[Tokens]:
+    """Return the tokens of two whole texts and their ends; those of both at their start are the prompt."""
+    end = end_token(tokenizer)
+    one, other = ([*without_end(ids, end), end] for ids in framed(texts, tokenizer, has_end=False))
+    number = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    starts = {text.lstrip()[:1] for text in texts}
+    if one == other or number == 0 or len(starts) > 1:
+        problem = "continue in different ways" if one == other else "start with the same text"
+        raise DataError(
+            f"{place} and the rejected text must {problem}, since `task.prompt` is null; correct the row, or leave it"
+            " out"
+        )
+    return [(ids, [at >= number for at in range(len(ids))]) for ids in (one, other)]
+
+
 def without_end(ids: list[int], end: int) -> list[int]:
     return ids[:-1] if ids[-1:] == [end] else ids
 
@@ -329,7 +344,9 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
     """
     kinds = {}
     for key, column in columns.items():
-        require_columns(features, [column], f"task.{key}", where)
+        is_apart = key == "prompt" and "chosen" in columns
+        fix = "; set it to null if the answers are whole texts or chats" if is_apart else ""
+        require_columns(features, [column], f"task.{key}", where, fix)
         feature = features[column]
         kinds[column] = holds_chats(feature)
         if not kinds[column] and getattr(feature, "dtype", None) not in STRING_TYPES:

@@ -21,15 +21,15 @@ SEVERAL_TYPES = "values of several types"
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
-def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str) -> None:
-    """Require that a split has the columns `names`, which the recipe's `key` selects."""
+def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str, where: str, fix: str = "") -> None:
+    """Require that a split has the columns `names`, which the recipe's `key` selects; `fix` ends the message."""
     for name in names:
         if name not in features:
             parts = [part.strip() for part in name.split(",")]
             several = f"; several columns are a list: {json.dumps(parts)}" if features.keys() >= {*parts} else ""
             raise DataError(
                 f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
-                f" {', '.join(f'`{column}`' for column in features)}{blanks_hint(name, features)}{several}"
+                f" {', '.join(f'`{column}`' for column in features)}{blanks_hint(name, features)}{several}{fix}"
             )
 
 

@@ -115,8 +115,8 @@ def _of_preferences(columns: _Columns) -> Iterator[Shape]:
         yield Shape({"type": "preference", **names}, "a better and a worse answer in each row (DPO)")
         yield Shape({"type": "reward_model", **names}, "a better and a worse answer in each row")
     completion, label = columns.get(_ANSWERS, *_COMPLETIONS), columns.get(("boolean",), "label", "desirable")
-    if prompt and completion and label:
-        names = {"prompt": prompt.name, "completion": completion.name, "label": label.name}
+    if completion and label and (prompt or completion.kind == "chat"):
+        names = {"prompt": prompt and prompt.name, "completion": completion.name, "label": label.name}
         yield Shape({"type": "preference", "loss": {"type": "kto"}, **names}, "answers that are good or bad (KTO)")
 
 
