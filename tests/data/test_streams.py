@@ -313,9 +313,9 @@ def test_first_rows_may_all_be_filtered_out(folder, monkeypatch):
     with pytest.raises(DataError, match=r"`data.map.where` must keep a row"):
         prepare_data(recipe_of(folder, 'data.map.where=["id >= 500"]', *keys))
     monkeypatch.setattr("trainer.data.streams.index._ROWS_AT_ONCE", 10)
-    late = [{**row, "id": str(row["id"]) if place > 11 else None} for place, row in enumerate(ROWS[:20])]
+    late = [{**row, "id": f"no {row['id']}" if place > 11 else None} for place, row in enumerate(ROWS[:20])]
     (folder / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in late))
-    with pytest.raises(DataError, match=r"column `id`, row 13 of `.*late.jsonl` is '12', a text"):
+    with pytest.raises(DataError, match=r"column `id`, row 13 of `.*late.jsonl` is 'no 12', a text"):
         prepare_data(recipe_of(folder, 'data.map.where=["id >= 5"]', *keys, train="late.jsonl"))
 
 

@@ -280,7 +280,7 @@ def shown(value: Any) -> Any:
 
 def test_equal_names_of_csv_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,text\na,b\n")
-    with pytest.raises(DataError, match="must have different names, but are text, text"):
+    with pytest.raises(DataError, match="must have a name of its own for each column, but names `text` more"):
         list(read_chunks(tmp_path / "in.csv", "csv", 10, 0, "`in.csv`"))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import number_in
-from trainer.data.formats.base import Row, reason, require_bounded
+from trainer.data.formats.base import Row, reason, require_bounded, wide_encoding
 from trainer.data.formats.table import READERS, Format
 
 if TYPE_CHECKING:
@@ -59,9 +59,12 @@ def read_chunks(
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
-    require_bounded(READERS[file_format], path, where)
-    rows = READERS[file_format].rows(path, where)
+    reader = READERS[file_format]
+    require_bounded(reader, path, where)
+    rows = reader.rows(path, where)
     try:
+        if reader.is_text and (wide := wide_encoding(path)):
+            raise DataError(f"{where} must be text in UTF-8, but looks like {wide}; save it as UTF-8")
         for _ in itertools.islice(rows, skip):
             pass
         while chunk := list(itertools.islice(rows, num_rows)):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,21 @@ from numpy.typing import NDArray
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.errors import DataError, UsageError, causes, storage_error
-from trainer.data.formats.base import DAMAGED, Files, Loaded, TextOptions, open_text, reason, require_bounded
+from trainer.data.formats.base import (
+    DAMAGED,
+    Files,
+    Loaded,
+    TextOptions,
+    open_bytes,
+    open_text,
+    reason,
+    require_bounded,
+    wide_encoding,
+)
 from trainer.data.formats.table import FORMAT_OF_ENDING, READERS, Format, format_of
 
 _LFS_POINTER = b"version https://git-lfs"
 _LARGE_BYTES = 1 << 26
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
@@ -125,24 +135,49 @@ def read_files(file_format: Format, files: Files) -> Loaded:
             raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty; name another file")
         require_bounded(reader, path, f"`{key}`")
     try:
+        if reader.is_text and (wide := next(filter(partial(_is_wider, encoding), files.paths), None)):
+            raise DataError(_other_encoding(wide, encoding, key))
         return reader.load(files)
     except (datasets.exceptions.DatasetsError, ValueError, RecursionError, *DAMAGED) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return None, []
         refuse_datasets_cache(error)
         if wrong := _not_in(encoding, files.paths):
-            with wrong.open("rb") as file:
-                likely = "utf-16" if file.read(2) in _UTF16_MARKS else "latin-1"
-            raise DataError(
-                f"`{key}` must hold text in the encoding {encoding}, but `{wrong}` does not; save it as UTF-8, or"
-                f" name its encoding in `data.encoding`, such as {likely}"
-            ) from error
+            raise DataError(_other_encoding(wrong, encoding, key)) from error
         problem = reader.fault(files.paths)
         if problem is None:
             problem = f"{', '.join(f'`{path}`' for path in files.paths)} cannot be read: {reason(error)}"
             if key == "data.train" and len(files.paths) > 1:
                 problem += "; `data.maps` reads each entry of `data.train` by itself"
         raise DataError(f"`{key}` must hold {file_format}, but {problem}") from error
+
+
+def _is_wider(encoding: str, path: Path) -> bool:
+    """Return whether a file begins as UTF-16 or UTF-32, and the encoding is another one."""
+    wide = wide_encoding(path)
+    return wide is not None and not encoding.startswith(wide[:6])
+
+
+def _other_encoding(path: Path, encoding: str, key: str) -> str:
+    """Return the problem of a file that is no text in an encoding."""
+    line, likely = _first_bad_line(path) if encoding == "utf-8" else None, wide_encoding(path) or "latin-1"
+    problem = f"`{key}` must hold text in the encoding {encoding}, but"
+    if line is not None:
+        return f"{problem} line {line} of `{path}` does not, though others do; correct it"
+    return f"{problem} `{path}` does not; save it as UTF-8, or name its encoding in `data.encoding`, such as {likely}"
+
+
+def _first_bad_line(path: Path) -> int | None:
+    """Return the first line that is not UTF-8 if others are, beyond ASCII, or it has half of a surrogate pair."""
+    bad, is_utf8 = None, False
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                is_utf8 |= not line.decode(errors="surrogatepass").isascii()
+                line.decode()
+            except UnicodeDecodeError:
+                bad = bad or number
+    return bad if is_utf8 else None
 
 
 def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:

@@ -405,7 +405,7 @@ def _read_splits(
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
-                if file_format == "csv":
+                if file_format in ("csv", "excel"):
                     of_sources = [kinds_of_sources(section, kinds) for _, section in maps]
                     typed = with_types([split.rows for split in read], dict(ChainMap(*of_sources)))
                     read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]

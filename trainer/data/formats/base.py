@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import functools
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +23,18 @@ from trainer.base.text import listed, size
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
+_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"} | {
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_WIDE: Mapping[tuple[bool, ...], str] = {
+    (False, True, False, True): "utf-16-le",
+    (True, False, True, False): "utf-16-be",
+    (False, True, True, True): "utf-32-le",
+    (True, True, True, False): "utf-32-be",
+}
+"""The encodings by the bytes of each four that may be zero: those of Latin letters, digits and delimiters are."""
+_LOOKED_AT_BYTES, _LEAST_ZEROS = 4096, 0.02
 Result = TypeVar("Result")
 Row: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = "tuple[Dataset | None, list[str]]"
@@ -249,10 +263,43 @@ def open_text(path: Path, encoding: str) -> IO[str]:
     return path.open(encoding=encoding, newline="")
 
 
+def open_bytes(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """Open a file for reading, also one that gzip compressed."""
+    return gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def wide_encoding(path: Path) -> str | None:
+    """Return UTF-16 or UTF-32 if a file begins so, by its mark or by the places of zero bytes; None: it does not.
+
+    Raises:
+        OSError, EOFError, zlib.error: the file cannot be read.
+    """
+    with open_bytes(path) as file:
+        start = file.read(_LOOKED_AT_BYTES)
+    for mark, name in _MARKS.items():
+        if start.startswith(mark):
+            return name
+    least = len(start) // 4 * _LEAST_ZEROS
+    zeros = tuple(start[place::4].count(0) > least for place in range(4))
+    return _WIDE.get(zeros)
+
+
 def ending(path: Path) -> str:
     """Return the ending in small letters, without `.gz`."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
+
+
+def require_own_names(names: Sequence[str], where: str) -> None:
+    """Refuse two columns of one name.
+
+    Raises:
+        DataError: there are such columns.
+    """
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"{where} must have a name of its own for each column, but names `{twice[0]}` more than once; rename one"
+        )
 
 
 def other_columns(found: Sequence[str], first: Sequence[str]) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,6 +21,7 @@ from trainer.data.formats.base import (
     load_with_datasets,
     open_text,
     other_columns,
+    require_own_names,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +47,10 @@ _TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
 }
 """The types of columns, and the form of all their cells. Numbers have no leading zeros, which are lost in a number;
 classes have no sign and no zero at the end either. But classes 1 and 1.0 are the same."""
-_JOINED = "a quotation mark in its text opens a value that joins rows; write the rows as JSON Lines"
+_AS_LINES = "write the rows as JSON Lines"
+_JOINED = f"a quotation mark in its text opens a value that joins rows; {_AS_LINES}"
+_END = "\x00end of the file\x00"
+"""A line behind the last one, which becomes a part of a value if a quotation mark is not closed."""
 
 
 class CsvReader(Reader):
@@ -84,27 +90,46 @@ class CsvReader(Reader):
             options["encoding"] = text.encoding
         if not text.quotes:
             options["quoting"] = csv.QUOTE_NONE
-        header = pandas.read_csv(paths[0], nrows=0, **options).columns
-        texts = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
-        return load_with_datasets("csv", files, features=texts, **options), notes
+        try:
+            header = pandas.read_csv(paths[0], nrows=0, **options).columns
+            texts = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
+            return load_with_datasets("csv", files, features=texts, **options), notes
+        except (datasets.exceptions.DatasetsError, ValueError):
+            for path in paths:
+                if (line := self._unclosed(path, text)) is not None:
+                    raise DataError(
+                        f"`{key}` must hold csv, but line {line} of `{path}` opens a quotation mark that is not closed;"
+                        " set `data.quotes` to false if quotation marks are part of texts, or close it"
+                    ) from None
+            raise
+
+    def _unclosed(self, path: Path, text: TextOptions) -> int | None:
+        """Return the first line of a row that the end of the file ends within quotation marks; None: there is none."""
+        line, cells = 0, [_END]
+        with suppress(csv.Error), open_text(path, text.encoding) as file:
+            rows = text.cells(chain(file, [_END]), text.delimiter or _delimiter_of(path, text))
+            for line, cells in _numbered(rows):  # noqa: B007
+                pass
+        return line if cells[-1].endswith(_END) and cells != [_END] else None
 
     def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
         text = TextOptions("utf-8-sig")
         with open_text(path, text.encoding) as file:
             delimiter = _delimiter_of(path, text)
-            lines = text.cells(file, delimiter)
+            lines = text.cells(chain(file, [_END]), delimiter)
             names: list[str] = next((cells for cells in lines if cells), [])
-            if len(set(names)) < len(names):
-                raise DataError(
-                    f"the columns of {where} must have different names, but are {', '.join(names)}; rename one"
-                )
-            for number, cells in enumerate(
-                _with_empty_rows(lines) if len(names) == 1 else filter(None, lines), start=1
-            ):
+            require_own_names(names, where)
+            if names and names[-1].endswith(_END) and names != [_END]:
+                raise DataError(f"the names of the columns of {where} must close their quotation mark; close it")
+            rows = (cells for cells in lines if cells != [_END])
+            for number, cells in enumerate(_with_empty_rows(rows) if len(names) == 1 else filter(None, rows), start=1):
                 short = len(cells) != len(names)
                 problem = f"row {number} of {where} must have as many values as there are columns; correct it"
                 if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in cells):
                     problem = f"row {number} of {where} must have one line, but {_JOINED}"
+                    short = True
+                if cells and cells[-1].endswith(_END):
+                    problem = f"row {number} of {where} must close its quotation mark; close it, or {_AS_LINES}"
                     short = True
                 yield DataError(problem) if short else dict(zip(names, cells, strict=True))
 
@@ -117,12 +142,17 @@ class CsvReader(Reader):
 
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
         with open_text(path, text.encoding) as file:
-            rows = text.cells(file, text.delimiter or _delimiter_of(path, text))
-            is_header, last = True, 0
-            for cells in rows:
-                if cells and not is_header:
-                    yield last + 1
-                is_header, last = is_header and not cells, rows.line_num
+            numbered = _numbered(text.cells(file, text.delimiter or _delimiter_of(path, text)))
+            yield from (line for line, _ in islice(numbered, 1, None))  # without the names
+
+
+def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows that a reader of `csv` finds, without empty lines, with the first line of each."""
+    last = 0
+    for cells in rows:
+        if cells:
+            yield last + 1, cells
+        last = rows.line_num
 
 
 def _delimiter_of(path: Path, text: TextOptions) -> str:

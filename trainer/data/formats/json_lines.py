@@ -7,9 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.base.digests import digest_of, file_digest
+from trainer.base.disk import replace_text
 from trainer.base.errors import DataError
 from trainer.base.text import is_shallow
 from trainer.data.formats.base import (
@@ -27,6 +30,7 @@ from trainer.data.formats.base import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
+HALF_PAIR = "has half of a surrogate pair, which is no character; correct it"
 _MOST_LEVELS = 100
 _MANY_BRACKETS = 1_000
 
@@ -38,8 +42,13 @@ class JsonReader(Reader):
 
     def load(self, files: Files) -> Loaded:
         encoding = files.text.encoding
-        _require_objects(files)
-        options = {} if encoding == "utf-8" else {"encoding": encoding}
+        lists = _require_objects(files)
+        if lists:
+            paths = [_as_lines(path, encoding) if path in lists else path for path in files.paths]
+            files = replace(files, paths=[path for path in paths if path.stat().st_size])
+            if not files.paths:
+                return None, []
+        options = {} if encoding == "utf-8" or len(lists) == len(files.paths) else {"encoding": encoding}
         return load_with_datasets("json", files, _load_all, **options), []
 
     def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
@@ -65,11 +74,8 @@ class JsonReader(Reader):
                     )
                 elif line.count("[") + line.count("{") > _MOST_LEVELS and not is_shallow(value, _MOST_LEVELS + 1):
                     value = _too_much(number, where)
-                elif "\\ud" in line.lower() and not _is_text(value):
-                    value = DataError(
-                        f"line {number} of {where} must hold Unicode characters, but has half of a surrogate pair;"
-                        " correct it"
-                    )
+                elif "\\ud" in line.lower() and not is_text(value):
+                    value = DataError(f"line {number} of {where} {HALF_PAIR}")
                 yield value
 
     def num_empty(self, path: Path) -> int:
@@ -103,6 +109,9 @@ class JsonReader(Reader):
                     return f"{place} has a number that is too large, or too many levels of lists and objects"
                 if not isinstance(value, dict | list):
                     return f"line {number} of `{path}` is not a JSON object"
+                if "\\ud" in line.lower() and not is_text(value):
+                    place = f"line {number}" if len(lines) > 1 else "a text"
+                    return f"{place} of `{path}` {HALF_PAIR}"
         return None
 
 
@@ -118,7 +127,7 @@ def _position(error: json.JSONDecodeError) -> str:
     return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Return whether UTF-8 can encode all texts in a value."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -147,21 +156,43 @@ def _load_all(load: Callable[..., Any]) -> Dataset:
     return rows
 
 
-def _require_objects(files: Files) -> None:
-    """Refuse lines of JSON Lines that end the process of the reader with a fault.
+def _as_lines(path: Path, encoding: str) -> Path:
+    """Return a file of JSON Lines with the rows of a file of one list, in the cache of `datasets`.
 
-    They are `null` as the first row, and tens of thousands of levels of lists.
+    `datasets` would round numbers of a list to 10 digits, and leave out halves of surrogate pairs.
+
+    Raises:
+        DataError, OSError, ValueError: the list cannot be read or written.
+    """
+    import datasets
+
+    made = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-list-{digest_of([file_digest(path), encoding])}.jsonl"
+    if not made.is_file():
+        with open_text(path, encoding) as file:
+            values = json.loads(file.read().lstrip("\ufeff"))
+        rows = [{"text": value} if isinstance(value, str) else value for value in values]
+        made.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(made, "".join(json.dumps(row) + "\n" for row in rows), alone=False)
+    return made
+
+
+def _require_objects(files: Files) -> list[Path]:
+    """Refuse lines of JSON Lines that end the process of the reader with a fault; return the files of one list.
+
+    The lines are `null` as the first row, and tens of thousands of levels of lists.
 
     Raises:
         DataError: there is such a line.
     """
+    lists = []
     for path in files.paths:
         with open_text(path, files.text.encoding) as file:
             before = "}"
             for number, line in enumerate(itertools.islice(file, files.most_rows), start=1):
                 row = line.strip("\ufeff \t\r\n")
-                if row.startswith("["):
-                    break  # a file of one list
+                if row.startswith("[") and before == "}":
+                    lists.append(path)
+                    break
                 if row == "null" and before.endswith("}"):
                     raise DataError(
                         f"`{files.key}` must hold json, but line {number} of `{path}` is null, not a JSON object;"
@@ -173,6 +204,7 @@ def _require_objects(files: Files) -> None:
                         " objects; write its values as text"
                     )
                 before = row or before
+    return lists
 
 
 def _is_deep(text: str) -> bool:

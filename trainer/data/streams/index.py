@@ -20,7 +20,9 @@ import numpy as np
 from trainer.base.digests import digest_of
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import DataError
-from trainer.data.formats.base import chat_features
+from trainer.data.formats.base import chat_features, require_own_names
+from trainer.data.formats.json_lines import HALF_PAIR, is_text
+from trainer.data.formats.parquet import readable
 from trainer.data.order import IndexArray
 from trainer.data.streams.shards import Shard
 
@@ -227,15 +229,17 @@ class RowReader:
         return index.shard.resumed(start, lambda row: begin(index, row), len)
 
     def _parquet_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
-        from datasets import Dataset
-        from datasets.table import InMemoryTable
+        from datasets import Dataset, Features
+        from datasets.table import InMemoryTable, table_cast
         from pyarrow import Table
 
         if start >= index.num_rows:
             return
         first = index.part_of(start)
         with index.shard.open() as raw, _parquet(raw) as file:
-            names = file.schema_arrow.names
+            require_own_names(file.schema_arrow.names, f"`{index.shard}`")
+            features = readable(file.schema_arrow)
+            names = list(features)
             columns = names if self._columns is None else list(self._columns)
             if missing := [name for name in columns if name not in names]:
                 raise DataError(
@@ -252,7 +256,10 @@ class RowReader:
                     if len(batch) <= skip:
                         skip -= len(batch)
                         continue
-                    yield Dataset(InMemoryTable(Table.from_batches([batch.slice(skip)])))
+                    table = Table.from_batches([batch.slice(skip)])
+                    if any(features[name] != kind for name, kind in Features.from_arrow_schema(table.schema).items()):
+                        table = table_cast(table, Features({name: features[name] for name in columns}).arrow_schema)
+                    yield Dataset(InMemoryTable(table))
                     skip = 0
 
     def _json_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
@@ -286,6 +293,8 @@ class RowReader:
                 raise DataError(f"row {number} of `{shard}` is not JSON: {error}; correct the line") from error
             if not isinstance(row, dict):
                 raise DataError(f"row {number} of `{shard}` must be a JSON object, but is not; write one on each line")
+            if b"\\ud" in line.lower() and not is_text(row):
+                raise DataError(f"row {number} of `{shard}` {HALF_PAIR}")
             rows.append(row if self._columns is None else {name: row.get(name) for name in self._columns})
         try:
             found = datasets.Dataset.from_list(rows, features=self._features)
