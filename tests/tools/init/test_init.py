@@ -81,7 +81,7 @@ def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
     Path("my.csv").write_text("\n".join(["id,title,body,kind", *rows]), encoding="utf-8")
     asked: list[str] = []
 
-    def prompt(question: str, default: str) -> str:
+    def prompt(question: str, default: str, **_: bool) -> str:
         asked.append(question)
         return {0: "nonsense", 1: "masked_lm"}.get(len(asked) - 1, default)
 
@@ -91,7 +91,7 @@ def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
     assert [question.split()[0] for question in asked] == ["task", "task", "model", "device,"]
     assert load_recipe("my.yaml").recipe.task.type == "masked_lm"
     asked.clear()
-    monkeypatch.setattr(verb.typer, "prompt", lambda question, default: (asked.append(question), default)[1])
+    monkeypatch.setattr(verb.typer, "prompt", lambda question, default, **_: (asked.append(question), default)[1])
     assert main(["init", "my.csv", "-o", "2.yaml"]) == ExitCode.DONE
     assert len(asked) == 5
 

@@ -174,6 +174,26 @@ def test_a_given_label_is_taken_and_others_are_named() -> None:
     assert note.endswith("task.type=sequence_classification and 'task.label=my user' (text, 2 distinct)")
 
 
+@pytest.mark.parametrize(
+    ("columns", "label", "note"),
+    [
+        ({"label": None, "x": ("a", "b")}, "x", "`label` is not taken as the label, since it has one value or none"),
+        ({"label": ("a",), "x": ("a", "b")}, "x", "`label` is not taken as the label, since it has one value or none"),
+        ({"label": ("a", "b", " ")}, "label", "`label` is blank in 10 rows, so blank is a class"),
+        (
+            {"emotion_label": (0, 1), "emotion_name": ("a", "b")},
+            "emotion_label",
+            "another column: task.label=emotion_n",
+        ),
+    ],
+)
+def test_labels_that_are_not_taken_are_noted(columns: dict[str, Any], label: str, note: str) -> None:
+    rows = columns_of(datasets.Dataset.from_list(rows_of(30, title="t", long="a longer text", **columns)), 100)
+    found = shapes(rows)[0]
+    assert (found.task["label"], found.task["text"]) == (label, "long")
+    assert note in next(iter(notes(rows, found, False)))
+
+
 def test_numbers_alone_have_no_task() -> None:
     assert shapes(columns_of(datasets.Dataset.from_list(rows_of(3, a=(1, 2), b=(0.5, 1.5))), 10)) == []
 

@@ -23,7 +23,7 @@ _PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("text1", "text2"), ("question1", "question2"),
     ("text_a", "text_b"), ("question", "sentence"), ("query", "document"), ("query", "passage"),
 )  # fmt: skip
-_SINGLE = ("text", "sentence", "content", "review", "comment", "message", "body", "document", "title", "utterance")
+_SINGLE = ("text", "sentence", "content", "review", "comment", "message", "body", "document", "utterance")
 _SEQUENCES = (
     ("source", "target"), ("document", "summary"), ("article", "highlights"), ("article", "summary"),
     ("dialogue", "summary"), ("text", "summary"), ("input_text", "target_text"),
@@ -271,7 +271,10 @@ def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
     scalars = [column for column in reversed(columns.all) if column.kind in SCALARS]
     found = [column for column in scalars if column.name not in texts and _may_label(column)]
     exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
-    worded = sorted(filter(_is_named, found), key=lambda column: (not column.repeats, len(column.words)))
+    worded = sorted(
+        filter(_is_named, found),
+        key=lambda column: (bool(column.words & _OTHER_WORDS), not column.repeats, len(column.words)),
+    )
     declared = [column for column in columns.all if column in found and column.names]
     others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
     others.sort(key=lambda column: (column.kind == "number", not column.repeats))
@@ -344,6 +347,14 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
                 f"`{column.name}` holds {column.notation}, which are read as texts; to learn numbers, write them"
                 " plainly, such as 1234.5, and leave out other rows"
             )
+    taken = {shape.task.get("label"), *(column.name for column in shape.labels)}
+    for column in columns if "label" in shape.task else ():
+        if column.name in taken:
+            blank = sum(isinstance(value, str) and not value.strip() for value in column.values)
+            if blank:
+                yield f"`{column.name}` is blank in {blank:,} rows, so blank is a class; leave these out or fill them"
+        elif column.name.strip().lower() in _LABELS and len(column.distinct) < 2:
+            yield f"`{column.name}` is not taken as the label, since it has one value or none: {column.shown}"
     others = [f"{shlex.quote(f'task.label={one.name}')} ({one.shown.partition(' (')[2]}" for one in shape.labels]
     if others and not is_label_given:
         more = "" if "label" in shape.task else "task.type=sequence_classification and "
