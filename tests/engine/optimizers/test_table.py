@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.training import TINY_BERT
 from trainer.engine.optimizers import tensor_batches
 from trainer.engine.optimizers.parameters import TrainedParameters, matrix_names, no_decay_names
-from trainer.engine.optimizers.table import OPTIMIZERS, build_optimizer
+from trainer.engine.optimizers.table import CLASSES, build_optimizer
 from trainer.recipe.schema import SGD, Adafactor, AdamW, Muon, OptimizerSection
 
 SMALL = {"vocab_size": 50, "num_labels": 3, "pad_token_id": 0}
@@ -70,7 +70,7 @@ def named() -> list[tuple[str, nn.Parameter]]:
 
 def test_each_section_of_a_recipe_has_its_row():
     names = {get_args(section.model_fields["name"].annotation)[0] for section in get_args(OptimizerSection)}
-    assert OPTIMIZERS.keys() == names
+    assert CLASSES.keys() == names
 
 
 class TestBuildOptimizer:

@@ -8,7 +8,7 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.recipe.schema import OptimizerSection
 
 # Texts, so that a run imports its own optimizer only.
-_CLASSES = {
+CLASSES = {
     "adamw": "adamw:AdamW",
     "adamw_8bit": "eight_bits:AdamW8bit",
     "sgd": "sgd:SGD",
@@ -20,7 +20,7 @@ _CLASSES = {
 
 def optimizer_class(section: OptimizerSection, ema_decay: float | None = None) -> type[EngineOptimizer]:
     """Return the class of a recipe's optimizer, with averages of the weights if they have a decay."""
-    plain: type[EngineOptimizer] = resolved(f"trainer.engine.optimizers.{_CLASSES[section.name]}")
+    plain: type[EngineOptimizer] = resolved(f"trainer.engine.optimizers.{CLASSES[section.name]}")
     if ema_decay is None:
         return plain
     from trainer.engine.optimizers.averaging import averaged
