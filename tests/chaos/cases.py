@@ -19,6 +19,7 @@ KINDS = {"kill at a moment": 34, "kill at a call": 22, "error": 30, "damage": 14
 """The kinds of faults, with their weights."""
 DAMAGES = ("cut", "emptied", "flipped", "removed", "swapped", "longer")
 _WORKER = "worker"
+_WITH_WORKERS = ("in ", "waiting for rows", "saving")  # activities beside data workers
 _LONGEST_PAUSE = 0.4  # seconds from the begin of an activity to a kill
 
 
@@ -127,8 +128,8 @@ def _aim_moment(case: Case, random: Random, tape: Tape) -> None:
     activity = random.choice(sorted(by_activity))
     rank, number = random.choice(sorted(by_activity[activity]))
     targets = ["ITSELF", "ITSELF", "LAUNCHER", "ALL"]
-    if FEATURES[case.feature].sections.get("data", {}).get("num_workers") and activity.startswith("in "):
-        targets += [_WORKER] * 3
+    if FEATURES[case.feature].sections.get("data", {}).get("num_workers") and activity.startswith(_WITH_WORKERS):
+        targets += [_WORKER] * 8
     target = random.choice(targets)
     seconds = random.choice([0.0, random.uniform(0.0, _LONGEST_PAUSE)])
     case.moment = {"rank": rank, "number": number, "seconds": seconds, "target": target}
