@@ -171,7 +171,9 @@ def _aim_damage(case: Case, random: Random) -> None:
         case.lost = "/run"
     case.plan = {"place": place}
     number = 1 if case.lost else random.choice([1, 1, 2])
-    case.damages = [(random.choice(DAMAGES), random.random(), random.random()) for _ in range(number)]
+    # A run without a whole copy is refused, so one of the copies stays whole.
+    damages = [name for name in DAMAGES if not case.lost or name != "swapped"]
+    case.damages = [(random.choice(damages), random.random(), random.random()) for _ in range(number)]
     case.fault = f"damage in {place}: {', '.join(name for name, _, _ in case.damages)}"
     if case.lost:
         case.fault += f"; {case.lost} is lost"
