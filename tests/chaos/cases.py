@@ -185,8 +185,8 @@ def damage(case: Case, folder: Path) -> list[str]:
     done = []
     for name, which, where in case.damages:
         files = sorted(path for path in place.rglob("*") if path.is_file() and path.stat().st_size)
-        if place.name == "run":  # the checkpoints and exports have cases of their own
-            files = [path for path in files if "checkpoints" not in path.parts[len(place.parts) :]]
+        if place.name == "run":  # checkpoints have cases of their own, and a run does not read its exports
+            files = [path for path in files if path.relative_to(place).parts[0] not in ("checkpoints", "best")]
         if not files:
             continue
         file = files[int(which * len(files))]
