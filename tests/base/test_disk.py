@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainer.base.disk import (
     is_in_memory,
+    numbered_errors,
     open_plain,
     read_plain,
     replace_folder,
@@ -23,6 +25,14 @@ from trainer.base.disk import (
     write_over,
 )
 from trainer.base.errors import UsageError
+
+
+def test_an_error_in_rust_has_the_number_of_the_system(tmp_path):
+    with pytest.raises(OSError, match="No such file or directory") as caught, numbered_errors():
+        save_file({"a": torch.zeros(3)}, tmp_path / "none" / "a.safetensors")
+    assert caught.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="os error"), numbered_errors():
+        raise ValueError("no number of an os error")
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])

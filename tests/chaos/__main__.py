@@ -36,7 +36,7 @@ KINDS = {
     "kill at a moment": "SIGKILL of a rank, the launcher, a data worker or all processes, in each activity of a run",
     "kill at a call": "SIGKILL at a call that changes files, also in the middle of a write",
     "error": "ENOSPC, EDQUOT, EIO, ESTALE, EROFS, EACCES or EPERM of a call, once or from then on",
-    "damage": "files of checkpoints, copies, prepared rows, metrics or status cut, emptied, flipped, removed or swapped",
+    "damage": "files of checkpoints, copies, prepared rows or status cut, emptied, flipped, removed, longer or swapped",
 }
 RESULT = "documented exit codes; the next start ends bit for bit as the undisturbed run, and no process is left"
 

@@ -39,6 +39,15 @@ def test_texts_are_prepared_by_the_tokenizer(tmp_path):
     assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    """The package of the tokenizer raises a plain `Exception`."""
+    preparation = load_preparation(load_recipe(str(write_tiny_run(tmp_path))).recipe)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        preparation.save(tmp_path / "model")
+
+
 def test_tokens_are_hidden_by_the_tokenizers_mask(tmp_path):
     recipe = load_recipe(str(write_tiny_run(tmp_path, task=MASKED_LM))).recipe
     preparation = load_preparation(recipe)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 UNFINISHED = ".saving-"
 """Prefix of the name of a file or folder that is still being written; readers ignore it."""
 REPLACED = ".replaced-"
@@ -84,6 +86,22 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def numbered_errors() -> Iterator[None]:
+    """Raise an OSError for an error of the system in the block: packages in Rust only name its number in a text.
+
+    Raises:
+        OSError: a call of the system has failed.
+    """
+    try:
+        yield
+    except Exception as error:  # tokenizers has no class of its own
+        found = None if isinstance(error, OSError) else _SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file with the permissions that the umask gives; safetensors alone uses 0600.
 
@@ -94,7 +112,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=metadata)
+    with numbered_errors():
+        save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.base.disk import numbered_errors
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
 from trainer.data.image_split import encode_images, encode_streamed
@@ -321,7 +322,8 @@ class TextPreparation(Preparation):
             truncation, padding = self._limits
             backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
             backend.enable_padding(**padding) if padding else backend.no_padding()
-        self.tokenizer.save_pretrained(folder)
+        with numbered_errors():
+            self.tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True)
