@@ -237,6 +237,17 @@ def test_weak_marks_of_a_template_are_noted_by_each_verb(tmp_path, capsys, templ
         assert note in " ".join("".join(capsys.readouterr()).split()), verb
 
 
+def test_a_fault_that_may_pass_is_no_mistake_of_the_recipe(tmp_path, capsys):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        place = f"http://127.0.0.1:{closed.getsockname()[1]}/rows.jsonl"
+    stream = ("data.streaming=true", "data.validation=null", "data.group_by_length=false", 'task.labels=["a", "b"]')
+    recipe = str(write_tiny_run(tmp_path))
+    arguments = ("check", recipe, f"data.train={place}", *stream, "evaluation.every=null", "evaluation.best=null")
+    assert main(list(arguments)) == ExitCode.FAILED
+    assert f"`data.train` names {place}, which cannot be read" in capsys.readouterr().err
+
+
 def test_large_files_are_read_in_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(readers, "_LARGE_BYTES", 100)
     monkeypatch.setattr(check, "MOST_ROWS", 10)

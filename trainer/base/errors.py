@@ -151,6 +151,18 @@ class Problems:
         parts = (error.problems if isinstance(error, RecipeError) else [str(error)] for error in self._errors)
         return list(dict.fromkeys(message for messages in parts for message in messages))
 
+    @property
+    def error(self) -> TrainerError | None:
+        """The only error, or one with all messages and the exit code `FAILED` if all may pass; None: there is none."""
+        errors = list({str(error): error for error in self._errors}.values())
+        if len(errors) < 2:
+            return errors[0] if errors else None
+        kind = DataProblemsError if all(isinstance(error, DataError) for error in errors) else RecipeError
+        joined = kind(*self.messages)
+        if all(error.exit_code == ExitCode.FAILED for error in errors):
+            joined.exit_code = ExitCode.FAILED
+        return joined
+
     def raise_all(self) -> None:
         """Raise the errors, if there are any.
 
@@ -158,15 +170,8 @@ class Problems:
             TrainerError: the only error.
             RecipeError: several errors; with the exit code `FAILED`, if all of them may pass.
         """
-        errors = list({str(error): error for error in self._errors}.values())
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            kind = DataProblemsError if all(isinstance(error, DataError) for error in errors) else RecipeError
-            joined = kind(*self.messages)
-            if all(error.exit_code == ExitCode.FAILED for error in errors):
-                joined.exit_code = ExitCode.FAILED
-            raise joined
+        if (error := self.error) is not None:
+            raise error
 
 
 class LaunchError(UsageError):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.base.errors import ExitCode, RecipeError
 from trainer.base.terminal import say, say_styled
 from trainer.base.text import aligned, for_terminal, without_repetitions
 from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, flag, print_json, show_error
@@ -57,8 +56,9 @@ def check(
     problems = checked.problems if checked else ()
     stages, groups = (checked.model.stages, checked.model.groups.table) if checked and checked.model else (None, ())
     notes = checked.notes if checked else ()
-    if problems:
-        show_error(RecipeError(*problems))
+    error = checked.error if checked else None
+    if error is not None:
+        show_error(error)
     if as_json:
         objects = [dict(zip(groups[0], row, strict=True)) for row in groups[1:]]
         found = {"groups": objects, "problems": problems, "notes": notes, "unchecked": unchecked}
@@ -77,8 +77,8 @@ def check(
             say(f"checked   no problem was found{' in the other parts' if unchecked else ''}")
         for part in unchecked:
             say(f"unchecked {part}")
-    if problems:
-        raise typer.Exit(ExitCode.USER)
+    if error is not None:
+        raise typer.Exit(error.exit_code)
 
 
 def _as_object(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, Any]:

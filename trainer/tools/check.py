@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from trainer.base.errors import Problems
+from trainer.base.errors import Problems, TrainerError
 from trainer.checkpoint.memory_folder import KEPT, room_in
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.precision import rounded_by_autocast
@@ -47,6 +47,7 @@ class Checked:
     """
 
     problems: tuple[str, ...]
+    error: TrainerError | None  # with these problems
     notes: tuple[str, ...]
     unchecked: tuple[str, ...]
     model: CheckedModel | None
@@ -97,7 +98,7 @@ def check_parts(plan: RunPlan) -> Checked:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
-    return Checked(tuple(problems.messages), tuple(notes), local.unchecked, model, data, most)
+    return Checked(tuple(problems.messages), problems.error, tuple(notes), local.unchecked, model, data, most)
 
 
 def _memory_notes(recipe: Recipe, model: nn.Module | None) -> list[str]:
