@@ -126,6 +126,16 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 64; use 50",
         ),
         (
+            ["data.max_length=100", "data.pad_to=2147483647"],
+            "`data.pad_to` must divide `data.max_length` 100, so that no row is padded beyond it, but is 2147483647;"
+            " use 100",
+        ),
+        (
+            ["data.max_length=2305843009213693951", "data.pad_to=2147483647"],
+            "`data.pad_to` must divide `data.max_length` 2305843009213693951, so that no row is padded beyond it, but"
+            " is 2147483647; use 1",
+        ),
+        (
             [*RANDOM, "parallel.load=broadcast"],
             '`parallel.load` is "broadcast", which sends weights of files, but the weights are random (`model.config`);'
             " remove it",

@@ -7,6 +7,7 @@ its row in `_RULES`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -138,11 +139,17 @@ def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
         lengths["task.max_target_length"] = task.max_target_length
     for key, length in lengths.items():
         if length % data.pad_to:
-            below = next(size for size in range(data.pad_to, 0, -1) if not any(n % size for n in lengths.values()))
+            below = _divisor(math.gcd(*lengths.values()), data.pad_to)
             text = (
                 f"must divide `{key}` {length}, so that no row is padded beyond it, but is {data.pad_to}; use {below}"
             )
             yield clash(text, "data.pad_to", key)
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor of `number` up to `most`; of huge numbers, a smaller one."""
+    small = (size for size in range(1, min(math.isqrt(number), 2**16) + 1) if number % size == 0)
+    return max(one for size in small for one in (size, number // size) if one <= most)
 
 
 def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Contradiction]:
