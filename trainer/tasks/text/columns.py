@@ -174,6 +174,7 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
             f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}; raise it"
         )
     features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
+    encodings = dict(enumerate(features.encodings or ()))  # empty: the tokenizer is slow
     start, _ = frame_of(tokenizer)
     doubled = [row for row, ids in enumerate(features["input_ids"]) if start and ids[: 2 * len(start)] == start * 2]
     if doubled:
@@ -184,12 +185,17 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
             return_attention_mask=False,
             verbose=False,
         )
+        encodings.update(zip(doubled, again.encodings or (), strict=False))
         for name, columns in again.items():
             for row, values in zip(doubled, columns, strict=True):
                 features[name][row] = values[len(start) :]
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
     cut = [False] * len(texts[0])
-    if at_limit:  # a row of exactly `max_length` tokens may be truncated or complete
+    # A row of exactly `max_length` tokens may be truncated or complete; to tokenise it again would double the time.
+    if encodings:
+        for row in at_limit:
+            cut[row] = bool(encodings[row].overflowing)
+    elif at_limit:
         whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):
             cut[row] = len(ids) - len(start) * (row in doubled) > max_length
