@@ -132,7 +132,6 @@ class TestPlansOfTransformers:
                 "gpt_neox",
                 "query_key_value` with 48 outputs, but the row after it has 16 inputs: it joins several matrices",
             ),
-            ("gemma", "forward of GemmaTextScaledWordEmbedding cannot be cut"),
             ("apertus", "does not define the layout of `model.layers.0.mlp.act_fn`"),  # an activation with weights
         ],
     )

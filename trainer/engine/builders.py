@@ -9,6 +9,7 @@ from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
 from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
+from trainer.models.families.table import CHECKPOINTING, COMPILE, MATRICES, SHARDING, layers_of
 from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
@@ -46,11 +47,10 @@ def build_engine(
         total_steps: the last step of the learning rate's schedule.
         teacher: the model to learn from; None on ranks without the last stage, or if there is none.
     """
-    refuse_generation_in_parts(task, plan)
+    columns = check_built(built, task, plan)
     built = [replace(part, teacher=teacher) for part in built]
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
-    columns = _vocabulary_chunk(built, task, plan)
     if columns is not None:
         heads = [chunk_head(part.model, columns, cut, task.token_scores) for part in built]
         built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
@@ -62,6 +62,26 @@ def build_engine(
     (whole,) = built
     build: EngineBuilder = resolved(f"trainer.engine.{_BUILDERS[plan.recipe.parallel.strategy]}")
     return build(whole, task, mesh, plan, total_steps)
+
+
+def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
+    """Refuse placed models, perhaps on `meta`, that a plan cannot train; return the columns of `vocabulary_chunk`.
+
+    Raises:
+        UsageError: the task cannot generate texts in parts, the layers of the model are unknown although a key needs
+            them, or the head must return all logits although the columns are a number.
+    """
+    refuse_generation_in_parts(task, plan)
+    recipe = plan.recipe
+    needs = {
+        CHECKPOINTING: recipe.activation_checkpointing != "none",
+        COMPILE: recipe.compile,
+        SHARDING: plan.strategy.cuts_parameters and not plan.strategy.zero_stage,
+        MATRICES: recipe.optimizer.name == "muon",
+    }
+    for key in (key for key, needs_layers in needs.items() if needs_layers):
+        layers_of(built[0].model, key)
+    return _vocabulary_chunk(built, task, plan)
 
 
 def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:

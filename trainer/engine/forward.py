@@ -22,7 +22,7 @@ from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.embedding_noise import add_noise
-from trainer.models.families.table import layers_of
+from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
 from trainer.models.generation import generate
 from trainer.models.layer_hooks import pack_layers
 from trainer.models.place import PlacedModel
@@ -56,9 +56,10 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         pack_layers(built.model)
     how = plan.recipe.activation_checkpointing
     if how != "none":
-        checkpoint_layers(layers_of(built.model).values(), how, built.dropout_keys)
+        checkpoint_layers(layers_of(built.model, CHECKPOINTING).values(), how, built.dropout_keys)
     if plan.recipe.compile:
-        compiled = CompiledLayers(layers_of(built.model).values(), built.dropout_keys, mesh.device)
+        layers = layers_of(built.model, COMPILE).values()
+        compiled = CompiledLayers(layers, built.dropout_keys, mesh.device)
         built = replace(built, compiled=compiled)
     if plan.recipe.weights != "fp32":
         store_in_bf16(built)

@@ -34,7 +34,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
 from trainer.engine.rounded_weights import in_fp32, learning, used_once
-from trainer.models.families.table import layers_of
+from trainer.models.families.table import SHARDING, layers_of
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
@@ -80,7 +80,7 @@ def shard(
     exact = torch.float32 if how.precision != "fp32" else None
     types = MixedPrecisionPolicy(reduce_dtype=how.sent_in or exact)
     # The layers first: the call for the model groups the parameters that no inner call has taken.
-    for part in (*layers_of(model).values(), model):
+    for part in (*layers_of(model, SHARDING).values(), model):
         fully_shard(
             part,
             mesh=mesh.device_mesh[axes],

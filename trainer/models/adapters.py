@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
-from trainer.models.families.table import layers_of
+from trainer.models.families.table import layers_of, layers_pattern
 from trainer.models.names import aliases, prefixes, tied_names
 from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
+from trainer.parallel.quantized_linear import QuantizedWeight
 from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, Magnitude, attach, drawn_factor, product_of
 from trainer.parallel.tensor.trained_rows import (
     ROWS,
@@ -31,6 +34,7 @@ from trainer.parallel.tensor.trained_rows import (
 from trainer.recipe.schema import Adapter, Model
 from trainer.recipe.schema.model import matches
 
+_LEAST_LEFT_OUT = 0.05  # of the parameters, for a note
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
@@ -261,6 +265,8 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
     """Return the layers with a product, by name; `saved` are the parameters that are trained whole."""
     modules = dict(model.named_modules())
     if adapter.targets is None:
+        if layers_pattern(model.config) is None:
+            raise _unknown_layers(model)
         layers = set(layers_of(model).values())
         inside = {id(part) for layer in layers for part in layer.modules()}
         return {name: m for name, m in modules.items() if id(m) in inside and _is_linear(m)}
@@ -291,6 +297,63 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
                 found[name] = modules[name]
     problems.raise_all()
     return found
+
+
+def _unknown_layers(model: Any) -> UsageError:
+    """Return the error of a model with unknown layers; it names the linear layers that read texts."""
+    head = _head_parameters(model)
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    linear = {
+        name: module
+        for name, module in linear.items()
+        if module is not model.get_output_embeddings() and f"{name}.weight" not in head
+    }
+    reads_texts = model if model.config.is_encoder_decoder else model.get_decoder()  # another part may read images
+    inside = {id(part) for part in reads_texts.modules()}
+    own = [name for name, module in linear.items() if id(module) in inside] or list(linear)
+    others = linear.keys() - set(own)
+    use = "use " if others else 'use "all-linear", or '
+    return UsageError(
+        f"`model.adapter.targets` must be set for a model of type {model.config.model_type!r}, because its repeated"
+        f" layers are unknown; {use}{json.dumps(_shortest_patterns(own, others))}"
+    )
+
+
+def _shortest_patterns(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Return patterns with the last parts of these names that match none of the others."""
+    found: dict[str, None] = {}
+    for name in names:
+        *outer, last = name.split(".")
+        ends = (last, *(f"{part}.*.{last}" for part in reversed(outer) if not part.isdigit()), name)
+        own = (end for end in ends if matches(end, name) and not any(matches(end, other) for other in others))
+        found[next(own)] = None
+    return list(found)
+
+
+def left_out_notes(model: nn.Module, quantization: str | None) -> list[str]:
+    """Return a note on the matrices of an adapted model that are no linear layers, such as those of experts."""
+    total = reached = 0
+    left: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LowRank | TrainedRows):
+            continue
+        sizes = [prod(module.shape)] if isinstance(module, QuantizedWeight) else []
+        sizes = sizes or [parameter.numel() for parameter in module.parameters(recurse=False)]
+        total += sum(sizes)
+        if product_of(module) is not None:
+            weight: Any = module.weight
+            reached += prod(weight.shape)
+        elif not isinstance(module, nn.Linear | Conv1D | nn.Embedding | QuantizedWeight):
+            matrices = [p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and not p.requires_grad]
+            left |= {f"{name} ({type(module).__name__})": sum(matrices)} if matrices else {}
+    if sum(left.values()) < _LEAST_LEFT_OUT * total:
+        return []
+    share, largest = sum(left.values()) / total, max(left, key=lambda name: left[name])
+    whole = "" if quantization is None else f", and `model.quantization` {quantization} leaves them whole"
+    return [
+        f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
+        f" {share:.1%} are no linear layers, such as {largest}, which it cannot adapt{whole}"
+    ]
 
 
 def _is_linear(module: nn.Module) -> bool:

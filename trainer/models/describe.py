@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.models.adapters import adapt
+from trainer.models.adapters import adapt, left_out_notes
 from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
@@ -29,6 +29,8 @@ from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, OptimizerSection, Training
 
+_MOST_SAMPLED = 300_000_000
+"""Parameters of a sample that a check builds, in fp32."""
 _CANNOT_BUILD = (
     OSError, ValueError, RuntimeError, KeyError, TypeError, ArithmeticError, AssertionError, SafetensorError
 )  # fmt: skip
@@ -99,6 +101,10 @@ class ModelDescription:
         if self.use.added is not None:
             _require_learned(model)
 
+    def adapter_notes(self, model: nn.Module) -> list[str]:
+        """Return notes on the weights that the adapter and the quantisation of a whole model leave out."""
+        return [] if self.recipe.adapter is None else left_out_notes(model, self.recipe.quantization)
+
     def groups(self, model: nn.Module) -> ParameterGroups:
         """Return the groups of the parameters of a whole model after `adapt`; see `parameter_groups`."""
         return ParameterGroups() if self.optimizer is None else parameter_groups(model, self.recipe, self.optimizer)
@@ -124,7 +130,7 @@ class ModelDescription:
                 f" {self.model_class.__name__}; name a folder with weights, or train random ones by `model.config`"
             )
         self.adapt(model, drawn)
-        return [*_drawn_notes(model, self.recipe, drawn), *self._make_invariant(model, keys)]
+        return [*self.adapter_notes(model), *_drawn_notes(model, self.recipe, drawn), *self.make_invariant(model, keys)]
 
     def check_invariance(self, model: nn.Module | None, keys: DropoutKeys | None) -> list[str]:
         """Check a model outside of the table of families, and return notes; see `check_invariance`.
@@ -136,6 +142,19 @@ class ModelDescription:
             return []
         checked = self._sample(keys) if model is None or self.use.added is not None else model
         return check_invariance(checked, keys, self.use.packed, self.use.auto_class_name, self.use.is_trained)
+
+    def check_sample(self, keys: DropoutKeys | None) -> list[str]:
+        """Check a sample with random weights, as `check_invariance` does, unless it is large; return notes."""
+        if self.config.model_type in FAMILIES:
+            return []
+        with torch.device("meta"):
+            size = sum(p.numel() for p in sample_of(self.model_class, self.config, self.attention).parameters())
+        if size > _MOST_SAMPLED:
+            return [
+                f"the forward pass is not tried, because a sample of this model type has {size:,} parameters; a run"
+                " tries it when it starts"
+            ]
+        return self.check_invariance(None, keys)
 
     def _sample(self, keys: DropoutKeys | None) -> nn.Module:
         sample = sample_of(self.model_class, self.config, self.attention)
@@ -150,10 +169,11 @@ class ModelDescription:
             except UsageError:  # a target is in a layer that the sample lacks
                 sample = sample_of(self.model_class, self.config, self.attention, is_whole=True)
                 adapt(sample, adapted, self.seed)
-        self._make_invariant(sample, keys)
+        self.make_invariant(sample, keys)
         return sample
 
-    def _make_invariant(self, model: nn.Module, keys: DropoutKeys | None) -> list[str]:
+    def make_invariant(self, model: nn.Module, keys: DropoutKeys | None) -> list[str]:
+        """Key the dropout of a whole model, fix its statistics, and name its padding; return notes for the user."""
         if keys is not None:
             key_dropout(model, keys)
         notes = [*fix_statistics(model), *_name_padding(model, self.use.padding_token)]

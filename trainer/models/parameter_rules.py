@@ -114,7 +114,7 @@ def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
     The head has power 0, the top layer 1, and the embeddings one more than the lowest layer. An encoder is below its
     decoder.
     """
-    layers = layers_of(model)
+    layers = layers_of(model, "`optimizer.layer_decay`")
     powers = {name: len(layers) - index for index, name in enumerate(layers)}
     found: dict[nn.Parameter, tuple[str, int]] = {}
     for module, layer in _around(model, list(layers)):

@@ -21,7 +21,7 @@ from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import StagePart, cut_stage, split_stages, trainable_stages
 from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import split_model
-from trainer.parallel.communication import Group, group_size, index_in_group
+from trainer.parallel.communication import Group, group_size, index_in_group, planned_group
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, whole
@@ -203,15 +203,26 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
     Args:
         loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
     """
-    pipeline, keys, zero = plan.pipeline, plan.recipe.parallel.pipeline, plan.strategy.zero_stage
+    pipeline, zero = plan.pipeline, plan.strategy.zero_stage
     # With tensor ranks, DeepSpeed partitions the parts itself, and needs them whole.
     is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
     shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
     cut = replace(tensor_cut(plan, mesh), shard=shard)
+    stages = () if pipeline is None else pipeline.stages_of(mesh.index(PIPELINE_AXIS))
+    return _with_stages(cut, plan, stages)
+
+
+def every_cut(plan: RunPlan) -> list[ModelCut]:
+    """Return the cuts of the first tensor rank for all pipeline stages, without a process group."""
+    parallel = plan.recipe.parallel
+    group = planned_group(parallel.tensor_ranks) if parallel.tensor_ranks > 1 else None
+    cut = ModelCut() if group is None else ModelCut(group, parallel.sequence, parallel.context > 1)
+    return _with_stages(cut, plan, range(plan.pipeline.num_stages) if plan.pipeline else ())
+
+
+def _with_stages(cut: ModelCut, plan: RunPlan, stages: Sequence[int]) -> list[ModelCut]:
+    pipeline, keys = plan.pipeline, plan.recipe.parallel.pipeline
     if pipeline is None:
         return [cut]
     starts = None if keys.split is None else tuple(keys.split)
-    return [
-        replace(cut, choice=StageChoice(stage, pipeline.num_stages, starts, keys.schedule))
-        for stage in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
-    ]
+    return [replace(cut, choice=StageChoice(stage, pipeline.num_stages, starts, keys.schedule)) for stage in stages]

@@ -26,7 +26,7 @@ def quantize_layers(model: nn.Module, kind: str) -> None:
         UsageError: the model has no such layer, its layers are of another kind, or bitsandbytes is not installed.
     """
     _require_package(kind)
-    inside = {id(part) for layer in layers_of(model).values() for part in layer.modules()}
+    inside = {id(part) for layer in layers_of(model, "`model.quantization`").values() for part in layer.modules()}
     tied = {name for names in tied_names(model) for name in names}
     found = 0
     for name, module in list(model.named_modules()):

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from trainer.base.errors import UsageError
 from trainer.models.families.family import StagePlan, matches, relative_name
-from trainer.models.families.table import FAMILIES, family_of, layers_of
+from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.layer_hooks import change_inputs
 from trainer.models.names import owner_of, prefixes, replace_in, tied_names
 from trainer.models.stage_shapes import Crossing, CrossingShapes, multiplications
@@ -104,24 +104,25 @@ class StagePart:
         return tuple(t.clone() if t._is_view() or t.is_leaf else t for t in sent if t is not None)
 
 
-def _plan_of(model: nn.Module) -> StagePlan:
-    """Return the stage plan of a model's family.
+def _plan_of(model: Any) -> StagePlan:
+    """Return the stage plan of a model's family; a plan of transformers has no stages.
 
     Raises:
         UsageError: the family has no stage plan.
     """
-    family = family_of(model)
-    if family.stages is None:
+    model_type = model.config.model_type
+    family = FAMILIES.get(model_type)
+    if family is None or family.stages is None:
         able = ", ".join(sorted(name for name, row in FAMILIES.items() if row.stages))
         raise UsageError(
-            f"`parallel.pipeline.stages` is above 1, but the family {family.model_type} cannot be cut between its"
-            f" layers; the families that can are {able}"
+            f"`parallel.pipeline.stages` is above 1, but the family {model_type} cannot be cut between its layers;"
+            f" the families that can are {able}; set it to 1, or use `parallel.strategy` fsdp"
         )
     return family.stages
 
 
 def split_stages(
-    model: nn.Module, num_stages: int, starts: Sequence[str] | None = None, schedule: str = "1f1b"
+    model: Any, num_stages: int, starts: Sequence[str] | None = None, schedule: str = "1f1b"
 ) -> StageSplit:
     """Assign layers to stages, by `starts` or with balanced costs.
 
@@ -139,7 +140,7 @@ def split_stages(
     if SCHEDULES[schedule].splits_backward and any(stack.first_layer or stack.result for stack in plan.stacks):
         able = ", ".join(name for name, row in SCHEDULES.items() if not row.splits_backward)
         raise UsageError(
-            f"`parallel.pipeline.schedule` is {schedule}, which the family {family_of(model).model_type} does not"
+            f"`parallel.pipeline.schedule` is {schedule}, which the family {model.config.model_type} does not"
             f" support: its layers share a position bias or the output of an encoder, where the backward pass cannot be"
             f" split; use {able}"
         )

@@ -23,7 +23,7 @@ from trainer.base.errors import Problems, UsageError
 from trainer.models.added import ADDED
 from trainer.models.attention import RING_ATTENTION, share_heads
 from trainer.models.dropout import move_site
-from trainer.models.families.family import ModelFamily, TensorPlan, matches, relative_name
+from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.forward_context import run_within
 from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
@@ -66,18 +66,17 @@ def check_split(model: nn.Module, degree: int, sequence: bool = False, context: 
             heads or features. A pattern matches nothing, or the family does not name a matrix.
         RecipeError: several of these hold.
     """
-    family = family_of(model)
-    plan = _plan_of(family, context)
+    plan = _plan_of(model, context)
     places = list(_places(model))
     problems = Problems()
     if sequence:
         with problems.collect():
-            _check_sequence(model, family)
+            _check_sequence(model, plan)
     if context:
         problems.raise_all()
         return
     with problems.collect():
-        _check_patterns(model, family, places)
+        _check_patterns(model, plan, places)
     with problems.collect():
         _check_divides(degree, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
@@ -124,11 +123,11 @@ def _check_divides(degree: int, counts: Sequence[tuple[int, str]]) -> None:
         raise UsageError(f"`parallel.tensor` must divide the {name}, but is {degree}; use {use}")
 
 
-def _check_sequence(model: nn.Module, family: ModelFamily) -> None:
-    if not _plan_of(family).sequence_parallel:
+def _check_sequence(model: Any, plan: TensorPlan) -> None:
+    if not plan.sequence_parallel:
         raise UsageError(
-            f"`parallel.sequence` is true, but the family {family.model_type} has no sequence parallelism; set it to"
-            " false"
+            f"`parallel.sequence` is true, but the family {model.config.model_type} has no sequence parallelism; set"
+            " it to false"
         )
     if chunk := getattr(model.config, "chunk_size_feed_forward", 0):
         raise UsageError(
@@ -155,7 +154,7 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
     """
     assert not any(isinstance(module, _Part) for module in model.modules()), "the model is cut already"
     check_split(model, group_size(group), sequence, context)
-    plan = _plan_of(family_of(model), context)
+    plan = _plan_of(model, context)
     tied = tied_names(model)
     stacks = _stacks(model, group, context) if sequence or context else None
     if context:  # matrices of layers stay whole
@@ -295,18 +294,22 @@ class _Cutting:
         }
 
 
-def _plan_of(family: ModelFamily, context: bool = False) -> TensorPlan:
-    if context and not (family.tensor and family.tensor.context_parallel):
+def _plan_of(model: Any, context: bool = False) -> TensorPlan:
+    model_type = model.config.model_type
+    # A plan of transformers has no context parallelism, so it is not read.
+    family = FAMILIES.get(model_type) if context else family_of(model)
+    plan = family.tensor if family else None
+    if context and not (plan and plan.context_parallel):
         raise UsageError(
-            f"`parallel.context` must be 1: the family {family.model_type} has no context parallelism; use"
+            f"`parallel.context` must be 1: the family {model_type} has no context parallelism; use"
             " `activation_checkpointing` full for long sequences"
         )
-    if family.tensor is None:
+    if plan is None:
         raise UsageError(
-            f"`parallel.tensor` must be 1: tensor parallelism does not support the family {family.model_type}; use"
+            f"`parallel.tensor` must be 1: tensor parallelism does not support the family {model_type}; use"
             " `parallel.strategy` fsdp to shard its parameters"
         )
-    return family.tensor
+    return plan
 
 
 def _stacks(model: nn.Module, group: Group, context: bool) -> Stacks:
@@ -334,9 +337,10 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
     return any(matches(pattern, place.relative) for pattern in patterns)
 
 
-def _check_patterns(model: nn.Module, family: ModelFamily, places: list[_Place]) -> None:
-    plan, model_type = _plan_of(family), family.model_type
-    called = {name for names in family.called_dropouts.values() for name in names}
+def _check_patterns(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
+    model_type = model.config.model_type
+    family = FAMILIES.get(model_type)
+    called = {name for names in family.called_dropouts.values() for name in names} if family else set()
     if not any(place.attribute in called for place in places):
         # The dropout is not keyed yet, as in a check without weights.
         kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in called)

@@ -46,7 +46,12 @@ def group_size(group: Group) -> int:
 
 def index_in_group(group: Group) -> int:
     """Return the index of this rank in `group`; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()
+
+
+def planned_group(size: int) -> dist.ProcessGroup:
+    """Return a stand-in for a group of ranks, as its first rank sees it; it has a size and cannot communicate."""
+    return dist.ProcessGroup(0, size)  # type: ignore[call-arg]  # the store is for those that communicate
 
 
 def in_product_type(x: Tensor) -> Tensor:

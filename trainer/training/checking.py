@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from trainer.base.errors import Problems
 from trainer.data.loader import require_fitting_rows
+from trainer.engine.builders import check_built
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
 from trainer.models.describe import ModelDescription
@@ -15,6 +17,7 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_packing
 from trainer.models.parameter_rules import ParameterGroups
+from trainer.models.place import every_cut, place
 from trainer.models.stage_split import split_stages, stage_sizes
 from trainer.models.tensor_split import check_split, context_notes
 from trainer.observe.observer import Observer
@@ -110,7 +113,11 @@ def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None 
         if not isinstance(recipe.task, ImageKeys):
             with problems.collect():
                 require_fit(recipe, described.config)
+        before = len(problems.messages)
         checked = _check(plan, described, problems, compares_sizes=task is not None)
+        if checked.whole is not None and len(problems.messages) == before:
+            notes = _rehearse(plan, described, checked.whole, task or build_task(recipe.task), problems)
+            checked = replace(checked, notes=(*checked.notes, *notes))
     if found is None:
         problems.raise_all()
     return checked
@@ -139,6 +146,7 @@ def _check(
         described.adapt(model, lacking)
         notes += context_notes(described.config, parallel.context)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
+        notes += described.adapter_notes(model)
         groups = described.groups(model)
         late = sum(model.get_parameter(name).numel() for name in groups.late)
         notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
@@ -155,6 +163,23 @@ def _check(
                 StageContents(split.layers_of(stage), size) for stage, size in enumerate(stage_sizes(model, split))
             ]
     return CheckedModel(model, stages, tuple(notes), groups)
+
+
+def _rehearse(
+    plan: RunPlan, described: ModelDescription, model: nn.Module, task: Task, problems: Problems
+) -> list[str]:
+    """Take the further steps with which a run builds a model, on `meta`, and return notes; collect the problems.
+
+    A run takes them on all ranks: keyed dropout, the cut, the layers that keys need, and a comparison of rows.
+    """
+    notes: list[str] = []
+    keys = described.new_keys()
+    with problems.collect(), described.explained():
+        described.make_invariant(model, keys)
+        with problems.collect():
+            notes += described.check_sample(keys)
+        check_built([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
+    return notes
 
 
 def _trained_notes(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.engine.optimizers.whole_access import WholeAccess
-from trainer.models.families.table import layers_of
+from trainer.models.families.table import MATRICES, layers_of
 from trainer.models.parameter_rules import ParameterRule
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
@@ -50,7 +50,7 @@ def matrix_names(model: nn.Module) -> set[str]:
     """
     inside = {
         module.weight
-        for layer in layers_of(model).values()
+        for layer in layers_of(model, MATRICES).values()
         for module in layer.modules()
         if isinstance(module, _LINEAR)
     }

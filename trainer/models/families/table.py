@@ -26,6 +26,10 @@ from trainer.parallel.pipeline.stand_ins import Absent
 
 Value = TypeVar("Value")
 
+CHECKPOINTING, COMPILE = "`activation_checkpointing`", "`compile`"
+SHARDING, MATRICES = "`parallel.strategy` fsdp or hsdp", "`optimizer.name` muon"
+"""Keys that need the layers of a model, for messages."""
+
 FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
@@ -59,30 +63,38 @@ def family_of(model: nn.Module) -> ModelFamily:
     config: Any = model.config
     family = FAMILIES.get(config.model_type) or shipped_family(model)
     if family is None:
-        raise _of_no_family(config)
+        raise _of_no_family(config, "`parallel.tensor`")
     return family
 
 
-def _of_no_family(config: Any) -> UsageError:
+def _of_no_family(config: Any, needed_by: str) -> UsageError:
     return UsageError(
-        f"this recipe needs to find the layers of the model, but model type {config.model_type!r} is in no family"
-        f" of models; known are {', '.join(sorted(FAMILIES))}, and those for which transformers ships a plan"
+        f"{needed_by} needs to find the layers of the model, but model type {config.model_type!r} is in no family of"
+        f" models; known are {', '.join(sorted(FAMILIES))}, and those for which transformers ships a plan"
         " (`base_model_tp_plan`); add a file to `trainer/models/families/` and its row to `table.py`"
     )
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+def layers_pattern(config: Any) -> str | None:
+    """Return the pattern of the repeated layers of a model type; None if they are unknown."""
+    family = FAMILIES.get(config.model_type)
+    # A plan of transformers gives the layers, even if tensor ranks cannot use it.
+    return family.layers if family else shipped_layers(config)
+
+
+def layers_of(model: nn.Module, needed_by: str = "this recipe") -> dict[str, nn.Module]:
     """Return the repeated layers of a model in order, by name.
+
+    Args:
+        needed_by: the subject of the message, such as a key.
 
     Raises:
         UsageError: the model is in no family, or its family's pattern matches nothing.
     """
     config: Any = model.config
-    family = FAMILIES.get(config.model_type)
-    # A plan of transformers gives the layers, even if tensor ranks cannot use it.
-    pattern = family.layers if family else shipped_layers(config)
+    pattern = layers_pattern(config)
     if pattern is None:
-        raise _of_no_family(config)
+        raise _of_no_family(config, needed_by)
     base: Any = model.base_model
     layers = {
         name: module

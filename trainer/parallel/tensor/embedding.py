@@ -29,7 +29,8 @@ class _ParallelEmbedding(nn.Module):
             unusual.append(f"the forward of {type(whole).__name__}")
         if unusual:
             raise UsageError(
-                f"an embedding with {' and '.join(unusual)} cannot be cut over tensor ranks; use a tensor degree of 1"
+                f"`parallel.tensor` must be 1, because an embedding with {' and '.join(unusual)} cannot be cut over"
+                " ranks; use `parallel.strategy` fsdp to shard it"
             )
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx

@@ -17,6 +17,7 @@ from trainer.base.text import listed, size
 from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.configuration import load_config
 from trainer.models.tensor_split import context_notes
+from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (
     HOST_RESERVED,
@@ -28,6 +29,7 @@ from trainer.tools.plan.recipe_plan import (
     traffic_by_module,
 )
 from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
+from trainer.tools.plan.simulated_step import planned_model
 from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
 
 _MOST_FILES = 8  # on a line
@@ -43,8 +45,18 @@ def plan_text(
     plan, attention = made.plan, None
     if plan.layout.context:
         (attention,) = context_notes(load_config(plan.recipe.model, {}), plan.layout.tp)
-    values = {"attention": attention, "faster": _faster_types(made), "changes": None if made.fits else changes}
+    changes = None if made.fits else changes
+    values = {"notes": _notes(plan), "attention": attention, "faster": _faster_types(made), "changes": changes}
     return text_of("plan", made=made, cost=cost, found=found, name=name, **values)
+
+
+def _notes(plan: RunPlan) -> list[str]:
+    if plan.recipe.model.adapter is None:
+        return []
+    described = planned_model(plan)
+    model = described.on_meta()
+    described.adapt(model)
+    return described.adapter_notes(model)
 
 
 def _faster_types(made: RecipePlan) -> list[str]:
