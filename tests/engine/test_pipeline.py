@@ -161,7 +161,7 @@ def steps_of(recipe: Recipe) -> list[StepResult]:
         (
             {"config": {"model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3,
                         "num_attention_heads": 2, "ffn_dim": 16, "word_embed_proj_dim": 16}},
-            "'opt' is in no family of models",
+            "the family opt cannot be cut between its layers",
         ),
     ],
 )  # fmt: skip

@@ -73,9 +73,16 @@ HEADS = ("", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "F
 @pytest.mark.parametrize("head", HEADS)
 def test_a_model_is_proven_by_the_outputs_of_each_head(head, monkeypatch):
     proven = []
-    monkeypatch.setattr(invariance, "_difference", lambda *given: proven.append(difference(*given)) or proven[-1])
+
+    def noted(row, alone):
+        proven.append((difference(row, alone), float(row.abs().max())))
+        return proven[-1][0]
+
+    monkeypatch.setattr(invariance, "_difference", noted)
     build("mpnet", LAYERS, f"AutoModel{head}")
-    assert 0 < proven[0] < 1e-5
+    of_rows, largest = proven[0]
+    assert of_rows < 1e-5  # on some processors, both passes give the same bits
+    assert largest > 0
 
 
 WIDTHS = {**LAYERS, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}

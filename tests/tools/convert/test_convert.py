@@ -528,7 +528,7 @@ def test_nothing_is_overwritten(write: Write, capsys):
     ("content", "name", "words"),
     [
         ("{", "a.json", "a.json:1:2: expected a key in double quotes"),
-        ("a: [", "a.yaml", "a.yaml:1:5: while parsing a flow node"),
+        ("a: [", "a.yaml", "a.yaml:1:5: a value is missing here; write it, or null"),
         (
             "num_machines: 1\nnum_machines: 2\n",
             "a.yaml",
