@@ -18,7 +18,7 @@ from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_tra
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapter_starts import require_package
-from trainer.models.adapters import adapt
+from trainer.models.adapters import adapt, left_out_notes
 from trainer.models.chunked_head import why_whole
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.parallel.tensor.low_rank import is_start
@@ -198,3 +198,23 @@ def test_a_start_without_peft_is_refused_with_the_command_that_installs_it():
     missing = mock.patch("trainer.models.adapter_starts.find_spec", return_value=None)
     with missing, pytest.raises(UsageError, match=r'needs the package `peft`; install it .*"recipe-trainer\[lora\]"'):
         require_package(Adapter(type="lora", start="pissa"))
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_experts_that_an_adapter_does_not_reach_are_named_with_their_share(quantization: str | None):
+    described = {**CONFIGS["llama"], "vocab_size": 20, "num_local_experts": 8}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **described))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if "experts" in name or "gate." in name)
+    reached = sum(p.numel() for name, p in model.named_parameters() if "_proj" in name and "experts" not in name)
+    keys = {"config": {"model_type": "mixtral"}, "tokenizer": "none", "quantization": quantization}
+    adapt(model, Model.model_validate({**keys, "adapter": {"type": "lora", "targets": "all-linear"}}), 0)
+    (note,) = left_out_notes(model, quantization)
+    assert note.startswith(
+        f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
+        f" {experts / total:.1%} are no linear layers, such as model.layers.0.mlp.experts (MixtralExperts)"
+    )
+    assert note.endswith("nf4 leaves them whole") == (quantization is not None)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIGS["llama"]))
+    assert left_out_notes(plain, None) == []

@@ -24,7 +24,9 @@ from trainer.engine.precision import store_in_bf16
 from trainer.engine.zero import ZeroEngine
 from trainer.models.configuration import max_positions
 from trainer.models.describe import ModelDescription
+from trainer.models.families.table import FAMILIES
 from trainer.models.fill import is_loaded_whole
+from trainer.models.hub_files import one_line
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.quantizing import weights_of_parts
@@ -100,12 +102,27 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         UsageError: the model's configuration cannot be read, the model cannot be cut like this, or the recipe has a
             part that cannot be simulated.
     """
-    with without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
+    with _explained(plan), without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
         whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
         built = whole.build()
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
         early = replace(whole, early=True).step(whole.build()) if _late(built) else None
         return replace(whole.step(built), loaded=loaded, saved=saved, early=early)
+
+
+@contextmanager
+def _explained(plan: RunPlan) -> Iterator[None]:
+    """Raise errors of a model outside of the table of families, such as one with experts, as errors for the user."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = planned_model(plan).config.model_type
+        if kind in FAMILIES:
+            raise
+        raise UsageError(
+            f"`trainer plan` cannot simulate a model of type {kind!r}: {one_line(error).rstrip('.')}; measure a short"
+            " run instead, which shows its memory"
+        ) from error
 
 
 def updates_in_batches(plan: RunPlan) -> bool:
