@@ -109,7 +109,9 @@ def limits_of_new_groups(recipe: Recipe) -> tuple[int, set[timedelta]]:
     ],
 )
 def test_groups_of_engines_have_the_limit_too(ranks: RankPools, world_size: int, sections: dict[str, Any]):
-    for number, limits in ranks(world_size).run(limits_of_new_groups, tiny_recipe(**sections)):
+    pool = ranks(world_size)
+    pool.close()  # processes keep the groups of earlier calls
+    for number, limits in pool.run(limits_of_new_groups, tiny_recipe(**sections)):
         assert number > 2
         assert limits == {timedelta(minutes=77)}
 
