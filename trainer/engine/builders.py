@@ -79,8 +79,9 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Colu
         SHARDING: plan.strategy.cuts_parameters and not plan.strategy.zero_stage,
         MATRICES: recipe.optimizer.name == "muon",
     }
-    for key in (key for key, needs_layers in needs.items() if needs_layers):
-        layers_of(built[0].model, key)
+    for key, is_needed in needs.items():
+        if is_needed:
+            layers_of(built[0].model, key)
     return _vocabulary_chunk(built, task, plan)
 
 
