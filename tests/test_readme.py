@@ -69,9 +69,7 @@ ELSEWHERE = {
     ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
-    "trainer doctor bert_sample --processes 2": "tests/tools/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
     "trainer doctor --json": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
-    "trainer doctor --deep": "tests/tools/doctor/test_doctor.py::test_a_recipe_is_resolved_first",
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
 

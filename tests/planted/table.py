@@ -1476,10 +1476,10 @@ _DOCTOR = [
     Defect(
         "shared_memory_always_ok",
         "The check of shared memory finds any size large enough.",
-        "tools/doctor/system.py",
+        "tools/doctor/folders.py",
         "if total < _LEAST_SHARED_BYTES:",
         "if total < 0:",
-        ("tools/doctor/test_system.py",),
+        ("tools/doctor/test_folders.py",),
     ),
     Defect(
         "old_driver_ok",
@@ -1488,14 +1488,6 @@ _DOCTOR = [
         "if newest[0] < wanted[0]:",
         "if newest[0] < 0:",
         ("tools/doctor/test_gpus.py",),
-    ),
-    Defect(
-        "excluded_interfaces_taken",
-        "NCCL's list of interfaces to leave out is read as a list to take.",
-        "tools/doctor/network.py",
-        "return [name for name in names if name not in hits] if excludes else hits",
-        "return hits",
-        ("tools/doctor/test_network.py",),
     ),
     Defect(
         "failed_check_is_ok",

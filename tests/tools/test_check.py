@@ -23,8 +23,6 @@ from trainer.data import readers
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
 from trainer.tools import check
-from trainer.tools.doctor.machine import Machine
-from trainer.tools.doctor.starting import parts
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import prepare_data
 
@@ -290,16 +288,6 @@ def test_a_run_reports_data_and_model_together(tmp_path, capsys):
     assert any("'nope'" in line for line in found)
     assert sum("column `label`, row" in line for line in found) == 2
     assert not list((tmp_path / "run").glob("step-*"))
-
-
-@pytest.mark.slow
-def test_the_doctor_finds_the_same(tmp_path):
-    recipe = str(write_tiny_run(tmp_path))
-    spoil(tmp_path)
-    finding = parts(Machine(os.environ, None, recipe=load_recipe(recipe).recipe, processes=1))  # type: ignore[arg-type]
-    assert finding.status == "problem"
-    assert "(1) column `label`, row 3 of" in finding.value
-    assert "(2) column `label`, row 2 of" in finding.value
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,6 @@ def read_file(path: str) -> str | None:
         return None
 
 
-def num_cores(read: Read) -> float | None:
-    """Return the limit of processor time in cores, or None."""
-    limits = []
-    for text in _values(read, "cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota.isdigit() and period.isdigit():
-            limits.append(int(quota) / int(period))
-    for folder in _folders(read, "cpu"):
-        quota, period = (read(f"{folder}/cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
-        if quota.isdigit() and period.isdigit():  # no limit is -1
-            limits.append(int(quota) / int(period))
-    return min(limits, default=None)
-
-
 def memory_bytes(read: Read) -> int | None:
     """Return the limit of memory, or None."""
     texts = [*_values(read, "memory.max"), *_values(read, "memory.limit_in_bytes", "memory")]
@@ -67,12 +53,6 @@ def machine_memory_bytes(read: Read = read_file) -> int:
 
     total: int = psutil.virtual_memory().total
     return min(total, memory_bytes(read) or total)
-
-
-def num_processes(read: Read) -> int | None:
-    """Return the limit of processes and threads, or None."""
-    texts = [*_values(read, "pids.max"), *_values(read, "pids.max", "pids")]
-    return min(map(int, filter(str.isdigit, texts)), default=None)
 
 
 def _values(read: Read, name: str, controller: str | None = None) -> Iterator[str]:

@@ -50,7 +50,7 @@ def _without_mlflow() -> Iterator[None]:
 @contextmanager
 def linear_restored() -> Iterator[None]:
     """Give back torch's linear function after the block, which stage 3 of ZeRO replaces in the whole process."""
-    from torch.nn import functional  # the module serves `trainer doctor` too, which works without torch
+    from torch.nn import functional
 
     linear = functional.linear
     try:

@@ -42,7 +42,7 @@ NO_TELEMETRY: Mapping[str, str] = {
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable with the network interface for gloo."""
 
-ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
+_ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
     "FSDP": ("fsdp", "hsdp"),
     "DEEPSPEED": ("zero1", "zero2", "zero3"),
     "MEGATRON_LM": (),
@@ -126,7 +126,7 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
     dynamo = flags.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
         raise UsageError(f"`accelerate launch` got --dynamo_backend {dynamo}; the recipe decides: drop the flag")
-    for engine, strategies in ACCELERATE_ENGINES.items():
+    for engine, strategies in _ACCELERATE_ENGINES.items():
         if flags.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
             raise UsageError(
                 f"`parallel.strategy` is {strategy}, but `accelerate launch` got --use_{engine.lower()};"

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.doctor.facts import DeepSpeedFacts, Facts, GlooFacts, Gpu, GpuFacts, TorchFacts
+from trainer.tools.doctor.facts import Facts, GlooFacts, Gpu, GpuFacts, TorchFacts
 from trainer.tools.doctor.finding import Finding
 from trainer.tools.doctor.machine import Machine
 from trainer.tools.doctor.probe import ProbeError
 
 CPU = TorchFacts("2.13.0+cpu")
-CUDA = TorchFacts("2.13.0", cuda="12.8", architectures=("sm_80", "sm_90", "compute_90"), nccl="2.27.5")
-ROCM = TorchFacts("2.13.0", hip="6.4", architectures=("gfx90a", "gfx942"), nccl="2.22.3")
+CUDA = TorchFacts("2.13.0", cuda="12.8", architectures=("sm_80", "sm_90", "compute_90"))
+ROCM = TorchFacts("2.13.0", hip="6.4", architectures=("gfx90a", "gfx942"))
 H100 = Gpu("NVIDIA H100", "aa-01", (9, 0), None, 80 * 2**30, bf16=True)
 T4 = Gpu("Tesla T4", "aa-02", (7, 5), None, 16 * 2**30, bf16=False)
 MI300 = Gpu("AMD Instinct MI300X", "aa-03", (9, 4), "gfx942", 192 * 2**30, bf16=True)
@@ -24,12 +23,7 @@ class FakeProbe:
     """A probe with the given facts; the default is a machine without GPUs."""
 
     def __init__(self, *facts: Facts | ProbeError) -> None:
-        defaults: tuple[Facts, ...] = (
-            CPU,
-            GlooFacts(0.03, ("10.0.0.7",)),
-            GpuFacts(),
-            DeepSpeedFacts("0.19.8"),
-        )
+        defaults: tuple[Facts, ...] = (CPU, GlooFacts(0.03, ("10.0.0.7",)), GpuFacts())
         self._known: dict[Any, Facts | ProbeError] = {type(fact): fact for fact in defaults}
         self._known |= {fact.kind if isinstance(fact, ProbeError) else type(fact): fact for fact in facts}
 
@@ -56,9 +50,6 @@ def machine(
     root: Path = Path("/nowhere"),
     *facts: Facts | ProbeError,
     files: Mapping[str, str] | None = None,
-    recipe: str | None = None,
-    overrides: tuple[str, ...] = (),
-    processes: int | None = None,
     **environ: str,
 ) -> Machine:
     """Return a machine with these facts, files (a path that ends with a slash is a folder) and variables."""
@@ -67,8 +58,7 @@ def machine(
         (place if path.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
         if not path.endswith("/"):
             place.write_text(text)
-    resolved = load_recipe(recipe, overrides).recipe if recipe else None
-    return Machine({"PATH": "/nowhere"} | environ, FakeProbe(*facts), root, resolved, processes)
+    return Machine({"PATH": "/nowhere"} | environ, FakeProbe(*facts), root)
 
 
 def answers(check: Callable[[Machine], Finding], at: Machine) -> tuple[str, str]:

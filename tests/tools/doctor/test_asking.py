@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.tools.doctor import asking
-from trainer.tools.doctor.facts import ExerciseFacts, GpuFacts, TorchFacts
+from trainer.tools.doctor.facts import GpuFacts, TorchFacts
 
 
 def torch_of(cuda: str | None = None, hip: str | None = None, **of_cuda: Any) -> Any:
@@ -17,20 +17,16 @@ def torch_of(cuda: str | None = None, hip: str | None = None, **of_cuda: Any) ->
     return SimpleNamespace(
         __version__="2.13.0",
         version=SimpleNamespace(cuda=cuda, hip=hip),
-        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
-        cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 27, 5)), **of_cuda),
+        cuda=SimpleNamespace(**of_cuda),
         _C=SimpleNamespace(_cuda_getArchFlags=lambda: "sm_90 compute_90"),
     )
 
 
 def test_the_build():
     assert asking.torch_facts(torch_of()) == TorchFacts("2.13.0")
-    assert asking.torch_facts(torch_of(cuda="12.8")) == TorchFacts(
-        "2.13.0", cuda="12.8", architectures=("sm_90", "compute_90"), nccl="2.27.5"
-    )
-    without_nccl = torch_of(hip="6.4")
-    without_nccl.distributed.is_nccl_available = lambda: False
-    assert asking.torch_facts(without_nccl).nccl is None
+    architectures = ("sm_90", "compute_90")
+    assert asking.torch_facts(torch_of(cuda="12.8")) == TorchFacts("2.13.0", "12.8", architectures=architectures)
+    assert asking.torch_facts(torch_of(hip="6.4")) == TorchFacts("2.13.0", hip="6.4", architectures=architectures)
 
 
 def properties(index: int) -> Any:
@@ -45,21 +41,14 @@ def properties(index: int) -> Any:
     )
 
 
-def test_gpus_and_which_are_not_peers(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(asking, "driver_cuda", lambda: (12, 8))
-    torch = torch_of(
-        cuda="12.8",
-        init=lambda: None,
-        device_count=lambda: 3,
-        get_device_properties=properties,
-        can_device_access_peer=lambda one, other: (one, other) != (0, 2),
-    )
+    torch = torch_of(cuda="12.8", init=lambda: None, device_count=lambda: 3, get_device_properties=properties)
     facts = asking.gpu_facts(torch)
     assert [gpu.bf16 for gpu in facts.gpus] == [True, False, False]
     assert [gpu.uuid for gpu in facts.gpus] == ["aa-0", "aa-1", "aa-2"]
     assert facts.gpus[0].capability == (9, 0)
     assert facts.gpus[0].architecture is None
-    assert facts.without_peers == ((0, 2),)
     assert facts.driver_cuda == (12, 8)
 
 
@@ -99,50 +88,3 @@ def test_no_library_of_the_driver(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert asking.driver_cuda() is None
-
-
-class Matrix:
-    """A square matrix of equal elements, represented by its sum."""
-
-    def __init__(self, total: float) -> None:
-        self.total = total
-
-    def __matmul__(self, other: Matrix) -> Matrix:
-        return Matrix(64.0 * self.total)
-
-    def sum(self) -> Matrix:
-        return self
-
-    def item(self) -> float:
-        return self.total
-
-
-def used(number: int, ones: Any = None, all_reduce: Any = None) -> ExerciseFacts:
-    """Return the facts from using this number of GPUs."""
-
-    def add(matrices: list[Matrix]) -> None:
-        for matrix in matrices:
-            matrix.total *= len(matrices)
-
-    torch = torch_of(cuda="12.8", device_count=lambda: number)
-    torch.ones = ones or (lambda rows, columns, device: Matrix(64.0**2))
-    torch.cuda.nccl.all_reduce = all_reduce or add
-    return asking.exercise(torch)
-
-
-def test_gpus_that_compute_and_sum():
-    facts = used(3)
-    assert facts.nccl_seconds is not None
-    assert facts == ExerciseFacts(nccl_seconds=facts.nccl_seconds)
-
-
-def test_gpus_that_do_not():
-    def fail_on_one(rows: int, columns: int, device: str) -> Matrix:
-        if device == "cuda:1":
-            raise RuntimeError("no kernel image is available")
-        return Matrix(64.0**2)
-
-    assert used(2, fail_on_one).errors == ((1, "RuntimeError: no kernel image is available"),)
-    wrong = used(2, lambda rows, columns, device: Matrix(7.0))
-    assert wrong.errors[0] == (0, "ArithmeticError: a product of matrices of ones was wrong")
-    assert used(2, all_reduce=lambda matrices: None).nccl_error == "ArithmeticError: the sum over the GPUs was wrong"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.doctor.machines import CPU, CUDA, H100, MI300, ROCM, T4, answers, machine
 from trainer.tools.doctor import gpus
-from trainer.tools.doctor.facts import ExerciseFacts, GpuFacts, TorchFacts
+from trainer.tools.doctor.facts import GpuFacts, TorchFacts
 
 NODE = {"/dev/nvidia0": "", "/dev/nvidiactl": ""}
 LOADED = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\n"}
@@ -113,17 +113,6 @@ def test_a_gpu_that_torch_was_not_compiled_for(tmp_path: Path):
     assert answers(gpus.gpus, machine(tmp_path, ROCM, other))[0] == "problem"
 
 
-def test_a_recipe_in_bf16_needs_gpus_that_have_it(tmp_path: Path):
-    torch = TorchFacts("2.13.0", cuda="12.8", architectures=("sm_75",))
-    facts = (torch, GpuFacts((T4,)))
-    bf16 = machine(tmp_path, *facts, recipe="bert_sample", overrides=("precision=bf16",))
-    assert answers(gpus.gpus, bf16) == (
-        "problem",
-        "1 x Tesla T4, 16.0 GiB, sm_75, no bf16; `precision` is bf16, but GPU 0 has none",
-    )
-    assert answers(gpus.gpus, machine(tmp_path, *facts, recipe="bert_sample"))[0] == "ok"
-
-
 def test_gpus_that_torch_does_not_see(tmp_path: Path):
     files = {f"/dev/nvidia{index}": "" for index in (0, 1, 2, 10)}
     named = "1 x NVIDIA H100, 80.0 GiB, sm_90, bf16"
@@ -214,39 +203,3 @@ def test_free_memory_is_asked_of_nobody_where_there_is_nobody(tmp_path: Path, mo
     monkeypatch.setattr(subprocess, "run", None)
     assert answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW)) == ("ok", "unknown: there is no nvidia-smi")
     assert answers(gpus.gpu_memory, machine(tmp_path)) == ("ok", "no GPU in use")
-
-
-def test_peers(tmp_path: Path):
-    pair = GpuFacts((H100, H100))
-    assert answers(gpus.peers, machine(tmp_path)) == ("ok", "fewer than two GPUs")
-    assert answers(gpus.peers, machine(tmp_path, CUDA, pair)) == ("ok", "between all GPUs")
-    apart = GpuFacts((H100, H100), without_peers=((0, 1),))
-    assert "not between GPUs 0-1" in answers(gpus.peers, machine(tmp_path, CUDA, apart))[1]
-
-
-def test_nccl(tmp_path: Path):
-    assert answers(gpus.nccl, machine(tmp_path)) == ("ok", "none: CPU build of torch")
-    assert answers(gpus.nccl, machine(tmp_path, CUDA, NCCL_P2P_DISABLE="0")) == ("ok", "2.27.5")
-    slow = machine(tmp_path, CUDA, NCCL_P2P_DISABLE="1")
-    assert answers(gpus.nccl, slow) == ("warning", "2.27.5, with NCCL_P2P_DISABLE set")
-    without = TorchFacts("2.13.0", cuda="12.8")
-    assert answers(gpus.nccl, machine(tmp_path, without)) == ("ok", "not in this build of torch")
-
-
-@pytest.mark.parametrize(
-    ("facts", "status", "value"),
-    [
-        (ExerciseFacts(nccl_seconds=1.234), "ok", "every GPU computes; a sum over all GPUs by NCCL took 1.23 s"),
-        (ExerciseFacts(errors=((1, "RuntimeError: no kernel image"),)), "problem", "GPU 1: RuntimeError: no kernel"),
-        (ExerciseFacts(errors=((0, "OutOfMemoryError: CUDA out of memory"),)), "warning", "GPU 0: OutOfMemory"),
-        (ExerciseFacts(errors=((0, "E: busy or unavailable"), (1, "E: x"))), "problem", "GPU 0: E: busy"),
-        (ExerciseFacts(nccl_error="DistBackendError: x"), "problem", "every GPU computes, but the sum by NCCL failed"),
-    ],
-)
-def test_using_the_gpus(tmp_path: Path, facts: ExerciseFacts, status: str, value: str):
-    found = answers(gpus.gpu_use, machine(tmp_path, CUDA, NEW, facts))
-    assert (found[0], found[1][: len(value)]) == (status, value)
-
-
-def test_no_gpus_are_not_used(tmp_path: Path):
-    assert answers(gpus.gpu_use, machine(tmp_path)) == ("ok", "no GPU in use")

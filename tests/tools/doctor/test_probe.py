@@ -12,7 +12,7 @@ import pytest
 
 from tests.tools.doctor.machines import CPU
 from trainer.tools.doctor import asking
-from trainer.tools.doctor.facts import DeepSpeedFacts, ExerciseFacts, Facts, GlooFacts, GpuFacts, TorchFacts
+from trainer.tools.doctor.facts import Facts, GlooFacts, GpuFacts, TorchFacts
 from trainer.tools.doctor.probe import Probe, ProbeError
 
 GLOO = GlooFacts(0.1, ("127.0.0.1",))
@@ -37,19 +37,13 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Probe]]:
     """Start a probe with these answers and this time limit for the GPUs."""
     begun: list[Probe] = []
 
-    def start(deep: bool = False, seconds: float = 30.0, **askers: Callable[[], Facts]) -> Probe:
-        kinds = {"torch": TorchFacts, "gloo": GlooFacts, "gpus": GpuFacts, "deepspeed": DeepSpeedFacts}
-        usual = {
-            TorchFacts: lambda: CPU,
-            GlooFacts: lambda: GLOO,
-            GpuFacts: GpuFacts,
-            DeepSpeedFacts: lambda: DeepSpeedFacts("0.19.8"),
-            ExerciseFacts: ExerciseFacts,
-        }
+    def start(seconds: float = 30.0, **askers: Callable[[], Facts]) -> Probe:
+        kinds = {"torch": TorchFacts, "gloo": GlooFacts, "gpus": GpuFacts}
+        usual = {TorchFacts: lambda: CPU, GlooFacts: lambda: GLOO, GpuFacts: GpuFacts}
         monkeypatch.setattr(asking, "_ASKERS", usual | {kinds[name]: asker for name, asker in askers.items()})
         for kind in asking.KINDS:
             monkeypatch.setattr(kind, "limit", seconds if kind is GpuFacts else 30.0)
-        begun.append(Probe(deep))
+        begun.append(Probe())
         return begun[-1]
 
     yield start
@@ -58,10 +52,10 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Probe]]:
 
 
 def test_answers_arrive(begin):
-    asked = begin(deep=True)
+    asked = begin()
     assert asked.facts(TorchFacts) == CPU
     assert asked.facts(GlooFacts) == GLOO
-    assert asked.facts(ExerciseFacts) == ExerciseFacts()
+    assert asked.facts(GpuFacts) == GpuFacts()
 
 
 def test_one_error_is_that_of_its_question(begin):
@@ -75,7 +69,7 @@ def test_one_error_is_that_of_its_question(begin):
 def test_without_torch_nothing_more_is_asked(begin):
     asked = begin(torch=fail)
     with pytest.raises(ProbeError, match="libcudart") as error:
-        asked.facts(DeepSpeedFacts)
+        asked.facts(GpuFacts)
     assert error.value.kind is TorchFacts
 
 
@@ -89,10 +83,16 @@ def test_without_torch_nothing_more_is_asked(begin):
 def test_a_crash_or_a_hang_leaves_the_answers_before_it(begin, end: Callable[[], Facts], seconds, message: str):
     asked = begin(gpus=end, seconds=seconds)
     assert asked.facts(GlooFacts) == GLOO
-    for kind in (GpuFacts, DeepSpeedFacts):
-        with pytest.raises(ProbeError, match=message) as error:
-            asked.facts(kind)
-        assert error.value.kind is GpuFacts
+    with pytest.raises(ProbeError, match=message) as error:
+        asked.facts(GpuFacts)
+    assert error.value.kind is GpuFacts
+
+
+def test_a_question_after_a_crash_has_its_error(begin):
+    asked = begin(gloo=crash)
+    with pytest.raises(ProbeError, match="ended the process by SIGKILL") as error:
+        asked.facts(GpuFacts)
+    assert error.value.kind is GlooFacts
 
 
 def test_closing_ends_the_process_and_what_it_started(begin):

@@ -1,4 +1,4 @@
-"""The questions of the probe to torch, CUDA, gloo and deepspeed. No other module of the package imports them.
+"""The questions of the probe to torch, CUDA and gloo. No other module of the package imports them.
 
 They run in a forked process, so a driver that hangs or a library that aborts ends only this process.
 """
@@ -20,16 +20,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.engine.deepspeed_package import import_deepspeed
-from trainer.tools.doctor.facts import (
-    DeepSpeedFacts,
-    ExerciseFacts,
-    Facts,
-    GlooFacts,
-    Gpu,
-    GpuFacts,
-    TorchFacts,
-)
+from trainer.tools.doctor.facts import Facts, GlooFacts, Gpu, GpuFacts, TorchFacts
 
 _GLOO_SECONDS = 8.0
 
@@ -57,15 +48,12 @@ def _one_line(error: BaseException) -> str:
 
 def torch_facts(torch: Any) -> TorchFacts:
     """Return the build of the imported torch."""
-    is_cuda = torch.version.cuda is not None
-    on_gpus = is_cuda or torch.version.hip is not None
-    has_nccl = on_gpus and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    on_gpus = torch.version.cuda is not None or torch.version.hip is not None
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         architectures=tuple(torch._C._cuda_getArchFlags().split()) if on_gpus else (),
-        nccl=".".join(str(part) for part in torch.cuda.nccl.version()) if has_nccl else None,
     )
 
 
@@ -134,17 +122,8 @@ def gpu_facts(torch: Any) -> GpuFacts:
         torch.cuda.init()
     except Exception as error:
         return GpuFacts(driver_cuda=driver, error=_one_line(error))
-    number = torch.cuda.device_count()
-    return GpuFacts(
-        gpus=tuple(_gpu(torch, index) for index in range(number)),
-        driver_cuda=driver,
-        without_peers=tuple(
-            (one, other)
-            for one in range(number)
-            for other in range(one + 1, number)
-            if not torch.cuda.can_device_access_peer(one, other)
-        ),
-    )
+    gpus = tuple(_gpu(torch, index) for index in range(torch.cuda.device_count()))
+    return GpuFacts(gpus, driver)
 
 
 def _gpu(torch: Any, index: int) -> Gpu:
@@ -160,41 +139,10 @@ def _gpu(torch: Any, index: int) -> Gpu:
     )
 
 
-def exercise(torch: Any) -> ExerciseFacts:
-    """Compute on every GPU of the imported torch, then sum over all GPUs by NCCL."""
-    number = torch.cuda.device_count()
-    errors, ones = [], []
-    for index in range(number):
-        try:
-            matrix = torch.ones(64, 64, device=f"cuda:{index}")
-            if (matrix @ matrix).sum().item() != 64.0**3:
-                raise ArithmeticError("a product of matrices of ones was wrong")
-            ones.append(matrix)
-        except Exception as error:
-            errors.append((index, _one_line(error)))
-    if errors or not ones:
-        return ExerciseFacts(errors=tuple(errors))
-    begun = time.monotonic()
-    try:
-        torch.cuda.nccl.all_reduce(ones)
-        if any(matrix.sum().item() != 64.0**2 * number for matrix in ones):
-            raise ArithmeticError("the sum over the GPUs was wrong")
-    except Exception as error:
-        return ExerciseFacts(nccl_error=_one_line(error))
-    return ExerciseFacts(nccl_seconds=time.monotonic() - begun)
-
-
-def ask_deepspeed() -> DeepSpeedFacts:
-    """Import DeepSpeed."""
-    return DeepSpeedFacts(import_deepspeed().__version__)
-
-
 _ASKERS: Mapping[type[Facts], Callable[[], Facts]] = {
     TorchFacts: lambda: torch_facts(import_module("torch")),
     GlooFacts: ask_gloo,
     GpuFacts: lambda: gpu_facts(import_module("torch")),
-    DeepSpeedFacts: ask_deepspeed,
-    ExerciseFacts: lambda: exercise(import_module("torch")),
 }
 KINDS = tuple(_ASKERS)
 """All kinds of facts, in the order of the questions."""

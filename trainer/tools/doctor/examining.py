@@ -7,33 +7,25 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 from trainer.tools.doctor.finding import Finding, Result, problem, warning
 from trainer.tools.doctor.machine import Machine
 from trainer.tools.doctor.probe import Probe, ProbeError
 from trainer.tools.doctor.table import CHECKS, Check
 
-if TYPE_CHECKING:
-    from trainer.recipe.schema import Recipe
 
-
-def examine_this_machine(recipe: Recipe | None, processes: int | None, deep: bool) -> list[Result]:
+def examine_this_machine() -> list[Result]:
     """Run all checks on this machine; see `Machine` and `examine`."""
-    probe = Probe(deep)
+    probe = Probe()
     try:
-        return examine(Machine(os.environ, probe, recipe=recipe, processes=processes), deep)
+        return examine(Machine(os.environ, probe))
     finally:
         probe.close()
 
 
-def examine(machine: Machine, deep: bool = False, checks: Sequence[Check] = CHECKS) -> list[Result]:
-    """Run the checks and return their results in order.
-
-    Args:
-        deep: whether to run the checks that use the GPUs.
-    """
-    begun = [(check, time.monotonic(), _begin(check, machine)) for check in checks if deep or not check.deep]
+def examine(machine: Machine, checks: Sequence[Check] = CHECKS) -> list[Result]:
+    """Run the checks and return their results in order."""
+    begun = [(check, time.monotonic(), _begin(check, machine)) for check in checks]
     return [_result(*one) for one in begun]
 
 

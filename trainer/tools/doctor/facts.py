@@ -26,7 +26,6 @@ class TorchFacts(Facts):
     cuda: str | None = None
     hip: str | None = None
     architectures: tuple[str, ...] = ()  # compiled for: sm_90, compute_90, gfx942
-    nccl: str | None = None
 
     @property
     def is_cpu_build(self) -> bool:
@@ -67,27 +66,3 @@ class GpuFacts(Facts):
     gpus: tuple[Gpu, ...] = ()
     driver_cuda: tuple[int, int] | None = None  # newest CUDA of the driver; None: no driver library
     error: str | None = None
-    without_peers: tuple[tuple[int, int], ...] = ()  # pairs without peer access
-
-
-@dataclass(frozen=True)
-class ExerciseFacts(Facts):
-    """The use of the GPUs: errors by GPU, and the seconds or the error of a sum over all GPUs by NCCL."""
-
-    question = "the use of the GPUs"
-    limit = 60.0
-    remedy = "see `dmesg | grep -i xid`; run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1"
-
-    errors: tuple[tuple[int, str], ...] = ()
-    nccl_seconds: float | None = None
-    nccl_error: str | None = None
-
-
-@dataclass(frozen=True)
-class DeepSpeedFacts(Facts):
-    """The imported DeepSpeed."""
-
-    question = "the import of deepspeed"
-    limit = 60.0
-
-    version: str

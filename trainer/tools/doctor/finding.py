@@ -54,11 +54,6 @@ def problem(value: str, remedy: str) -> Finding:
     return Finding("problem", value, remedy)
 
 
-def bad(value: str, remedy: str, is_needed: bool) -> Finding:
-    """A problem if the recipe needs it, else a warning."""
-    return Finding("problem" if is_needed else "warning", value, remedy)
-
-
 def size(num_bytes: float) -> str:
     """The size in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.0f} MiB"

@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
-from trainer.tools.doctor.facts import ExerciseFacts, Gpu, GpuFacts, TorchFacts
+from trainer.tools.doctor.facts import Gpu, GpuFacts, TorchFacts
 from trainer.tools.doctor.finding import Finding, ok, problem, size, warning
 from trainer.tools.doctor.machine import Machine
 
@@ -85,8 +85,6 @@ def gpus(machine: Machine) -> Finding:
                 f" {' '.join(torch.architectures)}",
                 "install a build of torch that supports the GPU: https://pytorch.org/get-started/locally",
             )
-        if machine.recipe is not None and machine.recipe.precision == "bf16" and not gpu.bf16:
-            return problem(f"{value}; `precision` is bf16, but GPU {index} has none", "set `precision` to fp16 or fp32")
     nodes, hidden_by = _nvidia_nodes(machine), _hiding(machine)
     if len(facts.gpus) < len(nodes):
         if hidden_by is None:
@@ -125,46 +123,6 @@ def gpu_memory(machine: Machine) -> Finding:
     if any(num_bytes < _LITTLE_FREE * visible[index].total_bytes for index, num_bytes in known.items()):
         return warning(value, "end the programs that hold the memory: nvidia-smi lists them")
     return ok(value)
-
-
-def peers(machine: Machine) -> Finding:
-    """Peer access between GPUs; without it, NCCL uses host memory in `/dev/shm`."""
-    if len(machine.gpus) < 2:
-        return ok("fewer than two GPUs")
-    pairs = ", ".join(f"{one}-{other}" for one, other in machine.probe.facts(GpuFacts).without_peers)
-    return ok(f"not between GPUs {pairs}: NCCL uses /dev/shm there" if pairs else "between all GPUs")
-
-
-def nccl(machine: Machine) -> Finding:
-    """The version of NCCL, and the variables that disable parts of it."""
-    torch = machine.probe.facts(TorchFacts)
-    if torch.nccl is None:
-        return ok("none: CPU build of torch" if torch.is_cpu_build else "not in this build of torch")
-    names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
-    off = [name for name in names if machine.environ.get(name, "0") not in ("0", "")]
-    if off:
-        return warning(
-            f"{torch.nccl}, with {' and '.join(off)} set", f"unset {' '.join(off)}, unless a hardware fault requires it"
-        )
-    return ok(torch.nccl)
-
-
-def gpu_use(machine: Machine) -> Finding:
-    """With `--deep`: a matrix product on every GPU, and a sum over all GPUs by NCCL."""
-    if not machine.gpus:
-        return ok("no GPU in use")
-    facts = machine.probe.facts(ExerciseFacts)
-    if facts.errors:
-        value = "; ".join(f"GPU {index}: {error}" for index, error in facts.errors)
-        if all(re.search(r"out of memory|busy or unavailable", error) for _, error in facts.errors):
-            return warning(value, "end the programs that hold the GPU: nvidia-smi lists them")
-        return problem(value, "see `dmesg | grep -i xid`, and try the GPU with another program")
-    if facts.nccl_error is not None:
-        return problem(
-            f"every GPU computes, but the sum by NCCL failed: {facts.nccl_error}",
-            "run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to test the link between GPUs",
-        )
-    return ok(f"every GPU computes; a sum over all GPUs by NCCL took {facts.nccl_seconds:.2f} s with its start")
 
 
 def _nvidia_nodes(machine: Machine) -> list[str]:

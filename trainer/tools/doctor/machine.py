@@ -1,19 +1,14 @@
-"""The inputs of a check: environment variables, system files, the recipe and the probe."""
+"""The inputs of a check: environment variables, system files and the probe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.base.cgroup import read_file
-from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.doctor.facts import Gpu, GpuFacts, TorchFacts
 from trainer.tools.doctor.probe import Probe
-
-if TYPE_CHECKING:
-    from trainer.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -23,18 +18,6 @@ class Machine:
     environ: Mapping[str, str]
     probe: Probe
     root: Path = Path("/")  # folder of `/proc`, `/sys` and `/dev`
-    recipe: Recipe | None = None
-    processes: int | None = None
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """The strategy of the recipe."""
-        return STRATEGIES[self.recipe.parallel.strategy] if self.recipe else None
-
-    @property
-    def needs_deepspeed(self) -> bool:
-        """Whether the recipe needs DeepSpeed."""
-        return self.strategy is not None and self.strategy.zero_stage > 0
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from trainer.tools.doctor.asking import KINDS, answer
-from trainer.tools.doctor.facts import ExerciseFacts, Facts, TorchFacts
+from trainer.tools.doctor.facts import Facts, TorchFacts
 
 Kind = TypeVar("Kind", bound=Facts)
 
@@ -26,19 +26,14 @@ class ProbeError(Exception):
 
 
 class Probe:
-    """A fork of this process that asks one kind after the other; start it before any thread.
+    """A fork of this process that asks one kind after the other; start it before any thread."""
 
-    Args:
-        deep: whether to use the GPUs.
-    """
-
-    def __init__(self, deep: bool) -> None:
-        kinds = tuple(kind for kind in KINDS if deep or kind is not ExerciseFacts)
-        self._facts: dict[type[Facts], Future[Facts]] = {kind: Future() for kind in kinds}
+    def __init__(self) -> None:
+        self._facts: dict[type[Facts], Future[Facts]] = {kind: Future() for kind in KINDS}
         context = multiprocessing.get_context("fork")
         receive, send = context.Pipe(duplex=False)
-        limit = sum(kind.limit for kind in kinds)
-        self._process = context.Process(target=answer, args=(send, kinds, limit), daemon=True)
+        limit = sum(kind.limit for kind in KINDS)
+        self._process = context.Process(target=answer, args=(send, KINDS, limit), daemon=True)
         self._process.start()
         send.close()
         threading.Thread(target=self._collect, args=(receive,), daemon=True).start()
