@@ -61,6 +61,12 @@ SHIPPED: dict[str, dict[str, Any]] = {
     "eurobert": {**_DECODER, "num_key_value_heads": 4},
     "exaone4": {**_DECODER, "head_dim": 8},  # query and key norms of the size of one head
 }
+# Also shipped: embeddings multiply by a factor. The fuzz does not draw them; keyed attention has no softcap.
+SCALED: dict[str, dict[str, Any]] = {
+    "gemma": {**_DECODER, "head_dim": 8},
+    "gemma2": {**_DECODER, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": None},
+    "gemma3_text": {**_DECODER, "head_dim": 8, "sliding_window": 4},
+}
 # The same families with other modules: the keys that differ from `CONFIGS`.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # the large sizes of DeBERTa v2
@@ -81,7 +87,7 @@ HEADS = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForImageClassification",
 )
-_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4")
+_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4", *SCALED)
 # Families that lie over ranks as another one does: `test_tensor_split` compares their outputs and gradients each time.
 NEAR_FAMILIES = ("roberta", "xlm-roberta", "electra", "distilbert", "mistral", "qwen2")
 
@@ -96,7 +102,7 @@ def has_head(model_type: str, head: str) -> bool:
 def build(model_type: str, head: str, dropout: float, keys: DropoutKeys, variant: str = "") -> nn.Module:
     """Build a model with the same weights at every call. The head's weights are large enough to affect the output."""
     changed = VARIANTS[variant][1] if variant else {}
-    config = AutoConfig.for_model(model_type, **((CONFIGS | SHIPPED)[model_type] | changed), num_labels=LABELS)
+    config = AutoConfig.for_model(model_type, **((CONFIGS | SHIPPED | SCALED)[model_type] | changed), num_labels=LABELS)
     if head == "AutoModelForQuestionAnswering":
         config.num_labels = 2
     probabilities = [key for key in config.to_dict() if "drop" in key and isinstance(getattr(config, key), float)]

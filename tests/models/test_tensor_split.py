@@ -18,6 +18,7 @@ from tests.helpers.families import (
     LENGTH,
     NEAR_FAMILIES,
     ROWS,
+    SCALED,
     SHIPPED,
     VARIANTS,
     VOCABULARY,
@@ -38,7 +39,9 @@ from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainer.recipe.plan import plan_run
 from trainer.training.checking import check_model
 
-CASES = [(model_type, head) for model_type in (*CONFIGS, *SHIPPED) for head in HEADS if has_head(model_type, head)]
+CASES = [
+    (model_type, head) for model_type in (*CONFIGS, *SHIPPED, *SCALED) for head in HEADS if has_head(model_type, head)
+]
 DROPPED = ("bert", "albert", "deberta-v2", "distilbert", "modernbert", "gpt2", "t5", "bart")
 SEQUENCE = [model_type for model_type, family in FAMILIES.items() if family.tensor and family.tensor.sequence_parallel]
 VOCABULARY_HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from tests.helpers.families import SCALED
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import train_tiny
-from tests.parity.cases import DROPOUT_FAMILIES, Case
+from tests.helpers.training import tiny_recipe, train_tiny
+from tests.parity.cases import DROPOUT_FAMILIES, SHORT, Case, assert_same_curve
 from tests.parity.fuzz import FIRST_LOSS, FIRST_NORM, LIMITS
 from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES
@@ -54,3 +55,19 @@ def test_what_check_accepts_is_one_process(ranks: RankPools, model_type: str):
                 assert not math.isfinite(curve.grad_norms[0])
         trained += 1
     assert trained >= 3  # families without a tensor plan or stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SCALED)
+def test_an_embedding_with_a_factor_trains_as_on_one_process(ranks: RankPools, model_type: str):
+    softcap = {"attn_logit_softcapping": 5.0} if model_type == "gemma2" else {}
+    config = {"model_type": model_type, **SCALED[model_type], "initializer_range": 0.2, **softcap}
+    recipe, cut = (
+        tiny_recipe(
+            task={"type": "causal_lm"}, model={"config": config, "tokenizer": "none"}, parallel={"tensor": tensor}
+        )
+        for tensor in (1, 2)
+    )
+    expected = train_tiny(recipe, num_steps=SHORT)
+    for curve in ranks(2).run(train_tiny, cut, num_steps=SHORT):
+        assert_same_curve(curve, expected)

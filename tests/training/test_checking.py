@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.families import CONFIGS, SHIPPED
+from tests.helpers.families import CONFIGS, SCALED, SHIPPED
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_RESNET, build_tiny, tiny_recipe
 from trainer.base.errors import RecipeError, TrainerError
@@ -19,7 +19,6 @@ _DECODER = {**CONFIGS["llama"], "bos_token_id": 1, "eos_token_id": 2}
 _SEQ2SEQ = {**CONFIGS["bart"], "decoder_start_token_id": 0, "forced_eos_token_id": 1}
 # Model types outside of the table, beside those whose plan of transformers can be used.
 OTHERS: dict[str, dict[str, Any]] = {
-    "gemma2": {**_DECODER, "head_dim": 8},
     "gpt_neox": {**CONFIGS["bert"], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "phi3": _DECODER,
     "glm4": {**_DECODER, "head_dim": 8},
@@ -30,7 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mbart": _SEQ2SEQ,
     "mpnet": CONFIGS["bert"],
 }
-MODELS = {**CONFIGS, **SHIPPED, **OTHERS, "resnet": TINY_RESNET}
+MODELS = {**CONFIGS, **SHIPPED, **SCALED, **OTHERS, "resnet": TINY_RESNET}
 AXES: dict[str, dict[str, Any]] = {
     "none": {},
     "tensor": {"parallel": {"tensor": 2}},
