@@ -121,6 +121,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"eval_strategy": "epoch", "metric_for_best_model": "eval_accuracy"}, "evaluation.best", "accuracy"),
     ({"eval_strategy": "epoch", "load_best_model_at_end": True}, "evaluation.best", "loss"),
     ({"train_sampling_strategy": "group_by_length"}, "data.group_by_length", True),
+    ({"task_name": None, "train_file": "a.csv", "validation_split_percentage": 10}, "data.validation", 0.1),
+    ({"validation_split_percentage": 10}, "data.validation", "validation"),
     ({"group_by_length": True}, "data.group_by_length", True),
     ({"gradient_checkpointing": True}, "activation_checkpointing", "full"),
     ({"fsdp": "full_shard auto_wrap"}, "parallel.strategy", "fsdp"),
@@ -233,6 +235,8 @@ def test_yaml_reads_an_unquoted_no_as_false(write: Write):
     [
         ({"per_device_train_batch_size": 4}, None, 3, 12),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 5}, None, 2, 40),
+        ({"accelerator_config": {"split_batches": True}}, None, 2, 8),
+        ({"accelerator_config": {"split_batches": True}}, None, None, 8),
         ({}, accelerates("MULTI_GPU", num_processes=4), None, 32),
         ({}, accelerates("MULTI_GPU", num_processes=4), 2, 16),
         (
@@ -416,20 +420,37 @@ def test_files_of_our_own_launchers_hold_no_unknown_key(file: Path):
 
 
 @pytest.mark.parametrize(
-    ("key", "fix"),
+    ("key", "value", "fix"),
     [
-        ("lerning_rate", "did you mean `learning_rate`? Or remove it to train without it"),
-        ("dataset_fraction", "correct its name, or remove it to train without it"),
+        ("lerning_rate", 1.0, "did you mean `learning_rate`? Or remove it to train without it"),
+        ("dataset_fraction", 1.0, "correct its name, or remove it to train without it"),
+        ("max_grad_nrom", 0, "did you mean `max_grad_norm`? Or remove it to train without it"),  # 0 turns clipping off
+        ("ignore_pad_token_for_loss", False, "correct its name, or remove it to train without it"),
     ],
 )
-def test_an_unknown_key_refuses_the_file(of_arguments: OfArguments, key: str, fix: str):
+def test_an_unknown_key_refuses_the_file(of_arguments: OfArguments, key: str, value: object, fix: str):
     with pytest.raises(RecipeError) as caught:
-        of_arguments(**{key: 1.0})
+        of_arguments(**{key: value})
     rule = f"`{key}` is not known as a key of TrainingArguments, and may decide what is learned"
     assert f"{rule}; {fix}" in str(caught.value)
     conversion = of_arguments(**{key: None})
     assert outcome(conversion, key) is Outcome.UNKNOWN
     assert key in conversion.report()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "usual"),
+    [
+        ("average_tokens_across_devices", False, True),
+        ("dataloader_drop_last", True, False),
+        ("line_by_line", False, True),
+        ("train_sampling_strategy", "sequential", "random"),
+    ],
+)
+def test_a_key_that_decides_what_is_learned_refuses_the_file(of_arguments: OfArguments, key: str, value, usual):
+    with pytest.raises(RecipeError, match=f"`{key}` decides what is learned"):
+        of_arguments(**{key: value})
+    assert of_arguments(**{key: usual}).lines
 
 
 def test_the_report_tells_what_was_changed_and_with_all_everything(of_arguments: OfArguments):

@@ -224,7 +224,7 @@ class Draft:
         if (item.tool, item.key) in self._lines or any(its is item for its in used):
             return
         row = item.row
-        if row is None and item.value:
+        if row is None and item.value not in (None, "", [], {}):  # false and 0 decide as much as other values
             self._refuse_unknown(item)
         elif row is None:
             self.say(item, Outcome.UNKNOWN, "not set, and ignored")

@@ -114,8 +114,20 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
         used = {"validation_file"}
     for key in {*splits, "validation_file"} - used:
         draft.unread("other keys name the source of the data", given(_TA, key))
+    _held_out(draft)
     _lengths(draft)
     return found
+
+
+def _held_out(draft: Draft) -> None:
+    share = draft.sources.given(_TA, "validation_split_percentage")
+    if share is None:
+        return
+    if draft.value("data.validation") is None:
+        note = "rows drawn by the seed; the scripts of transformers take the first ones"
+        draft.take("data.validation", draft.number(share) / 100, share, note=note, differs=True)
+    else:
+        draft.unread("another key names the validation split", share)
 
 
 def _file(draft: Draft, item: Item, path: str, folder: Path) -> None:
@@ -137,7 +149,7 @@ def _lengths(draft: Draft) -> None:
     if name in ("random", "group_by_length"):
         draft.take("data.group_by_length", name == "group_by_length", sampling)
     else:
-        draft.say(sampling, Outcome.NONE, "each epoch has another order, from the seed")
+        draft.refuse_file(sampling, "each epoch has another order, from the seed")
 
 
 def _task(draft: Draft, glue: _Glue | None) -> None:
