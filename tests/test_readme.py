@@ -51,8 +51,6 @@ ELSEWHERE = {
     "trainer compare bert_sample --processes 2": "tests/tools/compare/test_compare.py::def test_on_two_ranks",
     "trainer compare bert_sample optimizer.learning_rate=1e-3,2e-3 training.micro_batch_size=12,24 --processes 2"
     " --steps 10": "tests/tools/compare/test_compare.py::def test_values_make_a_grid",
-    "trainer compare bert_sample --processes 2 --steps 10 --with pytorch --with transformers model.dropout=0"
-    " parallel.strategy=ddp,zero2": "tests/tools/compare/test_compare.py::def test_layouts_and_peers_on_two_processes",
     "trainer search bert_sample optimizer.learning_rate=1e-4..1e-2,log model.dropout=0,0.1 training.max_steps=24"
     " --trials 6": "tests/tools/search/test_search.py::def test_a_search_is_stopped_in_a_trial",
     "trainer why runs/bert_sample": "tests/tools/test_why.py::def test_a_planted_cause_is_the_largest",

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.benchmarks.peers import PEERS, PeerTraining
 from tests.benchmarks.setting import Setting
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.engine.builders import build_engine
@@ -29,7 +30,6 @@ from trainer.observe.sampling import Sampler
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.tools.compare.peers import PEERS, PeerTraining
 from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.loop import Loop
 from trainer.training.run_info import model_size, run_info, total_peak_flops
@@ -37,7 +37,7 @@ from trainer.training.run_info import model_size, run_info, total_peak_flops
 
 def peer(name: str, setting: Setting, batches: Iterable[RankBatch]) -> None:
     """Train with the loop of another tool, which logs nothing here."""
-    PEERS[name].train(_of(setting), batches, None)
+    PEERS[name](_of(setting), batches, None)
 
 
 def trainer_by_default(setting: Setting, steps: Iterable[object]) -> None:

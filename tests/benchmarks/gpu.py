@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from tests.benchmarks.peers import PEERS, PeerTraining, with_torchs_dropout
 from trainer.base.disk import replace_text
 from trainer.engine.builders import build_engine
 from trainer.engine.optimizers.parameters import TrainedParameters
@@ -46,7 +47,6 @@ from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.tools.compare.peers import PEERS, PeerTraining, with_torchs_dropout
 from trainer.tools.plan.hardware import device_named, parse_devices
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
@@ -303,7 +303,7 @@ def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
                 times.append(device.now())
             yield batch
 
-    PEERS[peer].train(PeerTraining(recipe, plan, task, built, len(batches), len(batches)), timed(), None)
+    PEERS[peer](PeerTraining(recipe, plan, task, built, len(batches), len(batches)), timed(), None)
     step = (times[1] - times[0]) / (STEPS - 1)
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 

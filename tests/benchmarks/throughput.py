@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 from docs.generate import with_spread
 from tests.benchmarks.contestants import ours, peer, trainer_by_default
+from tests.benchmarks.peers import name_ranks
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import MaskedLM, Recipe
-from trainer.tools.compare.peers import name_ranks
 
 BASELINE = "PyTorch by hand"
 TORCHS_DROPOUT = "ours, torch's dropout"

@@ -28,15 +28,6 @@ def compare(
     hardware: Annotated[
         str | None, value("Device as in `trainer plan --gpus`, to plan the time of a step.", "NAME")
     ] = None,
-    peers: Annotated[
-        list[str] | None,
-        value(
-            "Train the same batches by `pytorch`, a plain loop, `transformers`, `accelerate`, `accelerate_fsdp2`"
-            " or `deepspeed`.",
-            "PEER",
-            "--with",
-        ),
-    ] = None,
 ) -> None:
     """Train a recipe under several layouts on this machine, and show the costs of each and whether it learns the same.
 
@@ -46,5 +37,5 @@ def compare(
     from trainer.tools.compare.compare import CompareRequest
     from trainer.tools.compare.compare import compare as compare_layouts
 
-    request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware, peers or ())
+    request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware)
     raise typer.Exit(compare_layouts(request, say))

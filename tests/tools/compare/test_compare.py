@@ -21,13 +21,11 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.samples import run_info, step_record
 from tests.parity import cases
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
-from trainer.cli import main
 from trainer.observe.metrics_file import MetricsFile, read_metrics
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare import turns
 from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import contestants, kind_of
-from trainer.tools.compare.peers import PEERS, require_able
 from trainer.tools.compare.result_table import table
 from trainer.tools.compare.trial_results import TOLERANCES, results, warm_up
 from trainer.tools.compare.turns import Comparison
@@ -295,49 +293,18 @@ def test_a_browser_draws_the_page_without_errors_and_requests(trained: list[str]
     assert "Comparison of &lt;b&gt;" in opened.dom
 
 
-@pytest.mark.parametrize(
-    ("sample", "words", "named"),
-    [
-        ("bert_sample", ["parallel.context=2", "precision=fp16"], "parallel.context, precision;"),
-        ("bert_sample", ["parallel.strategy=fsdp", "activation_checkpointing=full"], "strategy, activation_check.*;"),
-        ("bert_sample", ["training.global_batch_size=50"], "training.global_batch_size;"),
-        ("embedding_sample", [], "task.loss;"),
-    ],
-)
-def test_peers_refuse_what_they_lack(sample: str, words: list[str], named: str):
-    with pytest.raises(UsageError, match=f"`--with pytorch` cannot train this recipe because of .*{named}"):
-        require_able("pytorch", load_recipe(sample, words).recipe, 2)
-
-
-def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]):
-    assert main(["compare", "bert_sample", "--with", "lightning"]) == ExitCode.USER
-    assert (
-        "`--with` is 'lightning'; use pytorch, transformers, accelerate, accelerate_fsdp2, deepspeed"
-        in capsys.readouterr().err
-    )
-
-
 @pytest.mark.slow
-def test_layouts_and_peers_on_two_processes(tmp_path: Path):
+def test_layouts_on_two_processes(tmp_path: Path):
     recipe, output = write_tiny_run(tmp_path), tmp_path / "compared"
     layouts = tmp_path / "layouts"
     layouts.write_text("recipe\nparallel.strategy=fsdp\nparallel.tensor=3\nmodel.config.hidden_size=7\n")
     words = ["compare", recipe, "--layouts", layouts, "--processes", "2", "--steps", "5", "-o", output]
-    peers = [word for peer in PEERS for word in ("--with", peer)]
-    ended = finish(warm.start([*words, *peers, "model.dropout=0", "training.micro_batch_size=2"]))
+    ended = finish(warm.start([*words, "model.dropout=0", "training.micro_batch_size=2"]))
     assert ended.returncode == 0, ended.stderr
-    assert "plain PyTorch trains " in ended.stdout
     assert "failed    tensor=3: `parallel.tensor` must divide the 2 processes" in ended.stdout
     assert len(figures_of(output / "compare.html")["peak memory of the process of each rank"]) == 2
-    names = [trace["name"] for trace in figures_of(output / "compare.html")["loss"]]
-    assert names[2:] == [peer.title for peer in PEERS.values()]
     found = json.loads((output / "compare.json").read_text())["results"]
-    assert [result["reason"] is None for result in found] == [True, True, False, False, *[True] * len(PEERS)]
-    assert [result["peer"] for result in found] == [*[None] * 4, *PEERS]
-    for result in found[4:]:
-        assert result["likeness"]["leaves"] is None, result
-        assert len(result["records"]) == 5
-        assert len(result["rank_memory_bytes"]) == 2
+    assert [result["reason"] is None for result in found] == [True, True, False, False]
     for result in found[:2]:
         files = sorted(output.glob(f"turns/{result['name']}-*/?/metrics.jsonl"))
         steps = [record for file in files for record in read_metrics(file).steps[1:5]]
@@ -354,6 +321,6 @@ def test_layouts_and_peers_on_two_processes(tmp_path: Path):
     assert found[1]["likeness"]["leaves"] is None
     assert found[1]["likeness"]["loss"] < TOLERANCES["fp32"][0]
     assert not list(output.glob("turns/**/step-*")), "a measurement saves nothing"
-    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 4 + len(PEERS)
+    assert len(list(csv.DictReader((output / "compare.csv").open()))) == 4
     left = [process for process in psutil.process_iter(["cmdline"]) if str(output) in (process.info["cmdline"] or [])]
     assert not left

@@ -19,8 +19,7 @@ from trainer.launch.local import number_of_ranks
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.compare.comparison_page import write_page
-from trainer.tools.compare.contestants import Contestant, contestants
-from trainer.tools.compare.peers import PEERS
+from trainer.tools.compare.contestants import contestants
 from trainer.tools.compare.result_table import table, write
 from trainer.tools.compare.trial_results import results, with_plan
 from trainer.tools.compare.turns import TURNS, Comparison
@@ -40,7 +39,6 @@ class CompareRequest:
     steps: int  # the steps of each turn
     output: Path | None  # the folder of the results; None: `runs/NAME-compare`
     hardware: str | None  # a device as in `trainer plan --gpus`, for planned times
-    peers: Sequence[str]  # other trainings of the recipe, by the names of `trainer.tools.compare.peers.PEERS`
 
 
 def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
@@ -55,10 +53,6 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
         parse_devices(f"1x{request.hardware}")
     gpus, ranks = torch.cuda.device_count(), number_of_ranks(request.processes)
     common, found = contestants(request.recipe, request.words, request.layouts, ranks, gpus)
-    for peer in request.peers:
-        if peer not in PEERS:
-            raise UsageError(f"`--with` is {peer!r}; use {', '.join(PEERS)}")
-    found += [Contestant((), ranks, peer) for peer in dict.fromkeys(request.peers)]
     folder = request.output or Path("runs") / f"{load_recipe(request.recipe, common).recipe.name}-compare"
     comparison = Comparison(request.recipe, common, found, request.steps, folder)
     echo(f"{len(found)} layouts, {TURNS} turns of {request.steps} steps each on {ranks} processes, in {folder}")

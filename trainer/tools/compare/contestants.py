@@ -17,7 +17,6 @@ from trainer.checkpoint.identity import identity
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tools.compare.peers import PEERS
 from trainer.tools.plan.searching import changing, layouts
 
 Kind = Literal["layout", "precision", "training"]
@@ -29,17 +28,14 @@ _UNREAD_DATA = {"cache", "num_workers", "pad_to", "packing"}  # which change no 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Overrides of the recipe, the number of ranks that train it, and the peer that does, or None for the trainer."""
+    """Overrides of the recipe, and the number of ranks that train it."""
 
     overrides: tuple[str, ...]
     processes: int
-    peer: str | None = None
 
     @property
     def name(self) -> str:
-        """The name of the peer; or the overrides without their sections, or `recipe`."""
-        if self.peer is not None:
-            return PEERS[self.peer].title
+        """The overrides without their sections, or `recipe`."""
         return " ".join(
             word.partition("=")[0].rpartition(".")[2] + word[word.index("=") :] for word in self.overrides
         ) or ("recipe")

@@ -66,12 +66,7 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
             yield f"failed    {result.name}: {first_line(result.reason)}"
         elif not result.records:
             yield f"not run   {result.name}"
-    reference = next((result for result in results if result.is_reference), None)
-    for result in results:
-        if result.peer is not None and result.samples_per_second and reference and reference.samples_per_second:
-            ratio = result.samples_per_second / reference.samples_per_second
-            yield f"{result.name} trains {ratio:.2f} times as many samples/s as {reference.name}, with torch's dropout"
-    trained = [result for result in results if result.peer is None and result.step_seconds and result.rank_memory_bytes]
+    trained = [result for result in results if result.step_seconds and result.rank_memory_bytes]
     if len(trained) > 1:
         fastest = min(trained, key=lambda one: one.step_seconds[1] if one.step_seconds else math.inf)
         smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))

@@ -60,7 +60,6 @@ class Result:
     overrides: tuple[str, ...]
     processes: int
     kind: Kind  # the keys in which it differs from the reference
-    peer: str | None = None  # the peer that trained it; None: the trainer
     is_reference: bool = False  # whether it is the first one that trained
     layout: str | None = None  # its mesh; None if it did not start
     reason: str | None = None  # the cause of its failure; None if it trained
@@ -99,9 +98,7 @@ def _result(trial: Trial, first: Trial) -> Result:
     kind: Kind = "layout"
     if resolved is not None and first.resolved is not None:
         kind = kind_of(resolved.recipe, first.resolved.recipe)
-    made = Result(
-        contestant.name, contestant.overrides, contestant.processes, kind, contestant.peer, reason=trial.reason
-    )
+    made = Result(contestant.name, contestant.overrides, contestant.processes, kind, reason=trial.reason)
     if not trial.turns:
         return made
     turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
@@ -165,7 +162,7 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
 
     `hardware` is a device or a file as of `trainer plan --gpus`, for the time; None: memory alone.
     """
-    if trial.resolved is None or result.peer is not None:
+    if trial.resolved is None:
         return result
     recipe = trial.resolved.recipe
     seconds: float | None = None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,6 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare.contestants import Contestant
-from trainer.tools.compare.peers import PeerMeasurement, redirect_output, require_able
 from trainer.tools.compare.probe import STEPS, Probe, Shares, read_shares
 
 TURNS = 2
@@ -42,7 +43,7 @@ class _Measurement:
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         from trainer.training.run import train
 
-        redirect_output(self.output)
+        _redirect_output(self.output)
         probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
         with StopRequest() as stop:
             return train(resolved, environment, stop, saves=False, observer=probe).exit_code
@@ -89,10 +90,7 @@ class Comparison:
             ) from error
         for trial in self.trials:
             try:
-                resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
-                if trial.contestant.peer is not None:
-                    require_able(trial.contestant.peer, resolved.recipe, trial.contestant.processes)
-                trial.resolved = resolved
+                trial.resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
             except TrainerError as error:
                 trial.reason = str(error)
         if all(trial.resolved is None for trial in self.trials):
@@ -127,9 +125,9 @@ class Comparison:
     def _train(self, trial: Trial, folder: Path, probes: bool) -> Metrics | None:
         """Train one turn, and return its records, or None if it failed."""
         assert trial.resolved is not None
-        last, peer, output = self._last_step(trial), trial.contestant.peer, folder / _OUTPUT
+        last = self._last_step(trial)
         most = trial.resolved.recipe.training.max_steps or math.inf
-        probed = last if probes and peer is None and most >= self._steps + STEPS else None
+        probed = last if probes and most >= self._steps + STEPS else None
         stop = last if probed is None else last + STEPS
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
@@ -143,7 +141,7 @@ class Comparison:
             }
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
-            job = _Measurement(output, probed) if peer is None else PeerMeasurement(peer, output)
+            job = _Measurement(folder / _OUTPUT, probed)
             code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
             if error.exit_code == ExitCode.STOPPED:
@@ -184,10 +182,18 @@ class Comparison:
         """Return the folder of a turn; other recipes, steps, numbers of ranks and versions have other folders."""
         assert trial.resolved is not None
         recipe = trial.resolved.recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
-        one = trial.contestant
-        facts = digest_of([recipe, one.peer, one.processes, self._steps, versions(), source_digest()])
+        facts = digest_of([recipe, trial.contestant.processes, self._steps, versions(), source_digest()])
         name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
         return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
+
+
+def _redirect_output(place: Path) -> None:
+    """Append all output of this process to a file, that of libraries too."""
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    sys.stdout.flush()
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
 
 
 def first_line(text: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Peers: other loops that train the recipe's model on the same batches, for a comparison.
+"""Peers: other tools' loops that train the recipe's model on the same batches.
 
 All have the recipe's task, optimizer, learning rates, clipping and precision, and torch's dropout. They neither check
 nor save.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,32 +26,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from trainer.base.errors import UsageError
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.forward import denominator_of, without_cache
-from trainer.engine.learning_rate import learning_rate, learning_rate_factor
+from trainer.engine.learning_rate import learning_rate_factor
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.families.table import layers_of
-from trainer.models.fill import build_model
 from trainer.models.place import PlacedModel
-from trainer.observe.meter import Meter, peak_memory_bytes
-from trainer.observe.metrics_file import MetricsFile
-from trainer.observe.records import StepRecord
-from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.parallel.placement import whole
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.reading.loading import ResolvedRecipe
-from trainer.recipe.schema import Embedding, Recipe
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.assembly import train_batches
-from trainer.training.checking import prepare_checked
-from trainer.training.describing import DescribedModels
-from trainer.training.process_group import run_on_ranks
-from trainer.training.run_data import PreparedData
-from trainer.training.run_info import run_info
 
 if TYPE_CHECKING:
     from accelerate import FullyShardedDataParallelPlugin
@@ -319,7 +303,7 @@ class FlatBatches:
     """The microbatches of rank batches as dictionaries for transformers' Trainer, without a length.
 
     Raises:
-        UsageError: a batch has fewer microbatches than others, or a filler; Trainer would add those of the next batch.
+        ValueError: a batch has fewer microbatches than others, or a filler; Trainer would add those of the next batch.
     """
 
     def __init__(self, batches: Iterable[RankBatch], training: PeerTraining) -> None:
@@ -332,32 +316,19 @@ class FlatBatches:
         number = self._training.plan.batch.num_microbatches
         for batch in self._batches:
             if len(batch.microbatches) != number or any(rows.filler for rows in batch.microbatches):
-                raise UsageError(
-                    f"`--with transformers` needs {number} full microbatches on each rank, but step"
-                    f" {len(self.taken) + 1} has the last rows of an epoch, which are too few; use"
-                    f" `--steps {len(self.taken)}` or fewer"
-                )
+                raise ValueError(f"Trainer needs {number} full microbatches, but step {len(self.taken) + 1} has fewer")
             self.taken.append(batch)
             self.num_labels = self._training.num_labels(batch)
             for microbatch in batch.microbatches:
                 yield {**microbatch.inputs, "labels": microbatch.labels}
 
 
-@dataclass(frozen=True)
-class Peer:
-    """The name of a peer in a table, its function, and whether it shards the optimizer, for which it has limits."""
-
-    title: str
-    train: Callable[[PeerTraining, Iterable[RankBatch], OnStep | None], None]
-    shards: bool = False
-
-
-PEERS = {
-    "pytorch": Peer("plain PyTorch", partial(_train_in_loop, _PyTorch)),
-    "transformers": Peer("transformers' Trainer", _train_in_trainer),
-    "accelerate": Peer("a loop of accelerate", partial(_train_in_loop, _Accelerate)),
-    "accelerate_fsdp2": Peer("a loop of accelerate, FSDP2", partial(_train_in_loop, _AccelerateFSDP2), shards=True),
-    "deepspeed": Peer("plain DeepSpeed, ZeRO-1", partial(_train_in_loop, _DeepSpeed), shards=True),
+PEERS: Mapping[str, Callable[[PeerTraining, Iterable[RankBatch], OnStep | None], None]] = {
+    "pytorch": partial(_train_in_loop, _PyTorch),
+    "transformers": _train_in_trainer,
+    "accelerate": partial(_train_in_loop, _Accelerate),
+    "accelerate_fsdp2": partial(_train_in_loop, _AccelerateFSDP2),
+    "deepspeed": partial(_train_in_loop, _DeepSpeed),
 }
 
 
@@ -369,123 +340,7 @@ def name_ranks(environment: LaunchEnvironment) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def require_able(peer: str, recipe: Recipe, processes: int) -> None:
-    """Refuse a recipe that a peer cannot train."""
-    task, parallel = recipe.task, recipe.parallel
-    wrong = {
-        "task.loss": isinstance(task, Embedding) and task.loss != "cosine",
-        "task.vocabulary_chunk": isinstance(getattr(task, "vocabulary_chunk", None), int),
-        "parallel.strategy": parallel.strategy != "ddp",
-        "parallel.tensor": parallel.tensor > 1,
-        "parallel.context": parallel.context > 1,
-        "parallel.pipeline.stages": parallel.pipeline.stages > 1,
-        "activation_checkpointing": recipe.activation_checkpointing != "none",
-        "precision": recipe.precision == "fp16",
-        "weights": recipe.weights != "fp32",
-        "model.adapter and freeze": recipe.model.adapter is not None or recipe.model.freeze is not None,
-        "model.neftune_alpha": recipe.model.neftune_alpha is not None,
-        "distillation": recipe.distillation is not None,
-        "training.micro_batch_tokens": recipe.training.micro_batch_tokens is not None,
-        "training.global_batch_size": recipe.training.global_batch_size
-        % (processes * plan_run(recipe, processes).batch.micro_batch_size)
-        != 0,
-    }
-    shards = PEERS[peer].shards
-    if shards:
-        wrong |= {"processes": processes == 1, "optimizer.name": recipe.optimizer.name not in ("adamw", "sgd")}
-    if found := [key for key, is_wrong in wrong.items() if is_wrong]:
-        raise UsageError(
-            f"`--with {peer}` cannot train this recipe because of {', '.join(found)}; it needs `parallel.strategy` ddp"
-            " without tensor ranks, context ranks and stages, fp32 or bf16 with fp32 weights, and equal microbatches."
-            " It takes no recomputation, adapters, distillation, `task.vocabulary_chunk` or loss over the whole batch."
-            + (" It needs several processes, and AdamW or SGD." if shards else "")
-            + f" Change these keys, or leave out `--with {peer}`"
-        )
-
-
-def redirect_output(place: Path) -> None:
-    """Append all output of this process to a file, that of libraries too."""
-    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    sys.stdout.flush()
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.close(file)
-
-
-@dataclass(frozen=True)
-class PeerMeasurement:
-    """The work of a rank: the steps of a peer, with its output in a file and its records in `metrics.jsonl`."""
-
-    peer: str
-    output: Path
-
-    def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
-        redirect_output(self.output)
-        require_able(self.peer, resolved.recipe, environment.world_size)
-
-        def prepare(plan: RunPlan) -> tuple[PreparedData, DescribedModels]:
-            if self.peer == "deepspeed":
-                ready_deepspeed(environment.local_rank)
-            return prepare_checked(plan)
-
-        def work(plan: RunPlan, mesh: ParallelMesh, prepared: tuple[PreparedData, DescribedModels]) -> None:
-            name_ranks(environment)
-            _train(self.peer, plan, *prepared, mesh, environment)
-
-        own = replace(resolved, recipe=with_torchs_dropout(resolved.recipe))
-        return run_on_ranks(own, environment, prepare, work)
-
-
 def with_torchs_dropout(recipe: Recipe) -> Recipe:
     """Return the recipe with torch's dropout, as a peer computes it."""
     training = recipe.training.model_copy(update={"layout_invariant_dropout": False})
     return recipe.model_copy(update={"training": training})
-
-
-def _train(
-    peer: str,
-    plan: RunPlan,
-    data: PreparedData,
-    models: DescribedModels,
-    mesh: ParallelMesh,
-    environment: LaunchEnvironment,
-) -> None:
-    recipe, task = plan.recipe, data.task
-    built = build_model(models.model)
-    model = built.model.to(mesh.device)
-    total = plan.total_steps(data.num_train_rows)
-    training = PeerTraining(recipe, plan, task, built, min(total, recipe.training.stop_at_step or total), total)
-    records: list[StepRecord] = []
-    samples = tokens = 0
-    meter = Meter()
-
-    def record(batch: RankBatch, loss: float, norm: float) -> None:
-        nonlocal samples, tokens
-        meter.add(batch.num_rows, batch.num_tokens)
-        rates, step = meter.read(), len(records)
-        samples, tokens = samples + batch.num_rows, tokens + batch.num_tokens
-        records.append(
-            StepRecord(
-                step=step + 1,
-                epoch=(step + 1) / plan.steps_per_epoch(data.num_train_rows),
-                loss=loss,
-                grad_norm=norm,
-                learning_rate=learning_rate(recipe.optimizer, recipe.schedule, step, total),
-                samples=samples,
-                tokens=tokens or None,
-                step_seconds=rates.step_seconds,
-                samples_per_second=rates.samples_per_second,
-                tokens_per_second=rates.tokens_per_second,
-                peak_memory_bytes=0,
-            )
-        )
-
-    PEERS[peer].train(training, train_batches(plan, mesh, data), record)
-    memory = mesh.agree_each(peak_memory_bytes(mesh.device))
-    info = run_info(plan, environment, replace(data, validation=None), [model], whole(model), mesh)
-    if mesh.rank == 0:
-        file = MetricsFile()
-        file.start(info)
-        for one in records:
-            file.step(replace(one, peak_memory_bytes=max(memory), rank_memory_bytes=memory))
-        file.close()
