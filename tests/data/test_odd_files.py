@@ -128,7 +128,7 @@ def test_wide_encodings_without_a_mark(tmp_path, name, encoding):
     }[name]
     with pytest.raises(DataError, match=rf"in the encoding utf-8, but .*`data.encoding`, such as {encoding}"):
         load(tmp_path / name, text.encode(encoding))
-    with pytest.raises(DataError, match=f"it must be text in UTF-8, but looks like {encoding}; save it"):
+    with pytest.raises(DataError, match=f"utf-8, but it does not; save it .*, such as {encoding}"):
         next(read_chunks(tmp_path / name, "json", 10, 0, "it"))
     assert load(tmp_path / name, text.encode(encoding), encoding=encoding).train.rows.to_list() == rows
 
@@ -173,7 +173,7 @@ def test_json_in_another_encoding_than_that_of_json(tmp_path):
     assert load(tmp_path / "a.jsonl", text.encode("latin-1"), encoding="latin-1").train.rows[0]["text"] == "caf\xe9"
     with pytest.raises(DataError, match=r"encoding utf-8, but .* does not; .* such as utf-16"):
         load(tmp_path / "b.jsonl", text.encode("utf-16"))
-    with pytest.raises(DataError, match=r"it must be text in UTF-8, but is not: .*; save it as UTF-8"):
+    with pytest.raises(DataError, match=r"`--input` must hold text in the encoding utf-8, but it does not"):
         list(read_chunks(tmp_path / "a.jsonl", "json", 10, 0, "it"))
 
 

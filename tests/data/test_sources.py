@@ -285,6 +285,9 @@ def test_a_delimiter_and_an_encoding_can_be_set(in_folder):
     keys = {"source": "files", "train": "rows.csv", "delimiter": ":"}
     with pytest.raises(DataError, match=r"encoding utf-8, but `rows.csv` does not; save it as UTF-8, or .*latin-1"):
         load_splits(FileData(**keys))
+    write(in_folder, "utf8.csv", "text:label\ncafé:a\n")
+    with pytest.raises(DataError, match=r"encoding iso8859-1, but `utf8.csv` is in UTF-8; set `data.encoding` to utf"):
+        load_splits(FileData(**{**keys, "train": "utf8.csv"}, encoding="latin-1"))
     splits = load_splits(FileData(**keys, encoding="latin-1"))
     assert splits.train.rows.to_list() == [{"text": "café", "label": "a"}]
 

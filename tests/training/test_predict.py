@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -67,6 +68,30 @@ def test_predictions_are_those_of_a_pipeline(trained: Path, tmp_path: Path) -> N
     table = tmp_path / "out.parquet"
     assert main([*arguments, "--output", str(table), "--chunk-rows", "7"]) == 0
     assert pyarrow.parquet.read_table(table).column("prediction").to_pylist() == [row["prediction"] for row in rows]
+
+
+def test_the_input_is_read_as_the_files_of_the_training(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, keys = tmp_path / "model", {"encoding": "latin-1", "delimiter": "^", "quotes": False}
+    shutil.copytree(trained / "run" / "model", model)
+    values = json.loads((model / "trainer_recipe.json").read_text())
+    values["data"] |= keys
+    (model / "trainer_recipe.json").write_text(json.dumps(values))
+    rows = [{"id": "1", "text": 'a "caf\xe9'}, {"id": "2", "text": "a, b"}]
+    file = tmp_path / "in.csv"
+    file.write_text("id^text\n" + "".join(f"{row['id']}^{row['text']}\n" for row in rows), encoding="latin-1")
+    command = ["predict", str(model), "--input", str(file), "--output", str(tmp_path / "out.jsonl")]
+    assert main(command) == 0
+    assert [{"id": row["id"], "text": row["text"]} for row in read(tmp_path / "out.jsonl")] == rows
+    note = 'of the training: `data.encoding` "latin-1", `data.delimiter` "^", `data.quotes` false'
+    assert note in capfd.readouterr().err
+    file.write_text("text\ncaf\xe9\n", encoding="utf-8")
+    assert main([*command, "--overwrite"]) == 2
+    assert "in the encoding iso8859-1, but" in (error := capfd.readouterr().err)
+    assert "is in UTF-8; set `data.encoding` to utf-8" in error
+    assert main([*command, "--overwrite", "data.encoding=utf-8"]) == 0
+    assert read(tmp_path / "out.jsonl")[0]["text"] == "caf\xe9"
 
 
 @pytest.mark.slow

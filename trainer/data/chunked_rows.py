@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import number_in
-from trainer.data.formats.base import Row, reason, require_bounded, wide_encoding
+from trainer.data.formats.base import Row, TextOptions, reason, require_bounded
 from trainer.data.formats.table import READERS, Format
+from trainer.data.readers import is_other, other_encoding
 
 if TYPE_CHECKING:
     from typing import Self
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """Starts of formulas: https://owasp.org/www-community/attacks/CSV_Injection."""
 
+_PLAIN = TextOptions()
 OUTPUT_FORMATS: dict[str, Format] = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -48,23 +50,30 @@ def row_format(path: Path, key: str, formats: Mapping[str, Format]) -> Format:
 
 
 def read_chunks(
-    path: Path, file_format: Format, num_rows: int, skip: int, where: str, keeps_errors: bool = False
+    path: Path,
+    file_format: Format,
+    num_rows: int,
+    skip: int,
+    where: str,
+    keeps_errors: bool = False,
+    text: TextOptions = _PLAIN,
 ) -> Iterator[list[Row | DataError]]:
     """Yield lists of at most `num_rows` rows; the values of a CSV file are texts.
 
     Args:
         skip: the number of first rows to leave out.
         keeps_errors: whether the error of a line takes the place of its row, and is not raised.
+        text: how text files are read.
 
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
     reader = READERS[file_format]
     require_bounded(reader, path, where)
-    rows = reader.rows(path, where)
+    rows = reader.rows(path, where, text)
     try:
-        if reader.is_text and (wide := wide_encoding(path)):
-            raise DataError(f"{where} must be text in UTF-8, but looks like {wide}; save it as UTF-8")
+        if reader.is_text and is_other(text.encoding, path):
+            raise DataError(other_encoding(path, where, text.encoding, "--input"))
         for _ in itertools.islice(rows, skip):
             pass
         while chunk := list(itertools.islice(rows, num_rows)):
@@ -73,7 +82,7 @@ def read_chunks(
                 raise bad
             yield chunk
     except UnicodeError as error:
-        raise DataError(f"{where} must be text in UTF-8, but is not: {reason(error)}; save it as UTF-8") from error
+        raise DataError(other_encoding(path, where, text.encoding, "--input")) from error
     except (OSError, csv.Error, EOFError) as error:
         raise DataError(f"{where} must hold {file_format}, but cannot be read: {reason(error)}") from error
 

@@ -135,15 +135,15 @@ def read_files(file_format: Format, files: Files) -> Loaded:
             raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty; name another file")
         require_bounded(reader, path, f"`{key}`")
     try:
-        if reader.is_text and (wide := next(filter(partial(_is_wider, encoding), files.paths), None)):
-            raise DataError(_other_encoding(wide, encoding, key))
+        if reader.is_text and (wide := next(filter(partial(is_other, encoding), files.paths), None)):
+            raise DataError(other_encoding(wide, f"`{wide}`", encoding, key))
         return reader.load(files)
     except (datasets.exceptions.DatasetsError, ValueError, RecursionError, *DAMAGED) as error:
         if "corresponds to no data" in str(error):  # the message of `datasets` for files without rows
             return None, []
         refuse_datasets_cache(error)
         if wrong := _not_in(encoding, files.paths):
-            raise DataError(_other_encoding(wrong, encoding, key)) from error
+            raise DataError(other_encoding(wrong, f"`{wrong}`", encoding, key)) from error
         problem = reader.fault(files.paths)
         if problem is None:
             problem = f"{', '.join(f'`{path}`' for path in files.paths)} cannot be read: {reason(error)}"
@@ -152,19 +152,34 @@ def read_files(file_format: Format, files: Files) -> Loaded:
         raise DataError(f"`{key}` must hold {file_format}, but {problem}") from error
 
 
-def _is_wider(encoding: str, path: Path) -> bool:
-    """Return whether a file begins as UTF-16 or UTF-32, and the encoding is another one."""
-    wide = wide_encoding(path)
-    return wide is not None and not encoding.startswith(wide[:6])
+def is_other(encoding: str, path: Path) -> bool:
+    """Return whether a file is in UTF-16 or UTF-32 by its begin, or in UTF-8, and the encoding is another one."""
+    if wide := wide_encoding(path):
+        return not encoding.startswith(wide[:6])
+    return not encoding.startswith("utf") and _is_utf8(path)
 
 
-def _other_encoding(path: Path, encoding: str, key: str) -> str:
-    """Return the problem of a file that is no text in an encoding."""
-    line, likely = _first_bad_line(path) if encoding == "utf-8" else None, wide_encoding(path) or "latin-1"
+def other_encoding(path: Path, where: str, encoding: str, key: str) -> str:
+    """Return the problem of a file that is no text in an encoding; `where` is its name in messages."""
     problem = f"`{key}` must hold text in the encoding {encoding}, but"
+    if _is_utf8(path):
+        return f"{problem} {where} is in UTF-8; set `data.encoding` to utf-8"
+    line, likely = _first_bad_line(path) if encoding == "utf-8" else None, wide_encoding(path) or "latin-1"
     if line is not None:
-        return f"{problem} line {line} of `{path}` does not, though others do; correct it"
-    return f"{problem} `{path}` does not; save it as UTF-8, or name its encoding in `data.encoding`, such as {likely}"
+        return f"{problem} line {line} of {where} does not, though others do; correct it"
+    return f"{problem} {where} does not; save it as UTF-8, or name its encoding in `data.encoding`, such as {likely}"
+
+
+def _is_utf8(path: Path) -> bool:
+    """Return whether a file is UTF-8 with characters beyond ASCII."""
+    has_others = False
+    with open_bytes(path) as file:
+        for line in file:
+            try:
+                has_others |= not line.decode().isascii()
+            except UnicodeDecodeError:
+                return False
+    return has_others
 
 
 def _first_bad_line(path: Path) -> int | None:

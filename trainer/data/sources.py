@@ -37,7 +37,7 @@ from trainer.data.readers import (
 from trainer.data.row_map import RowMap, fix_of_row, kinds_of_sources
 from trainer.data.streams.index import first_rows
 from trainer.data.streams.shards import Shard, find_shards, naming_waits
-from trainer.recipe.schema import DataMap, FileData, FolderData, HubData
+from trainer.recipe.schema import Data, DataMap, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -158,7 +158,7 @@ class Splits:
 
 
 def load_splits(
-    data: HubData | FileData | FolderData,
+    data: Data,
     label: str | None = None,
     most_rows: int | None = None,
     problems: Problems | None = None,
@@ -364,6 +364,13 @@ def _load_stream(
     return replace(loaded, stream=Stream(sources, rows.features, row_map))
 
 
+def text_options(data: Data) -> TextOptions:
+    """Return how the text files of a recipe are read."""
+    if not isinstance(data, FileData):
+        return TextOptions()
+    return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes)
+
+
 def _load_files(
     data: FileData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems, most_rows: int | None
 ) -> Splits:
@@ -387,7 +394,7 @@ def _read_splits(
             files[key] = files_of(named if not isinstance(named, float) else None, key)
     splits: dict[str, Split] = {}
     found = [path for paths in files.values() for path in paths]
-    text = TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes)
+    text = text_options(data)
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
         for key, paths in files.items():

@@ -25,10 +25,11 @@ from trainer.base.terminal import say
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
+from trainer.data.sources import text_options
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import DataMap
+from trainer.recipe.schema import Data
 from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.predict import Predictor, table_bytes
@@ -125,7 +126,7 @@ class Mining:
 
         def read() -> tuple[Tensor, Tensor]:
             nonlocal texts
-            texts = _Texts.of(self.request, plan.recipe.data.map, query, document)
+            texts = _Texts.of(self.request, plan.recipe.data, query, document)
             return torch.tensor([len(texts.queries), len(texts.documents)]), texts.pairs
 
         sizes, pairs = mesh.on_rank_zero(read)
@@ -231,15 +232,16 @@ class _Texts:
     pairs: Tensor
 
     @classmethod
-    def of(cls, request: Request, section: DataMap, query: str, document: str) -> _Texts:
+    def of(cls, request: Request, data: Data, query: str, document: str) -> _Texts:
         queries: dict[str, int] = {}
         documents: dict[str, int] = {}
         pairs: dict[tuple[int, int], None] = {}
         file_format = row_format(request.input, "--input", INPUT_FORMATS)
         number, found = 0, None
-        for chunk in read_chunks(request.input, file_format, request.chunk_rows, 0, request.where):
+        text = text_options(data)
+        for chunk in read_chunks(request.input, file_format, request.chunk_rows, 0, request.where, text=text):
             rows = [row for row in chunk if not isinstance(row, DataError)]
-            found = found or RowMap.of_input(section, (query, document), rows, request.where)
+            found = found or RowMap.of_input(data.map, (query, document), rows, request.where)
             for row in found.of_rows(rows, number, request.where) if found else rows:
                 number += 1
                 first, second = (_text(row, column, number, request.where) for column in (query, document))

@@ -71,7 +71,7 @@ class Prediction:
     def _predict(self, plan: RunPlan, mesh: ParallelMesh, prepared: tuple[Preparation, Task]) -> None:
         request, (preparation, task) = self.request, prepared
         predictor = Predictor(plan, mesh, preparation, task, request)
-        rows = InputRows(request, plan.recipe.data.map, task.columns, predictor.check)
+        rows = InputRows(request, plan.recipe.data, task.columns, predictor.check)
         with Output(request, plan.recipe) as output, progress_bar(mesh.rank == 0) as bar:
             mesh.on_rank_zero(output.open)
             chunks, chunk = rows.chunks(output.num_done), None

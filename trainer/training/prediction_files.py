@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,8 @@ from trainer.data.chunked_rows import (
 from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import READERS, Format, format_of
 from trainer.data.row_map import RowMap
-from trainer.recipe.schema import DataMap, Recipe
+from trainer.data.sources import text_options
+from trainer.recipe.schema import Data, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -148,17 +149,18 @@ class InputRows:
     """
 
     def __init__(
-        self, request: Request, section: DataMap, columns: tuple[str, ...], check: Callable[[Dataset, int], None]
+        self, request: Request, data: Data, columns: tuple[str, ...], check: Callable[[Dataset, int], None]
     ) -> None:
         self._request = request
-        self._section = section
+        self._data = data
         self._map: RowMap | None = None  # that of the first chunk
         self._columns = columns
         self._check = check
 
     def num_empty(self) -> int:
         """Return the number of empty lines of the input, which are no rows."""
-        return READERS[row_format(self._request.input, "--input", INPUT_FORMATS)].num_empty(self._request.input)
+        reader = READERS[row_format(self._request.input, "--input", INPUT_FORMATS)]
+        return reader.num_empty(self._request.input, text_options(self._data))
 
     def chunks(self, num_done: int) -> Iterator[Chunk]:
         """Yield the chunks after the rows that are done.
@@ -170,13 +172,19 @@ class InputRows:
         request, first = self._request, num_done
         file_format = row_format(request.input, "--input", INPUT_FORMATS)
         for found in read_chunks(
-            request.input, file_format, request.chunk_rows, num_done, request.where, request.skip_bad_rows
+            request.input,
+            file_format,
+            request.chunk_rows,
+            num_done,
+            request.where,
+            request.skip_bad_rows,
+            text_options(self._data),
         ):
             errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
             chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
             sound = [chunk.rows[place] for place in chunk.sound]
             if sound and self._map is None:
-                self._map = RowMap.of_input(self._section, self._columns, sound, request.where)
+                self._map = RowMap.of_input(self._data.map, self._columns, sound, request.where)
             if not (request.skip_bad_rows and (first or not sound)):
                 self._check_columns(chunk.rows)
             if request.skip_bad_rows:
@@ -312,6 +320,7 @@ class Output:
                 "task": recipe["task"],
                 "max_length": recipe["data"].get("max_length"),
                 "map": recipe["data"]["map"],
+                "text": asdict(text_options(self._recipe.data)),
                 "precision": recipe["precision"],
                 "seed": recipe["training"]["seed"],
             },

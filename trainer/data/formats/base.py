@@ -96,7 +96,7 @@ class Reader:
         """
         raise NotImplementedError
 
-    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         """Yield the rows of a file, or the error of a bad one; `where` is the name of the file in messages.
 
         Raises:
@@ -123,7 +123,7 @@ class Reader:
                 while part := file.read(_PART_BYTES):
                     yield len(part)
 
-    def num_empty(self, path: Path) -> int:
+    def num_empty(self, path: Path, text: TextOptions) -> int:
         """Return the number of empty lines that `rows` skips."""
         return 0
 
@@ -257,7 +257,8 @@ def _undecoded(features: Features | None) -> Features | None:
 
 
 def open_text(path: Path, encoding: str) -> IO[str]:
-    """Open a text file for reading, also one that gzip compressed."""
+    """Open a text file for reading, also one that gzip compressed; the mark before UTF-8 is left out."""
+    encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rt", encoding=encoding, newline="")
     return path.open(encoding=encoding, newline="")

@@ -47,8 +47,8 @@ _TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
 }
 """The types of columns, and the form of all their cells. Numbers have no leading zeros, which are lost in a number;
 classes have no sign and no zero at the end either. But classes 1 and 1.0 are the same."""
-_AS_LINES = "write the rows as JSON Lines"
-_JOINED = f"a quotation mark in its text opens a value that joins rows; {_AS_LINES}"
+_UNQUOTED = "set `data.quotes` to false if quotation marks are part of texts"
+_JOINED = f"a quotation mark in its text opens a value that joins rows; {_UNQUOTED}"
 _END = "\x00end of the file\x00"
 """A line behind the last one, which becomes a part of a value if a quotation mark is not closed."""
 
@@ -99,7 +99,7 @@ class CsvReader(Reader):
                 if (line := self._unclosed(path, text)) is not None:
                     raise DataError(
                         f"`{key}` must hold csv, but line {line} of `{path}` opens a quotation mark that is not closed;"
-                        " set `data.quotes` to false if quotation marks are part of texts, or close it"
+                        f" {_UNQUOTED}, or close it"
                     ) from None
             raise
 
@@ -112,10 +112,9 @@ class CsvReader(Reader):
                 pass
         return line if cells[-1].endswith(_END) and cells != [_END] else None
 
-    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
-        text = TextOptions("utf-8-sig")
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         with open_text(path, text.encoding) as file:
-            delimiter = _delimiter_of(path, text)
+            delimiter = text.delimiter or _delimiter_of(path, text)
             lines = text.cells(chain(file, [_END]), delimiter)
             names: list[str] = next((cells for cells in lines if cells), [])
             require_own_names(names, where)
@@ -125,18 +124,17 @@ class CsvReader(Reader):
             for number, cells in enumerate(_with_empty_rows(rows) if len(names) == 1 else filter(None, rows), start=1):
                 short = len(cells) != len(names)
                 problem = f"row {number} of {where} must have as many values as there are columns; correct it"
-                if not short and delimiter == "\t" and any("\t" in text and "\n" in text for text in cells):
+                if not short and delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
                     problem = f"row {number} of {where} must have one line, but {_JOINED}"
                     short = True
                 if cells and cells[-1].endswith(_END):
-                    problem = f"row {number} of {where} must close its quotation mark; close it, or {_AS_LINES}"
+                    problem = f"row {number} of {where} must close its quotation mark; close it, or {_UNQUOTED}"
                     short = True
                 yield DataError(problem) if short else dict(zip(names, cells, strict=True))
 
-    def num_empty(self, path: Path) -> int:
-        text = TextOptions("utf-8-sig")
+    def num_empty(self, path: Path, text: TextOptions) -> int:
         with open_text(path, text.encoding) as file:
-            lines = text.cells(file, _delimiter_of(path, text))
+            lines = text.cells(file, text.delimiter or _delimiter_of(path, text))
             is_one = len(next((cells for cells in lines if cells), [])) == 1  # an empty line is then a row
             return 0 if is_one else sum(not cells for cells in lines)
 

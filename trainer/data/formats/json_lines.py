@@ -51,8 +51,8 @@ class JsonReader(Reader):
         options = {} if encoding == "utf-8" or len(lists) == len(files.paths) else {"encoding": encoding}
         return load_with_datasets("json", files, _load_all, **options), []
 
-    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
-        with open_text(path, "utf-8-sig") as file:
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
+        with open_text(path, text.encoding) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -78,8 +78,8 @@ class JsonReader(Reader):
                     value = DataError(f"line {number} of {where} {HALF_PAIR}")
                 yield value
 
-    def num_empty(self, path: Path) -> int:
-        with open_text(path, "utf-8-sig") as file:
+    def num_empty(self, path: Path, text: TextOptions) -> int:
+        with open_text(path, text.encoding) as file:
             return sum(not line.strip() for line in file)
 
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:

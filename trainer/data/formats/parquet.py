@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError
 from trainer.base.text import listed
-from trainer.data.formats.base import Files, Loaded, Reader, Row, load_with_datasets, reason, require_own_names
+from trainer.data.formats.base import (
+    Files,
+    Loaded,
+    Reader,
+    Row,
+    TextOptions,
+    load_with_datasets,
+    reason,
+    require_own_names,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -44,7 +53,7 @@ class ParquetReader(Reader):
         note = f"columns of `{files.key}` with types that are not read: {listed(unread, _UNREAD_SHOWN)}"
         return load_with_datasets("parquet", files, **options), [note] if unread else []
 
-    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         import pyarrow
         import pyarrow.parquet
 

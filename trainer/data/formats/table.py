@@ -15,6 +15,7 @@ from trainer.data.formats.base import (
     Loaded,
     Reader,
     Row,
+    TextOptions,
     ending,
     open_text,
 )
@@ -73,12 +74,11 @@ class ConllReader(Reader):
     def load(self, files: Files) -> Loaded:
         import datasets
 
-        encoding = "utf-8-sig" if files.text.encoding == "utf-8" else files.text.encoding
-        rows = [row for path in files.paths for row in _rows(path, encoding, f"`{path}`")]
+        rows = [row for path in files.paths for row in _rows(path, files.text.encoding, f"`{path}`")]
         return (datasets.Dataset.from_list(rows) if rows else None), []
 
-    def rows(self, path: Path, where: str) -> Iterator[Row | DataError]:
-        return _rows(path, "utf-8-sig", where)
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
+        return _rows(path, text.encoding, where)
 
 
 def _rows(path: Path, encoding: str, where: str) -> Iterator[Row]:

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.base.errors import UsageError
+from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
-from trainer.recipe.schema import Model
+from trainer.recipe.schema import Data, FileData, Model
 from trainer.recipe.strategies import STRATEGIES
 
 RECIPE_FILE = "trainer_recipe.json"
@@ -23,6 +24,7 @@ CONFIG, ADAPTER = "config.json", "adapter_config.json"
 """The files by which folders of whole models and of adapters are known."""
 
 _JOINING = ("join_timeout", "stall_timeout")
+_TEXT_KEYS = ("encoding", "delimiter", "quotes")
 _SECTIONS = ("data", "evaluation", "model", "parallel", "training")  # that this module reads
 
 
@@ -83,7 +85,21 @@ def load_trained(
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         file = Path(name) / RECIPE_FILE
         file.write_text(json.dumps(values), encoding="utf-8")
-        return Trained(folder, load_recipe(str(file), overrides), tuple(notes), start)
+        resolved = load_recipe(str(file), overrides)
+    if not evaluates:
+        notes += _text_notes(resolved.recipe.data, overrides)
+    return Trained(folder, resolved, tuple(notes), start)
+
+
+def _text_notes(data: Data, overrides: Sequence[str]) -> list[str]:
+    """Return a note on keys of the training by which text files are read."""
+    keys = data.changed(*_TEXT_KEYS) if isinstance(data, FileData) else []
+    shown = [
+        f"`data.{key}` {shown_value(getattr(data, key))}"
+        for key in keys
+        if not any(override.startswith(f"data.{key}=") for override in overrides)
+    ]
+    return [f"the input is read as the files of the training: {', '.join(shown)}"] if shown else []
 
 
 def _first_model(values: dict[str, Any]) -> Model:
@@ -102,7 +118,7 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     """
     data = values["data"]
     if not evaluates:
-        kept = {key: data[key] for key in ("max_length", "map") if key in data}
+        kept = {key: data[key] for key in ("max_length", "map", *_TEXT_KEYS) if key in data}
         values["data"] = {"source": "files", "train": str(folder / CONFIG), **kept}  # any file: it is not read
         return []
     key = "data.validation="

@@ -83,7 +83,7 @@ class FileData(_DataKeys):
     """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip, or indexed data sets of Megatron.
 
     Empty lines of JSON Lines and CSV files are skipped. Texts and names of classes in CSV files stay as they are
-    written, such as 007.
+    written, such as 007. Files to predict are read with the same `delimiter`, `quotes` and `encoding`.
     """
 
     source: Literal["files"]
