@@ -1,7 +1,8 @@
-"""Floors that can be taken away: a run needs no tool."""
+"""Folders that can be deleted: a run needs no tool and no feature."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,14 +17,39 @@ def test_the_trunk_names_no_tool_and_no_feature():
     assert reaches_up() == []
 
 
-@pytest.mark.slow
-def test_the_sample_trains_without_the_tools(tmp_path: Path):
-    for folder in ("trainer", "recipes"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "trainer" / "tools")
-    command = [sys.executable, "-m", "trainer", "run", "bert_sample", "training.max_steps=2", "--processes", "1"]
+FEATURES = sorted(file.parent.name for file in (ROOT / "trainer" / "features").glob("*/extension.json"))
 
-    ended = finish(start(command, tmp_path, PYTHONPATH=str(tmp_path)), 300)
 
+def copied(folder: Path) -> Path:
+    """Copy the package and its recipes; return the package."""
+    for name in ("trainer", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "trainer"
+
+
+def run(folder: Path, *words: str) -> str:
+    ended = finish(start([sys.executable, "-m", "trainer", *words], folder, PYTHONPATH=str(folder)), 300)
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", [("tools",), tuple(f"features/{name}" for name in FEATURES)], ids=" ".join)
+def test_the_sample_trains_without(tmp_path: Path, deleted: tuple[str, ...]):
+    package = copied(tmp_path)
+    for name in deleted:
+        shutil.rmtree(package / name)
+    run(tmp_path, "run", "bert_sample", "training.max_steps=2", "--processes", "1")
     assert list(tmp_path.glob("runs/*/model/model.safetensors"))
+
+
+def test_each_feature_can_be_deleted(tmp_path: Path):
+    package = copied(tmp_path)
+    assert len(json.loads(run(tmp_path, "schema"))["$defs"]) > len(FEATURES)
+    for name in FEATURES:
+        away = package / "features" / name
+        away.rename(tmp_path / name)
+        schema = run(tmp_path, "schema")
+        registered = json.loads((tmp_path / name / "extension.json").read_text()).get("optimizer", {})
+        assert not any(f'"{word}"' in schema for word in registered)
+        (tmp_path / name).rename(away)

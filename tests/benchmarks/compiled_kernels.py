@@ -24,8 +24,9 @@ import torch
 import triton
 
 from tests.helpers.kernel_compiling import Usage, compiled_for
-from trainer.engine.optimizers import eight_bit_kernels, fused_eight_bits  # noqa: F401  # registers its operations
-from trainer.engine.optimizers.dynamic_map import MAPS
+from trainer.features.adamw_8bit import adamw_8bit_kernels as eight_bit_kernels
+from trainer.features.adamw_8bit import fused  # noqa: F401  # registers its operations
+from trainer.features.adamw_8bit.dynamic_map import MAPS
 from trainer.parallel.kernels import (
     attention_blocks,
     attention_kernels,

@@ -39,13 +39,14 @@ from trainer.base.disk import replace_text
 from trainer.engine.builders import build_engine
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
+from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.models.fill import build_model
 from trainer.models.place import planned_cuts
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
-from trainer.recipe.schema import AdamW, AdamW8bit, OptimizerSection, Recipe
+from trainer.recipe.schema import AdamW, OptimizerKeys, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.plan.hardware import device_named, parse_devices
 from trainer.tools.plan.shape_batch import blank_batch
@@ -308,7 +309,7 @@ def train_by_peer(case: Case, peer: str) -> dict[str, Any]:
     return {"step_seconds": step, "rows_per_second": case.rows / step, "peak_bytes": device.peak_bytes()}
 
 
-def update(recipe: OptimizerSection, tiny: bool) -> dict[str, Any]:
+def update(recipe: OptimizerKeys, tiny: bool) -> dict[str, Any]:
     """Step the matrices of BERT-large's layers, without a training around it, and return the figures."""
     device = Device()
     width = 64 if tiny else 1024

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
-from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
-from trainer.engine.optimizers.eight_bits import SCALES
+from tests.features.adamw_8bit.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.features.adamw_8bit.dynamic_map import FIRST, SECOND
+from trainer.features.adamw_8bit.optimizer import SCALES
+from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.parallel.placement import ParameterPlacement
-from trainer.recipe.schema import AdamW8bit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

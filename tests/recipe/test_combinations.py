@@ -21,6 +21,7 @@ _WORDS: dict[str, list[Any]] = {
     "above 1": [2, 3],
     "a number": [2],
     "a share": [0.5],
+    "other than adamw": ["sgd", "muon", "adamw_8bit"],
     "any keys": [{"steps_per_print": 1}],
 }
 

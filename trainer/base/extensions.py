@@ -1,4 +1,4 @@
-"""Tasks, metrics, model families and recipe folders that other packages register, and the tools that join each run.
+"""Tasks, metrics, optimizers, model families and recipe folders that are registered, and tools that join each run.
 
 A folder of this project registers with its file `extension.json`, so that no other module names it. Another package
 names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered names
@@ -23,7 +23,7 @@ from trainer.base.errors import UsageError
 
 GROUP = "trainer.extensions"
 
-Kind = Literal["task", "metric", "family", "recipes", "logging", "run", "launch"]
+Kind = Literal["task", "metric", "optimizer", "family", "recipes", "logging", "run", "launch"]
 """`logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 
@@ -45,7 +45,8 @@ Consumer = Callable[[Registration], None]
 
 def _of_folders() -> Iterator[Registration]:
     """Yield the rows of each `extension.json`: by kind, names with the text "module:name"."""
-    for file in sorted(Path(__file__).parents[1].glob("*/extension.json")):
+    package = Path(__file__).parents[1]
+    for file in sorted([*package.glob("*/extension.json"), *package.glob("features/*/extension.json")]):
         for kind, rows in json.loads(file.read_text(encoding="utf-8")).items():
             yield from (Registration(kind, name, value, None) for name, value in rows.items())
 

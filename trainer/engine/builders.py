@@ -9,7 +9,7 @@ from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
 from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
-from trainer.models.families.table import CHECKPOINTING, COMPILE, MATRICES, SHARDING, layers_of
+from trainer.models.families.table import CHECKPOINTING, COMPILE, SHARDING, layers_of
 from trainer.models.place import PlacedModel
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
@@ -77,7 +77,7 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Colu
         CHECKPOINTING: recipe.activation_checkpointing != "none",
         COMPILE: recipe.compile,
         SHARDING: plan.strategy.cuts_parameters and not plan.strategy.zero_stage,
-        MATRICES: recipe.optimizer.name == "muon",
+        f"`optimizer.name` {recipe.optimizer.name}": recipe.optimizer.needs_layers,
     }
     for key, is_needed in needs.items():
         if is_needed:

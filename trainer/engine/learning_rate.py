@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from trainer.recipe.schema import OptimizerSection, ScheduleSection
+from trainer.recipe.schema import OptimizerKeys, ScheduleSection
 from trainer.recipe.schema.schedule import (
     Cosine,
     CosineWithRestarts,
@@ -62,6 +62,6 @@ def _half_cosine(done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def learning_rate(optimizer: OptimizerSection, schedule: ScheduleSection, step: int, total_steps: int) -> float:
+def learning_rate(optimizer: OptimizerKeys, schedule: ScheduleSection, step: int, total_steps: int) -> float:
     """Return the learning rate of the step after `step` steps."""
     return optimizer.learning_rate * learning_rate_factor(schedule, step, total_steps)

@@ -27,7 +27,7 @@ from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
-from trainer.recipe.schema import Model, OptimizerSection, Training
+from trainer.recipe.schema import Model, OptimizerKeys, Training
 
 _MOST_SAMPLED = 300_000_000
 """Parameters of a sample that a check builds, in fp32."""
@@ -66,7 +66,7 @@ class ModelDescription:
     model_class: Any
     attention: str
     is_keyed: bool
-    optimizer: OptimizerSection | None = None
+    optimizer: OptimizerKeys | None = None
 
     @property
     def keyword_arguments(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ModelDescription:
 
 
 def describe(
-    recipe: Model, training: Training, use: ModelUse, optimizer: OptimizerSection | None = None
+    recipe: Model, training: Training, use: ModelUse, optimizer: OptimizerKeys | None = None
 ) -> ModelDescription:
     """Describe the model of a recipe for a task and, if it is trained, for its optimizer.
 

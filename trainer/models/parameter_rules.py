@@ -19,7 +19,7 @@ from trainer.models.adapters import frozen_parameters, matched_parameters
 from trainer.models.families.family import matches
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import aliases
-from trainer.recipe.schema import Model, OptimizerSection
+from trainer.recipe.schema import Model, OptimizerKeys
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ParameterGroups:
     late: frozenset[str] = frozenset()
 
 
-def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerSection) -> ParameterGroups:
+def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerKeys) -> ParameterGroups:
     """Return the groups of the parameters of a whole model, perhaps on `meta`.
 
     A group's own learning rate does not decay over layers.
@@ -79,7 +79,7 @@ def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerSection)
 
 
 def _table(
-    model: nn.Module, optimizer: OptimizerSection, rules: Mapping[str, ParameterRule]
+    model: nn.Module, optimizer: OptimizerKeys, rules: Mapping[str, ParameterRule]
 ) -> tuple[tuple[str, ...], ...]:
     found: dict[ParameterRule, list[int]] = {}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,8 @@
 """The table of pairs of keys that exclude each other, with reasons; read by `trainer check` and the documentation.
 
-Reasons against a strategy are in `strategies.py`. The other rows are in `exclusions.json`: a first condition, and for
-each other one a reason and a remedy, in which `{able}`, `{one}` and `{all}` are the other strategies or schedules.
+Reasons against a strategy are in `strategies.py`, those against an optimizer in its section. The other rows are in
+`exclusions.json`: a first condition, and for each other one a reason and a remedy, in which `{able}`, `{one}` and
+`{all}` are the other strategies or schedules.
 Rules with more than two conditions are in `recipe/reading/rules.py`.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -110,7 +112,10 @@ def _condition(described: Mapping[str, Any]) -> Condition:
 
 
 def _of_file() -> Iterator[Exclusion]:
-    groups = json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8"))
+    yield from _of_groups(json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")))
+
+
+def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
     for group in groups:
         first = _condition(group["first"])
         for described, *texts in group["others"]:
@@ -148,14 +153,23 @@ _WORDS: Mapping[str, Callable[[Any], bool]] = {
     "a number": lambda value: value not in (None, "auto"),
     "a share": lambda value: value is not None,
     "any keys": bool,
+    "other than adamw": lambda name: name != "adamw",
 }
 
-EXCLUSIONS: tuple[Exclusion, ...] = (
+EXCLUSIONS: list[Exclusion] = [
     *_of_strategies({_STAGES: "above 1"}, lambda row: row.no_pipeline),
     *_of_strategies({"parallel.tensor": "above 1"}, lambda row: row.no_tensor),
     *_of_strategies({"parallel.context": "above 1"}, lambda row: row.no_tensor),
     *_of_strategies({"parallel.load": ["broadcast"]}, lambda row: row.no_broadcast),
     *_of_strategies({"compile": [True]}, lambda row: row.no_compile),
     *_of_file(),
-)
+]
 """Every pair that is refused for any model, data and number of ranks."""
+
+
+def _add_optimizer(row: Registration) -> None:
+    others = resolved(row.value).exclusions
+    EXCLUSIONS.extend(_of_groups([{"first": {"optimizer.name": [row.name]}, "others": others}] if others else []))
+
+
+consume("optimizer", _add_optimizer)

@@ -1,4 +1,4 @@
-"""Registered tasks and metrics in the schema of recipes."""
+"""Registered tasks, metrics and optimizers in the schema of recipes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from operator import getitem, or_
 from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, consume
-from trainer.recipe.schema import ImageKeys, Recipe, Section, TextKeys, file_schema
+from trainer.base.extensions import Registration, consume, resolved
+from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TextKeys, file_schema
 
-__all__ = ["file_schema", "task_name"]
+__all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name"]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -30,9 +30,31 @@ def task_name(keys: type[Section]) -> str:
     return names[0]
 
 
+def optimizer_name(keys: type[OptimizerKeys]) -> str:
+    """Return the `optimizer.name` of an optimizer's keys.
+
+    Raises:
+        UsageError: The keys do not follow the rules for optimizers.
+    """
+    if not (isinstance(keys, type) and issubclass(keys, OptimizerKeys)):
+        raise UsageError(f"the keys of an optimizer must be a subclass of OptimizerKeys, but are {keys!r}")
+    names = get_args(keys.model_fields["name"].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise UsageError(f'`name` of {keys.__name__} must be Literal["NAME"], with the name of the optimizer')
+    if not getattr(keys, "implementation", None):
+        raise UsageError(f'{keys.__name__} must have `implementation`, the text "module:class" of its EngineOptimizer')
+    return names[0]
+
+
 def _task_sections() -> dict[str, type[Section]]:
     sections = get_args(Recipe.model_fields["task"].annotation)
     return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
+
+
+def optimizer_sections() -> dict[str, type[OptimizerKeys]]:
+    """Return the sections of all optimizers, shipped and registered, by name."""
+    sections = get_args(Recipe.model_fields["optimizer"].annotation)
+    return {get_args(section.model_fields["name"].annotation)[0]: section for section in sections}
 
 
 def _metric_names(section: type[Section]) -> tuple[str, ...]:
@@ -41,6 +63,7 @@ def _metric_names(section: type[Section]) -> tuple[str, ...]:
 
 
 _SHIPPED = tuple(_task_sections())
+_SHIPPED_OPTIMIZERS = tuple(optimizer_sections())
 _SHIPPED_METRICS = frozenset(name for section in _task_sections().values() for name in _metric_names(section))
 
 
@@ -49,6 +72,14 @@ def _add_task(registration: Registration) -> None:
         raise UsageError(f"the task {registration.name!r} ships with trainer; register yours under another name")
     sections = {**_task_sections(), registration.name: registration.value.keys}
     Recipe.model_fields["task"].annotation = reduce(or_, sections.values())
+    Recipe.model_rebuild(force=True)
+
+
+def _add_optimizer(registration: Registration) -> None:
+    if registration.name in _SHIPPED_OPTIMIZERS:
+        raise UsageError(f"the optimizer {registration.name!r} ships with trainer; register yours under another name")
+    sections = {**optimizer_sections(), registration.name: resolved(registration.value)}
+    Recipe.model_fields["optimizer"].annotation = reduce(or_, sections.values())
     Recipe.model_rebuild(force=True)
 
 
@@ -71,4 +102,5 @@ def _add_metric(registration: Registration) -> None:
 
 
 consume("task", _add_task)
+consume("optimizer", _add_optimizer)
 consume("metric", _add_metric)

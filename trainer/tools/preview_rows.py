@@ -297,7 +297,7 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
     master = {"bf16_compensated": "16 bits in the optimizer", "bf16_stochastic": "none, rounded at random"}
     sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
-    state = "8 bits" if "8bit" in recipe.optimizer.name else "fp32"
+    state = recipe.optimizer.state_type
     for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
         kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
         kept = master[recipe.weights] if is_trained and held == "bf16" else kept

@@ -12,16 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.training import tiny_recipe
 from trainer.base.batches import batches
-from trainer.engine.optimizers.muon import orthogonalised
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.features.adafactor.section import Adafactor
+from trainer.features.muon.optimizer import orthogonalised
+from trainer.features.muon.section import Muon
 from trainer.parallel.placement import ParameterPlacement
 from trainer.recipe.plan import plan_run
-from trainer.recipe.schema import Adafactor, AdamW, Muon, OptimizerSection
+from trainer.recipe.schema import AdamW, OptimizerKeys
 from trainer.training.process_group import open_mesh
 
-RECIPES: dict[str, OptimizerSection] = {
+RECIPES: dict[str, OptimizerKeys] = {
     "muon": Muon(name="muon", learning_rate=0.01, weight_decay=0.1),
     "adafactor": Adafactor(name="adafactor", learning_rate=0.01, weight_decay=0.1),
     "bf16_compensated": AdamW(),

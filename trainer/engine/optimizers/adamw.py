@@ -31,7 +31,7 @@ IN_BF16 = "in_bf16"
 """The key of a parameter group: whether its weights are in bf16."""
 
 
-def adamw_options(section: schema.AdamW | schema.AdamW8bit | schema.Muon, trained: TrainedParameters) -> dict[str, Any]:
+def adamw_options(section: schema.AdamWKeys, trained: TrainedParameters) -> dict[str, Any]:
     first, second = section.betas
     return {"lr": section.learning_rate, "betas": (first, second), "eps": section.epsilon, "fused": trained.fused}
 

@@ -11,12 +11,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.engine.optimizers.whole_access import WholeAccess
-from trainer.models.families.table import MATRICES, layers_of
+from trainer.models.families.table import layers_of
 from trainer.models.parameter_rules import ParameterRule
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from trainer.recipe.schema import OptimizerSection, Recipe
+from trainer.recipe.schema import OptimizerKeys, Recipe
 
 Groups = list[dict[str, Any]]
 """Parameter groups of a torch optimizer."""
@@ -50,7 +50,7 @@ def matrix_names(model: nn.Module) -> set[str]:
     """
     inside = {
         module.weight
-        for layer in layers_of(model, MATRICES).values()
+        for layer in layers_of(model, "`optimizer.name`").values()
         for module in layer.modules()
         if isinstance(module, _LINEAR)
     }
@@ -106,7 +106,7 @@ class TrainedParameters:
         """Whether fused kernels update all parameters in one pass over memory; None: torch decides."""
         return all(parameter.device.type in ("cpu", "cuda") for parameter in self.trainable.values()) or None
 
-    def groups(self, section: OptimizerSection, names: Set[str] | None = None) -> Groups:
+    def groups(self, section: OptimizerKeys, names: Set[str] | None = None) -> Groups:
         """Return the groups of parameters with the same learning rate and weight decay; none is empty.
 
         Args:

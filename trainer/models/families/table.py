@@ -26,8 +26,7 @@ from trainer.parallel.pipeline.stand_ins import Absent
 
 Value = TypeVar("Value")
 
-CHECKPOINTING, COMPILE = "`activation_checkpointing`", "`compile`"
-SHARDING, MATRICES = "`parallel.strategy` fsdp or hsdp", "`optimizer.name` muon"
+CHECKPOINTING, COMPILE, SHARDING = "`activation_checkpointing`", "`compile`", "`parallel.strategy` fsdp or hsdp"
 """Keys that need the layers of a model, for messages."""
 
 FAMILIES: dict[str, ModelFamily] = {

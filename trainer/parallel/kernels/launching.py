@@ -19,7 +19,13 @@ _MOST_KEPT = 4096  # keys; widths of batches vary
 _ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that this divides, and one for others
 
 
-def operation(name: str, schema: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+MOVED: dict[Any, Callable[[list[Tensor]], list[Tensor]]] = {}
+"""For operations that change their arguments: the tensors that one call reads or writes, from those that it gets."""
+
+
+def operation(
+    name: str, schema: str = "", moved: Callable[[list[Tensor]], list[Tensor]] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as an operation of torch on CPUs and GPUs, and return the way to call it.
 
     The dispatcher takes the host as long as the launch of a kernel, so a call passes it only if somebody else may want
@@ -27,12 +33,16 @@ def operation(name: str, schema: str = "") -> Callable[[Callable[..., Any]], Cal
 
     Args:
         schema: the operation's arguments and results; by default those of the annotations, which change no argument.
+        moved: the tensors for `MOVED`; None: the operation reads each argument once.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.define(name, schema or infer_schema(function, mutates_args=()))
         torch.library.impl(name, ("cpu", "cuda"), function)
-        dispatched = getattr(torch.ops.trainer, name.partition("::")[2]).default
+        packet = getattr(torch.ops.trainer, name.partition("::")[2])
+        dispatched = packet.default
+        if moved is not None:
+            MOVED[packet] = moved
 
         def call(first: Tensor, *others: Any) -> Any:
             return (dispatched if _is_watched(first) else function)(first, *others)

@@ -67,7 +67,7 @@ def _read(name: str) -> dict[str, Any]:
 
 _NOTES = _read("notes") | {
     "strategies": f"one of {', '.join(STRATEGY_NAMES)}",
-    "optimizer_names": values.OPTIMIZER_NAMES,
+    "optimizer_names": values.optimizer_names(),
 }
 
 

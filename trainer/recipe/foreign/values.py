@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.extensions import registered, resolved
+
 Value = Callable[[Any], Any]
 """From a value of the tool to a value of the recipe, a `Converted` or a `Todo`; `...`: other keys decide.
 
@@ -103,23 +105,26 @@ def device(offloaded: str) -> Value:
 
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw", "adam"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
-    **{name: name for name in ("sgd", "muon", "adafactor", "schedule_free_adamw")},
+    "sgd": "sgd",
 }
-OPTIMIZER_NAMES = "adamw, adamw_8bit, sgd, muon, adafactor or schedule_free_adamw"
-_DIFFERENCES = {
-    "adafactor": "steps are relative to the weights; those of transformers are absolute",
-    "adamw_8bit": "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0",
-}
+
+
+def optimizer_names() -> str:
+    """Return the names of all optimizers, for messages."""
+    *names, last = dict.fromkeys((*_OPTIMIZERS.values(), *(row.name for row in registered("optimizer"))))
+    return f"{', '.join(names)} or {last}"
 
 
 def optimizer(value: object) -> Converted | Todo:
     name = text(value)
-    if name not in _OPTIMIZERS:
-        return Todo(f"{name} has no counterpart: {OPTIMIZER_NAMES}")
-    found = _OPTIMIZERS[name]
-    note = _DIFFERENCES.get(found, "") + "; nothing is paged" * name.startswith("paged_")
-    return Converted(found, note, bool(note))
+    if name in _OPTIMIZERS:
+        return Converted(_OPTIMIZERS[name])
+    for row in registered("optimizer"):
+        section = resolved(row.value)
+        if name in (section.foreign_names or (row.name,)):
+            note = section.difference + "; nothing is paged" * name.startswith("paged_")
+            return Converted(row.name, note, bool(note))
+    return Todo(f"{name} has no counterpart: {optimizer_names()}")
 
 
 def optimizer_of_deepspeed(value: object) -> Converted | Todo:

@@ -20,7 +20,7 @@ from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern
 from trainer.recipe.schema.language import CausalLM, Generation, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.logging import Logging, Profile
 from trainer.recipe.schema.model import Adapter, Model
-from trainer.recipe.schema.optimizer import SGD, Adafactor, AdamW, AdamW8bit, Muon, OptimizerSection, ScheduleFreeAdamW
+from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys, OptimizerSection
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
 from trainer.recipe.schema.preference import Preference, PreferenceLoss, RewardModel
 from trainer.recipe.schema.ranking import Reranker

@@ -1,9 +1,9 @@
-"""The section `optimizer`, one class for each optimizer."""
+"""The section `optimizer`, one class for each optimizer. Features and other packages register further ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,23 @@ class ParameterGroup(Section):
     """Not applied to biases and norm weights; null: that of the optimizer."""
 
 
-class _OptimizerKeys(Section):
+ExclusionRow = tuple[Mapping[str, Sequence[Any] | str], str, str]
+"""A condition on another key as in `recipe/exclusions.json`, the reason and the remedy."""
+
+
+class OptimizerKeys(Section):
+    """The keys of every optimizer. A subclass has `name: Literal["NAME"]` and its own keys."""
+
+    implementation: ClassVar[str]  # its `EngineOptimizer`, as "module:class"
+    exclusions: ClassVar[Sequence[ExclusionRow]] = ()
+    needs_layers: ClassVar[bool] = False  # whether it must know the repeated layers of a model
+    replaces_decay: ClassVar[bool] = False  # whether it takes the place of a decaying learning rate
+    state_type: ClassVar[str] = "fp32"  # as tables show it
+    # Largest relative differences of loss and gradient norm between layouts in fp32; None: those of sums in fp32
+    tolerances: ClassVar[tuple[float, float] | None] = None
+    foreign_names: ClassVar[Sequence[str]] = ()  # in TrainingArguments; empty: its own name
+    difference: ClassVar[str] = ""  # from the optimizer with these names
+
     name: str
     learning_rate: float = Field(gt=0)
     """Peak learning rate of the schedule."""
@@ -40,7 +56,9 @@ class _OptimizerKeys(Section):
                 yield Contradiction((("optimizer", "groups", index),), text)
 
 
-class _AdamWKeys(_OptimizerKeys):
+class AdamWKeys(OptimizerKeys):
+    """The keys of Adam and its relatives."""
+
     learning_rate: float = Field(5e-5, gt=0)
     """Peak learning rate of the schedule."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
@@ -51,74 +69,22 @@ class _AdamWKeys(_OptimizerKeys):
     """Added to the square root of the second mean."""
 
 
-class AdamW(_AdamWKeys):
+class AdamW(AdamWKeys):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
+
+    implementation: ClassVar[str] = "trainer.engine.optimizers.adamw:AdamW"
 
     name: Literal["adamw"] = "adamw"
 
 
-class AdamW8bit(_AdamWKeys):
-    """AdamW with moments in 8 bits (Dettmers et al. 2022), in blocks that do not depend on the layout."""
-
-    name: Literal["adamw_8bit"]
-
-
-class SGD(_OptimizerKeys):
+class SGD(OptimizerKeys):
     """Stochastic gradient descent."""
+
+    implementation: ClassVar[str] = "trainer.engine.optimizers.sgd:SGD"
 
     name: Literal["sgd"]
     momentum: float = Field(0.0, ge=0, lt=1)
     """0: no momentum."""
 
 
-class Muon(_OptimizerKeys):
-    """Muon (Jordan et al. 2024) for the matrices of the repeated layers; AdamW for all other parameters.
-
-    Updates of matrices have the size of AdamW's (Liu et al. 2025), so both share learning rate and weight decay.
-    """
-
-    name: Literal["muon"]
-    weight_decay: float = Field(0.1, ge=0)
-    """Not applied to biases and norm weights."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of the running mean of a matrix's gradient."""
-    iterations: int = Field(5, ge=1, le=99)
-    """Newton-Schulz iterations, in bf16."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.999]
-    )
-    """Decay rates of AdamW's running means."""
-    epsilon: float = Field(1e-8, gt=0)
-    """Added by AdamW to the square root of the second mean."""
-
-
-class Adafactor(_OptimizerKeys):
-    """Adafactor (Shazeer & Stern 2018): the second moments of a matrix are a row and a column."""
-
-    name: Literal["adafactor"]
-    learning_rate: float = Field(0.01, gt=0)
-    """Peak learning rate of the schedule, relative to the size of each weight; at most 1 / sqrt(step)."""
-    beta2_decay: float = Field(-0.8, le=0)
-    """Exponent of the step in the decay rate of second moments."""
-    clip_threshold: float = Field(1.0, ge=1)
-    """Maximum root mean square of an update."""
-    minimum_scale: float = Field(1e-3, ge=0)
-    """Minimum size of a weight, which scales its update."""
-
-
-class ScheduleFreeAdamW(_OptimizerKeys):
-    """Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate.
-
-    Evaluations, checkpoints and exports have the averaged weights.
-    """
-
-    name: Literal["schedule_free_adamw"]
-    betas: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.999]
-    )
-    """Share of the averaged weights in the trained ones; decay rate of the mean of the squared gradient."""
-    epsilon: float = Field(1e-8, gt=0)
-    """Added to the square root of that mean."""
-
-
-OptimizerSection = AdamW | AdamW8bit | SGD | Muon | Adafactor | ScheduleFreeAdamW
+OptimizerSection = AdamW | SGD

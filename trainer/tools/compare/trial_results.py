@@ -25,7 +25,6 @@ from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
 
 TOLERANCES: Mapping[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
-    "muon": (1e-4, 1e-3),  # in fp32; its iterations are in bf16
     "fp16": (2**-10 / 8, 2**-10),
     "bf16": (2**-7 / 8, 2**-7),
 }
@@ -131,8 +130,8 @@ def warm_up(steps: int) -> int:
 
 
 def _tolerance(recipe: Recipe) -> tuple[float, float]:
-    names = [recipe.precision, recipe.parallel.communication.gradients, recipe.optimizer.name]
-    return max(TOLERANCES[name] for name in names if name in TOLERANCES)
+    types = (recipe.precision, recipe.parallel.communication.gradients)
+    return max(*(TOLERANCES[name] for name in types), recipe.optimizer.tolerances or TOLERANCES["fp32"])
 
 
 def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: Recipe) -> Likeness:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from trainer.recipe.foreign.values import Todo
+from trainer.recipe.registered import optimizer_sections
+from trainer.recipe.schema import AdamW, OptimizerKeys
 from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.layout import model_ranks
 from trainer.tools.convert.sources import Item, Tool
@@ -152,6 +154,11 @@ def unread_arguments(draft: Draft) -> None:
         draft.unread("DeepSpeed's `optimizer` has precedence", draft.sources.written(_TA, "optim"))
 
 
+def _section(draft: Draft) -> type[OptimizerKeys]:
+    """Return the section of the optimizer; without a counterpart, that of a recipe without the key."""
+    return optimizer_sections().get(draft.value("optimizer.name"), AdamW)
+
+
 def optimizer(draft: Draft) -> None:
     sources = draft.sources
     decay = sources.written(_DS, "optimizer.params.adam_w_mode")
@@ -161,7 +168,7 @@ def optimizer(draft: Draft) -> None:
     name = draft.value("optimizer.name")
     betas = [found for key in ("adam_beta1", "adam_beta2") if (found := sources.get(_TA, key))]
     epsilon = sources.get(_TA, "adam_epsilon")
-    if name in ("sgd", "adafactor"):
+    if "betas" not in _section(draft).model_fields:
         draft.unread(f"the optimizer is {name}", *betas, epsilon)
     else:
         if betas:
@@ -196,7 +203,7 @@ def schedule(draft: Draft) -> None:
     if item is None:
         return
     name = draft.text(item)
-    if draft.value("optimizer.name") == "schedule_free_adamw":
+    if _section(draft).replaces_decay:
         decays = not name.startswith("constant")
         note = f"the average of the weights replaces the schedule; transformers multiplies the rate by {name} too"
         draft.take("schedule.name", "constant", item, note=note if decays else "", differs=decays)

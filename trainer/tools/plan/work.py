@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from trainer.engine.optimizers import fused_eight_bits  # noqa: F401  # registers its operations
 from trainer.parallel.kernels import fused_attention  # noqa: F401  # registers its operations
+from trainer.parallel.kernels.launching import MOVED
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
@@ -72,7 +72,6 @@ def _operations(*names: str) -> frozenset[Any]:
 
 
 _LOOKUPS = _operations("embedding index index_select gather")  # read only the rows that they return
-_IN_8_BITS = frozenset((torch.ops.trainer.adamw_8bit, torch.ops.trainer.raise_maxima_8bit))
 _WRITES_NOTHING = _operations("empty empty_like empty_strided new_empty new_empty_strided detach _unsafe_view")
 _SPECIAL = _operations(  # a CPU computes exponentials for each element
     "gelu gelu_backward silu silu_backward tanh exp erf pow",
@@ -133,9 +132,8 @@ def work_of(
     if function.is_view or packet in _WRITES_NOTHING or not (inputs or outputs):
         return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
     read = outputs if packet in _LOOKUPS else inputs
-    if packet in _IN_8_BITS:
-        weight, gradient, *state = inputs[:5]  # or maxima; the tables stay in the cache
-        read = [weight, weight, gradient, *state, *(state if packet is torch.ops.trainer.adamw_8bit else ())]
+    if packet in MOVED:
+        read = MOVED[packet](inputs)
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))

@@ -14,8 +14,9 @@ from tests.helpers.training import build_tiny, parallel_keys, tiny_recipe, tiny_
 from trainer.base.errors import UsageError
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
+from trainer.features.schedule_free.section import ScheduleFreeAdamW
 from trainer.models.parameter_rules import ParameterRule
-from trainer.recipe.schema import Recipe, ScheduleFreeAdamW
+from trainer.recipe.schema import Recipe
 
 SECTIONS: dict[str, Any] = {
     "optimizer": {"name": "schedule_free_adamw", "learning_rate": 0.01},

@@ -2,7 +2,7 @@
 
 Triton chooses its interpreter when it is imported, so these tests need a process of their own:
 
-    TRITON_INTERPRET=1 python -m pytest tests/engine/optimizers/interpreted_eight_bits.py
+    TRITON_INTERPRET=1 python -m pytest tests/features/adamw_8bit/interpreted_eight_bits.py
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 import triton  # noqa: F401  # the kernels run where it is imported as an interpreter
 from torch import Tensor, nn
 
-from tests.engine.optimizers.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
+from tests.features.adamw_8bit.test_eight_bits import CPU, PLACEMENTS, part, ranks_of
 from tests.gpu.test_eight_bits_gpu import assert_codes_of_a_cpu, gradients, own_maxima, stepped
-from trainer.engine.optimizers import eight_bits
-from trainer.engine.optimizers.dynamic_map import FIRST, SECOND
-from trainer.engine.optimizers.eight_bits import SCALES, STEP
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
+from trainer.features.adamw_8bit import optimizer as eight_bits
+from trainer.features.adamw_8bit.dynamic_map import FIRST, SECOND
+from trainer.features.adamw_8bit.optimizer import SCALES, STEP
+from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
-from trainer.recipe.schema import AdamW8bit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow
 

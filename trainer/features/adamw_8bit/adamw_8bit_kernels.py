@@ -1,14 +1,14 @@
 """Triton kernels of AdamW with moments in 8 bits.
 
-`fused_eight_bits.py` launches the kernels, and describes the arguments. A program has a tile of `ROWS` rows of `WIDTH`
+`fused.py` launches the kernels, and describes the arguments. A program has a tile of `ROWS` rows of `WIDTH`
 elements, each within one block. Every operation rounds as IEEE 754 and none is fused with another, so the results are
-those of torch's operations in `eight_bits.py`.
+those of torch's operations in `optimizer.py`.
 """
 
 import triton
 import triton.language as tl
 
-from trainer.engine.optimizers.dynamic_map import INDEX_BITS, LOW_BITS
+from trainer.features.adamw_8bit.dynamic_map import INDEX_BITS, LOW_BITS
 
 _INDEX_MASK, _LOW_BITS = tl.constexpr((1 << INDEX_BITS) - 1), tl.constexpr(LOW_BITS)
 _TINY, _LARGEST = tl.constexpr(2.0**-126), tl.constexpr(3.4028234663852886e38)  # of fp32

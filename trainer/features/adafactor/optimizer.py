@@ -13,8 +13,8 @@ from trainer.engine.optimizers.parameters import Groups, TrainedParameters
 from trainer.engine.optimizers.skipping import write_unless
 from trainer.engine.optimizers.tensor_batches import stack_of
 from trainer.engine.optimizers.whole_access import WholeAccess, gradients_of
+from trainer.features.adafactor import section as schema
 from trainer.parallel.shards.gathering import local_part
-from trainer.recipe import schema
 
 
 class Adafactor(EngineOptimizer):

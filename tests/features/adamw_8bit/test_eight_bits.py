@@ -18,19 +18,21 @@ from tests.helpers.interpreting import run_interpreted
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import build_tiny, tiny_recipe
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
-from trainer.engine.optimizers import eight_bits, fused_eight_bits
-from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
-from trainer.engine.optimizers.eight_bits import SCALES
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer, optimizer_class
 from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.features.adamw_8bit import fused as fused_eight_bits
+from trainer.features.adamw_8bit import optimizer as eight_bits
+from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_index
+from trainer.features.adamw_8bit.optimizer import SCALES
+from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Split
 from trainer.parallel.shards.scale_blocks import BLOCK, block_rows, num_blocks
 from trainer.parallel.shards.slices import part_of
 from trainer.recipe.plan import plan_run
-from trainer.recipe.schema import AdamW, AdamW8bit
+from trainer.recipe.schema import AdamW
 from trainer.tools.plan.ledger import PARAMETERS
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.work import OPTIMIZER_STEP
@@ -254,7 +256,7 @@ class TestTheKernels:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from trainer.engine.optimizers import eight_bit_kernels
+        from trainer.features.adamw_8bit import adamw_8bit_kernels as eight_bit_kernels
 
         kernel = eight_bit_kernels.update_kernel
         options = fused_eight_bits._options(BLOCK if is_whole else 64)

@@ -1,6 +1,6 @@
 """Operations of AdamW with moments in 8 bits. A Triton kernel computes each in one pass over memory.
 
-`eight_bits.py` defines them by operations of torch, and calls these where kernels run. This module imports Triton at
+`optimizer.py` defines them by operations of torch, and calls these where kernels run. This module imports Triton at
 the first launch: see `trainer.parallel.kernels.kernel_support`.
 """
 
@@ -21,6 +21,7 @@ _TILE = 1024  # elements of one program: four blocks, one for each warp
     "trainer::raise_maxima_8bit",
     "(Tensor(a!) maxima, Tensor gradient, Tensor first, Tensor second, Tensor scales, Tensor[] values, Tensor? blocks,"
     " int width, float[] betas) -> ()",
+    lambda tensors: [tensors[0], *tensors[:5]],  # the tables stay in the cache
 )
 def raise_maxima(
     maxima: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scales: Tensor, values: list[Tensor],
@@ -42,6 +43,7 @@ def raise_maxima(
     "(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, Tensor(d!) scales, Tensor[] values,"
     " Tensor? blocks, int width, float[] betas, Tensor[] codes, Tensor? maxima, Tensor corrections, Tensor? flag,"
     " float eps, float decay) -> ()",
+    lambda tensors: [tensors[0], *tensors[:5], *tensors[2:5]],
 )
 def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, scales: Tensor, values: list[Tensor],
@@ -85,9 +87,9 @@ def _nothing(*_: Any) -> None:
 
 
 def _kernels() -> Any:
-    from trainer.engine.optimizers import eight_bit_kernels
+    from trainer.features.adamw_8bit import adamw_8bit_kernels
 
-    return eight_bit_kernels
+    return adamw_8bit_kernels
 
 
 def _grid(tensor: Tensor) -> tuple[int]:

@@ -19,8 +19,8 @@ from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters
 from trainer.engine.optimizers.skipping import unchanged_if
 from trainer.engine.optimizers.tensor_batches import most_elements, stepped, takes_lists
+from trainer.features.schedule_free import section as schema
 from trainer.parallel.shards.gathering import local_part
-from trainer.recipe import schema
 
 _TRAINED = "y"
 """The key of the state under which the trained weights are kept while parameters hold averages."""

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.optimizers import fused_eight_bits
 from trainer.engine.optimizers.adamw import PartlyAdamW, adamw_options
-from trainer.engine.optimizers.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters, divided
 from trainer.engine.optimizers.skipping import unchanged_if
 from trainer.engine.optimizers.tensor_batches import stepped
 from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.features.adamw_8bit import fused
+from trainer.features.adamw_8bit import section as schema
+from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
@@ -34,7 +35,6 @@ from trainer.parallel.shards.scale_blocks import (
     num_blocks,
     share_maxima,
 )
-from trainer.recipe import schema
 
 SMALLEST = 4096
 """The elements of a whole parameter from which on its moments have 8 bits; smaller ones cost little memory."""
@@ -179,7 +179,7 @@ class _Part:
         """Return the largest new moments of this part in each block, fp32 `[2, blocks]`."""
         maxima = torch.zeros_like(self.state[SCALES])
         if self.is_fused:
-            fused_eight_bits.raise_maxima(maxima, *self._read())
+            fused.raise_maxima(maxima, *self._read())
         else:
             for rows in self.rows.pieces(_PIECE):
                 self._raise(maxima, rows, *self._moments(rows))
@@ -194,7 +194,7 @@ class _Part:
         scales, weight = self.state[SCALES], self.weight.contiguous()
         if self.is_fused:
             decay = 1 - self.group["lr"] * self.group["weight_decay"]
-            fused_eight_bits.update(
+            fused.update(
                 weight, *self._read(), self.tables.codes, maxima, self.corrections, self.flag, self.group["eps"], decay
             )
         else:
@@ -210,7 +210,7 @@ class _Part:
             self.weight.copy_(weight)
 
     def _read(self) -> tuple[Any, ...]:
-        """Return the arguments from which the operations of `fused_eight_bits` compute the new moments."""
+        """Return the arguments from which the operations of `fused` compute the new moments."""
         stored = [self.state[key] for key in (FIRST, SECOND, SCALES)]
         return self.gradient, *stored, self.tables.values, self.rows.blocks, self.rows.width, self.group["betas"]
 
