@@ -1,7 +1,8 @@
-"""The task of `docs/extending.md` trains, evaluates and predicts as it stands."""
+"""The task and the optimizer of `docs/extending.md` train as they stand."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -9,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.processes import ROOT, finish, start
 from tests.helpers.tiny_run import write_tiny_run
+from trainer.engine.optimizers.parameters import RATE
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 COMMANDS = """
@@ -28,10 +31,17 @@ assert main(["predict", model, "--input", rows, "--output", rows.replace("in.", 
 """
 
 
+def write_blocks(folder: Path, prefix: str) -> None:
+    """Write the files of the page with a name that begins so."""
+    for name, source in re.findall(r"^```python\n# ([\w/]+\.py)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
+        if name.startswith(prefix):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(source)
+
+
 @pytest.mark.slow
 def test_the_task_of_the_page(tmp_path: Path):
-    ((name, source),) = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (tmp_path / name).write_text(source)
+    write_blocks(tmp_path, "counts.py")
     (tmp_path / "commands.py").write_text(COMMANDS)
     recipe = write_tiny_run(tmp_path)
     content = json.loads(recipe.read_text())
@@ -51,3 +61,51 @@ def test_the_task_of_the_page(tmp_path: Path):
     error = sum((count - length) ** 2 for count, length in zip(found, lengths, strict=True)) / len(texts)
     shown = json.loads(ended.stdout.splitlines()[-1])["metrics"]["mse"]
     assert math.isclose(error, shown, rel_tol=1e-4)
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+def test_the_optimizer_of_the_page(tmp_path: Path):
+    write_blocks(tmp_path, "lion/")
+    info = tmp_path / "lion-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lion\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[trainer.extensions]\nlion = lion:register\n")
+    keys = {"name": "lion", "learning_rate": 1e-3, "weight_decay": 0.1}
+    results = []
+    for name, ranks in (("one", "1"), ("two", "2")):
+        recipe = write_tiny_run(
+            tmp_path / name, optimizer=keys, parallel={"strategy": "fsdp" if ranks == "2" else "ddp"}
+        )
+        command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", ranks]
+        ended = finish(start(command, PYTHONPATH=f"{tmp_path}:{ROOT}"), 300)
+        assert ended.returncode == 0, ended.stderr
+        results.append(losses_of(tmp_path / name))
+    assert len(results[0]) == 8
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    refused = [*command[:3], "check", recipe, "parallel.strategy=zero1"]
+    ended = finish(start(refused, PYTHONPATH=f"{tmp_path}:{ROOT}"), 120)
+    assert "which does not combine with `parallel.strategy`" in ended.stderr
+
+
+def test_the_update_of_the_page_is_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Chen et al. 2023, algorithm 2, in fp64."""
+    write_blocks(tmp_path, "lion/")
+    (tmp_path / "lion" / "__init__.py").write_text("")  # the keys would need a registration
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Lion = importlib.import_module("lion.optimizer").Lion  # noqa: N806
+    weight = torch.nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+    expected, average = weight.detach().double(), torch.zeros(4, 3, dtype=torch.float64)
+    optimizer = Lion([{"params": [weight], "weight_decay": 0.1, RATE: 1.0}], {"lr": 0.01, "betas": (0.9, 0.99)})
+    for step in range(3):
+        weight.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.begin(0.01, step)
+        optimizer.step()
+        gradient = weight.grad.double()
+        expected -= 0.01 * ((0.9 * average + 0.1 * gradient).sign() + 0.1 * expected)
+        average = 0.99 * average + 0.01 * gradient
+    torch.testing.assert_close(weight.detach().double(), expected, atol=1e-6, rtol=1e-6)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         preview,
         register_family,
         register_metric,
+        register_optimizer,
         register_recipes,
         register_task,
         run,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
-    from trainer.recipe.schema import ClassificationKeys, ImageKeys, TextKeys
+    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, TextKeys
 
 __all__ = [
     "Callback",
@@ -47,6 +48,7 @@ __all__ = [
     "LaunchError",
     "LostPeerError",
     "NonFiniteError",
+    "OptimizerKeys",
     "OutOfMemoryError",
     "RecipeError",
     "Request",
@@ -63,6 +65,7 @@ __all__ = [
     "preview",
     "register_family",
     "register_metric",
+    "register_optimizer",
     "register_recipes",
     "register_task",
     "run",
@@ -72,7 +75,7 @@ _HOMES = {
     "Callback": "observe.callbacks",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",
-} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "TextKeys"), "recipe.schema")
+} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "OptimizerKeys", "TextKeys"), "recipe.schema")
 
 
 def __getattr__(name: str) -> object:

@@ -21,7 +21,7 @@ from trainer.base.errors import ExitCode, LaunchError, UsageError
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
-from trainer.recipe.registered import task_name
+from trainer.recipe.registered import optimizer_name, task_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
-    from trainer.recipe.schema import ImageKeys, TextKeys
+    from trainer.recipe.schema import ImageKeys, OptimizerKeys, TextKeys
     from trainer.tasks.task import ImageTask, TextTask
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
@@ -309,6 +309,19 @@ def register_task(
         UsageError: The keys are not those of a task, or the name is taken.
     """
     extensions.register("task", task_name(keys), TaskRow(keys, build, pipeline_tag), _calling_module())
+
+
+def register_optimizer(keys: type[OptimizerKeys]) -> None:
+    """Register an optimizer. Recipes name it in `optimizer.name`.
+
+    Args:
+        keys: The keys of `optimizer`: a class below `OptimizerKeys` with `name: Literal["NAME"]`. Its `implementation`
+            is the text "module:class" of an `EngineOptimizer`, which is imported when needed.
+
+    Raises:
+        UsageError: The keys are not those of an optimizer, or the name is taken.
+    """
+    extensions.register("optimizer", optimizer_name(keys), keys, _calling_module())
 
 
 def register_metric(
