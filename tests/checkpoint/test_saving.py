@@ -143,7 +143,7 @@ class TestIdentity:
             ({"model": {"dropout": 0.3}}, "`model.dropout` was None and is 0.3"),
             ({"model": {"config": {**TINY_BERT, "hidden_size": 64}}}, "`model.config.hidden_size` was 32 and is 64"),
             ({"data": {"group_by_length": False}}, "`data.group_by_length` was True and is False"),
-            ({"content": "other"}, "chat template writes: set `data.date` to the day of the first start"),
+            ({"content": "other"}, "the prepared training rows differ (data, tokenizer or `data.max_length`)"),
         ],
         ids=str,
     )

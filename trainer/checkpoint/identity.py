@@ -43,6 +43,8 @@ def identity(
     data: dict[str, Any] = {"group_by_length": recipe.data.group_by_length, "train": content_hash}
     if weights := recipe.data.source_weights:
         data["mixture"] = weights
+    if recipe.data.date is not None:
+        data["date"] = recipe.data.date
     return {**sections, "data": data}
 
 
@@ -58,8 +60,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return the differences between the identity of a checkpoint and that of this run in words; empty if none."""
     was, now = dotted_leaves(saved), dotted_leaves(own)
     found = [
-        "the prepared training rows differ (data, tokenizer, `data.max_length`, or the date that a chat template"
-        " writes: set `data.date` to the day of the first start)"
+        "the prepared training rows differ (data, tokenizer or `data.max_length`)"
         if key == _ROWS
         else f"`{key[:_LONGEST]}` was {was.get(key)!r:.{_LONGEST}} and is {now.get(key)!r:.{_LONGEST}}"
         for key in sorted(was.keys() | now.keys())

@@ -6,6 +6,7 @@ whole. The copies have the names of the files in the run's folder.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import threading
 import time
@@ -21,7 +22,7 @@ from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import FACTS, LARGEST_FACTS_BYTES, SUMS, open_verified, read_sizes, verify
-from trainer.checkpoint.store import steps_of
+from trainer.checkpoint.store import folder_name, steps_of
 from trainer.checkpoint.tier import WRITING, Background, Tier
 from trainer.engine.state import EngineState
 from trainer.parallel.mesh import ParallelMesh
@@ -64,6 +65,35 @@ def open_place(url: str) -> tuple[Any, str]:
             " its process; name another"
         )
     return files, path.rstrip("/")
+
+
+def newest_facts(url: str) -> Mapping[str, Any]:
+    """Return the content of `state.json` of the newest whole copy at a place; empty if there is none.
+
+    Raises:
+        TrainerError: the place does not answer.
+    """
+    files, root = open_place(url)
+
+    def ask() -> bytes:
+        names = [posixpath.basename(path.rstrip("/")) for path in files.ls(f"{root}/{_CHECKPOINTS}", detail=False)]
+        for step in reversed(steps_of(names)):
+            place = f"{root}/{_CHECKPOINTS}/{folder_name(step)}"
+            if files.exists(f"{place}/{SUMS}"):
+                content: bytes = files.cat_file(f"{place}/{FACTS}", end=LARGEST_FACTS_BYTES)
+                return content
+        return b"{}"
+
+    try:
+        found = json.loads(_answer(ask))
+    except (FileNotFoundError, ValueError):  # a copy that is damaged is skipped later
+        return {}
+    except Exception as error:  # the classes differ between file systems
+        raise TrainerError(
+            f"`checkpoint.mirror` is {without_secrets(url)}, but its checkpoints could not be listed:"
+            f" {_reason(error)}; restore the access, or name another place"
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def _answer(question: Callable[[], Answer], num_bytes: int = 0, is_stopped: Callable[[], bool] = _never) -> Answer:

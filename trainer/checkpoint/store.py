@@ -34,6 +34,11 @@ def steps_of(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_FOLDER_NAME.fullmatch, names) if match)
 
 
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
 class CheckpointStore:
     """The checkpoints of one run. Rank 0 creates, completes and removes them; each rank writes its own file.
 
@@ -54,7 +59,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of a complete checkpoint."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / folder_name(step)
 
     def unfinished_path(self, step: int) -> Path:
         """Return the temporary folder of a checkpoint."""

@@ -15,7 +15,6 @@ from trainer.tasks.text.chats import (
     Turns,
     chat_prompt,
     check_texts_or_chats,
-    date_notes,
     end_token,
     features_of,
     features_of_labels,
@@ -116,7 +115,7 @@ class CausalLMTask(TokenLabels):
         is_chat = "messages" in self.sources and not self.continues and tokenizer.is_fast
         if not is_chat or not tokenizer.chat_template:
             return []
-        return [*turn_notes(tokenizer, self.train_on), *date_notes(tokenizer)]
+        return turn_notes(tokenizer, self.train_on)
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if any(holds_chats(features[column]) for column in self.sources.values()):

@@ -21,7 +21,6 @@ from trainer.tasks.text.chat_messages import messages_of
 from trainer.tasks.text.chats import (
     Tokens,
     check_texts_or_chats,
-    date_notes,
     features_of,
     require_apart,
     tokens_after,
@@ -124,9 +123,6 @@ class PreferenceTask(TokenLabels):
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         return unread_notes(features, self.columns) if self.is_chat else []
-
-    def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
-        return date_notes(tokenizer) if self.is_chat else []
 
     def _text_columns(self) -> dict[str, str]:
         return {**({} if self.prompt is None else {"prompt": self.prompt}), **self.answer_columns}

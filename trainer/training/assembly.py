@@ -313,6 +313,9 @@ def assemble(
     Raises:
         UsageError: the model cannot be reached, or cannot be laid out like this.
     """
+    if data.day is not None:  # checkpoints and exported folders keep it
+        dated = plan.recipe.data.model_copy(update={"date": data.day})
+        plan = replace(plan, recipe=plan.recipe.model_copy(update={"data": dated}))
     recipe, task = plan.recipe, data.task
     models = models or describe_models(recipe, task, data.preparation.padding_token)
     described = models.model

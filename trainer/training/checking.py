@@ -33,11 +33,16 @@ from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.teaching import check_teacher
 
 
-def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> tuple[PreparedData, DescribedModels]:
+def prepare_checked(
+    plan: RunPlan, observer: Observer | None = None, day: str | None = None
+) -> tuple[PreparedData, DescribedModels]:
     """Return the prepared data of a run and the descriptions of its models, after a check of these.
 
     The problems of all are reported together. A model of an unknown family is checked when it is built, because it may
     need real weights for this.
+
+    Args:
+        day: see `prepare_data`.
 
     Raises:
         TrainerError: the data cannot be prepared, or the model cannot be built.
@@ -49,7 +54,7 @@ def prepare_checked(plan: RunPlan, observer: Observer | None = None) -> tuple[Pr
     data = described = teacher = None
     check_needs(recipe, problems)
     with problems.collect():
-        data = prepare_data(recipe, observer=observer)
+        data = prepare_data(recipe, observer=observer, day=day)
         require_fitting_rows(data.train, plan.batch)
     observer.preparing("checking the model")
     is_here = LocalParts.of(recipe).has_model

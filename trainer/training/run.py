@@ -25,6 +25,7 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.checking import prepare_checked
 from trainer.training.describing import DescribedModels
+from trainer.training.first_day import first_day
 from trainer.training.loop import Ending, Loop
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
@@ -68,13 +69,14 @@ def train(
         extensions.around("run", resolved, environment) as tools,
     ):
         meeting = meeting or meet_ranks(resolved, plan, environment, session.observers, callbacks)
-        prepared = together(meeting, recipe, lambda: prepare_checked(plan, session.observers))
+        day = first_day(recipe, environment.rank, meeting)
+        data, models = together(meeting, recipe, lambda: prepare_checked(plan, session.observers, day))
         device = open_device(environment, recipe.tf32)
         if plan.strategy.zero_stage:
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            results = _train(plan, *prepared, device, session, stop, tools, saves)
+            results = _train(plan, data, models, device, session, stop, tools, saves)
         return session.finish(results)
 
 

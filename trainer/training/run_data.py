@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
+from trainer.tasks.text.chat_templates import set_date
+from trainer.tasks.text.chats import holds_chats
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
     class_notes,
@@ -47,7 +50,7 @@ class PreparedData:
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
     step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
     rows, encoded. `is_whole` is false if only the first rows of a split are here, and `counts_rows` if a tokenizer that
-    stands in decides their number.
+    stands in decides their number. `day` is the date of the run if a chat template writes it.
     """
 
     task: Task
@@ -61,6 +64,7 @@ class PreparedData:
     stream: StreamedSplit | None = None
     is_whole: bool = True
     counts_rows: bool = True
+    day: str | None = None
 
     @property
     def num_train_rows(self) -> int:
@@ -118,6 +122,7 @@ def prepare_data(
     cache: Path | None = None,
     load: Callable[[Recipe], Preparation] = load_preparation,
     observer: Observer | None = None,
+    day: str | None = None,
 ) -> PreparedData:
     """Load and encode the splits of a recipe; ranks share the cache through file locks.
 
@@ -125,6 +130,7 @@ def prepare_data(
         most_rows: the number of rows to encode of each split, and to read of large files; None: all.
         cache: the folder of the cache; None: that of the recipe, or of the user.
         observer: shows the preparation.
+        day: the date of the run, if `data.date` is null; None: today's.
 
     Raises:
         TrainerError: model or data cannot be reached, or do not fit each other.
@@ -166,6 +172,7 @@ def prepare_data(
         raise UnknownClassesError
     assert preparation is not None
     task, data_notes = resolved
+    day = _written_date(recipe, task, preparation, splits.train, day)
     cache = cache or (Path(recipe.data.cache) if recipe.data.cache else cache_folder())
     used = Splits(splits.train.first(most_rows), splits.validation and splits.validation.first(most_rows))
     masking = train = validation = evaluated = None
@@ -193,7 +200,7 @@ def prepare_data(
         for split in ((None if splits.stream else splits.train), splits.validation)
         if most_rows is not None and split is not None and not split.first(most_rows).is_whole
     ]
-    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream)
+    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream, day=day)
     source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
     unit = row_unit(recipe, task, prepared.splits, source_rows)
     counts_rows = preparation.counts_tokens or _keeps_rows(recipe, task)
@@ -208,12 +215,33 @@ def prepare_data(
         *(_tokenizer_notes(task, preparation) if preparation.counts_tokens else ()),
         *numbers,
         *(() if splits.stream else class_notes(task, train, validation)),
+        *_date_notes(prepared),
         *(_token_notes(prepared) if preparation.counts_tokens else ()),
         *bounded,
         *(mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)) if counts_rows else ()),
     )
     is_whole = not bounded and (stream is None) == (splits.stream is None)
     return replace(prepared, data_notes=notes, unit=unit, is_whole=is_whole, counts_rows=counts_rows)
+
+
+def _written_date(recipe: Recipe, task: Task, preparation: Preparation, train: Split, day: str | None) -> str | None:
+    """Let the chat template write the date of the run, and return it; None: it writes no date, or `data.date`."""
+    tokenizer, features = preparation.text_tokenizer, train.rows.features
+    has_chats = any(holds_chats(features[name]) for name in task.columns if name in features)
+    if tokenizer is None or not has_chats or recipe.data.date is not None:
+        return None
+    day = day or date.today().isoformat()
+    return day if set_date(tokenizer, day) else None
+
+
+def _date_notes(data: PreparedData) -> list[str]:
+    if data.day is None or data.preparation.text_tokenizer is None:
+        return []
+    template = f"the chat template of `{data.preparation.text_tokenizer.name_or_path}`"
+    return [
+        f"{template} writes the date of the first start of a run, here {data.day}; set `data.date` to it to repeat the"
+        " run on another day"
+    ]
 
 
 def _tokenizer_notes(task: Task, preparation: Preparation) -> list[str]:

@@ -15,6 +15,7 @@ from trainer.base.text import has_secret, leaves
 from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.paths import dotted, shown_value
 from trainer.recipe.schema import (
+    CHAT_TASKS,
     Data,
     Distillation,
     Embedding,
@@ -104,7 +105,7 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
             yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
     else:
         yield from _padded_lengths(task, data)
-    if data.date is not None and task.type not in ("causal_lm", "preference", "reward_model"):
+    if data.date is not None and task.type not in CHAT_TASKS:
         yield clash(f"applies to chats, but `task.type` is {task.type}; remove it", "data.date", "task.type")
     if isinstance(task, QuestionAnswering | TokenClassification) and (task.stride or 0) >= data.max_length:
         rule = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"

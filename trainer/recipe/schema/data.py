@@ -21,6 +21,8 @@ from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, Name, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
+CHAT_TASKS = ("causal_lm", "preference", "reward_model")
+"""The tasks with rows that pass through a chat template."""
 _OF_PARTS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
 """Codecs of names of hosts and of Python's literals, which change texts in files."""
 _OTHER_NAMES = {"ansi": "cp1252"}  # of editors on Windows
@@ -45,7 +47,7 @@ class _DataKeys(Section):
     cache: PathField | None = None
     """Folder for tokenised texts and resized images; null: the user's cache."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
-    """Date that a chat template writes as today's, such as 2026-01-31; null: the day on which rows are tokenised."""
+    """Date that a chat template writes as today's, such as 2026-01-31; null: the day of the first start of the run."""
 
     @property
     def source_weights(self) -> list[float] | None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -133,20 +133,17 @@ class ChatTemplate:
         finally:
             del names[_TODAY]
 
-    def date_notes(self) -> list[str]:
-        """Return a note on a template that writes the date of today."""
-        if self.date is not None or _TODAY not in self.text:
-            return []
-        return [
-            f"the chat template of `{self.name}` writes the date of the day on which rows are tokenised; set"
-            f" `data.date` to {date.today()}, so that the run can resume and repeat on another day"
-        ]
 
+def set_date(tokenizer: Tokenizer, day: str | None) -> bool:
+    """Set the date that the chat template of a tokenizer writes as today's, and return whether it writes one.
 
-def set_date(tokenizer: Tokenizer, day: str | None) -> None:
-    """Set the date that the chat template of a tokenizer writes as today's; None: that of today."""
-    if day is not None:
+    Args:
+        day: the date; None: that of today.
+    """
+    writes = _TODAY in str(tokenizer.chat_template)
+    if day is not None and writes:  # it is a part of the key of the cache
         setattr(tokenizer, _DATE, day)
+    return writes
 
 
 class _SlowTemplateError(BaseException):

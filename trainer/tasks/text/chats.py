@@ -256,11 +256,6 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
     return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
 
 
-def date_notes(tokenizer: Tokenizer) -> list[str]:
-    """Return a note on a chat template that writes the date of today."""
-    return ChatTemplate.of(tokenizer).date_notes() if tokenizer.chat_template else []
-
-
 def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
     """Return the tools of a chat.
 

@@ -1,0 +1,70 @@
+"""The date that a chat template writes as today's: a run keeps that of its first start, which its checkpoints name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.format import read_facts
+from trainer.checkpoint.store import CheckpointStore
+from trainer.ranks.joining import Rendezvous
+from trainer.recipe.schema import CHAT_TASKS, Recipe
+from trainer.training.process_group import collective_timeout, together
+
+
+def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | None:
+    """Return the date of the first start of a run, as rank 0 finds it; None if no rows need it. All ranks must call it.
+
+    Raises:
+        TrainerError: `checkpoint.mirror` does not answer; on every rank.
+    """
+    if recipe.data.date is not None or recipe.task.type not in CHAT_TASKS:
+        return None
+
+    def find() -> str | None:
+        return None if rank else _saved(recipe) or date.today().isoformat()
+
+    found = together(meeting, recipe, find)
+    return found if meeting is None else meeting.share(found, collective_timeout(recipe).total_seconds())
+
+
+def _saved(recipe: Recipe) -> str | None:
+    """Return the date in the newest checkpoint from which a run may resume."""
+    if recipe.checkpoint.resume == "never":
+        return None
+    for store in _stores(recipe):
+        for step in reversed(store.steps()):
+            with suppress(OSError, ValueError):
+                return _day_of(read_facts(store.path(step), step).origin)
+    if recipe.checkpoint.mirror is None:
+        return None
+    from trainer.checkpoint.mirror import newest_facts
+
+    return _day_of(newest_facts(recipe.checkpoint.mirror).get("origin"))
+
+
+def _stores(recipe: Recipe) -> Iterator[CheckpointStore]:
+    """Yield the stores of checkpoints on the disk and in the memory of this host."""
+    keys = recipe.checkpoint
+    disk = CheckpointStore(Path(keys.folder), keys.keep)
+    yield disk
+    key = disk.read_memory_key()
+    if keys.memory is None or not key:
+        return
+    from trainer.checkpoint.memory_folder import KEPT, folder_of_run
+
+    for place in sorted((folder_of_run(Path(keys.memory.folder), Path(keys.folder)) / key).glob("rank-*")):
+        yield CheckpointStore(place, KEPT)
+
+
+def _day_of(origin: object) -> str | None:
+    """Return `data.date` of the recipe in the facts of a checkpoint."""
+    value: Any = origin
+    for key in ("recipe", "data", "date"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    with suppress(TypeError, ValueError):
+        return date.fromisoformat(value).isoformat()
+    return None
