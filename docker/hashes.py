@@ -26,6 +26,7 @@ EXTRAS = (
     "excel",
     "generation",
     "lora",
+    "mining",
     "mlflow",
     "onnx",
     "quantization",

@@ -1305,12 +1305,12 @@ _OBSERVE = [
 
 _TRAINING = [
     Defect(
-        "positive_is_mined",
-        "A right document is mined as a negative of its query.",
-        "training/mining.py",
-        "out[row] |= numbers[row] == document",
-        "out[row] |= False",
-        ("training/test_mining.py",),
+        "limits_of_scores_swapped",
+        "The largest and the least similarity of a negative are swapped.",
+        "cli/mine.py",
+        "max_score, min_score)",
+        "min_score, max_score)",
+        ("tools/test_mine.py",),
     ),
     Defect(
         "reference_of_the_trained_model",

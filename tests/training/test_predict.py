@@ -6,6 +6,8 @@ import csv
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from transformers import pipeline
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe
-from trainer.base.errors import UsageError
+from trainer.base.errors import ExitCode, UsageError
+from trainer.base.owned_lock import OwnedLock
 from trainer.cli import main
 from trainer.training import prediction_files
 from trainer.training.prediction_files import spooled
@@ -181,3 +184,35 @@ def test_a_folder_without_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "does not exist" in capfd.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "has neither best/ nor model/" in capfd.readouterr().err
+
+
+def test_two_commands_do_not_write_one_output(trained: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(prediction_files, "_LOCK_SECONDS", 0.0)
+    script = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        " print(flush=True); time.sleep(60)"
+    )
+    left = tmp_path / "out.jsonl.parts"
+    left.mkdir()
+    with subprocess.Popen([sys.executable, "-c", script, str(left / "lock")], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            command = ["predict", str(trained / "run"), "--input", str(trained / "in.jsonl")]
+            assert main([*command, "--output", str(tmp_path / "out.jsonl")]) == ExitCode.USER
+        finally:
+            other.kill()
+    assert "another command is writing" in capsys.readouterr().err
+
+
+def test_a_command_that_waits_for_one_that_ends_does_not_write_over_its_output(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "out.parts"
+
+    def removed(lock: OwnedLock) -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return lock_free(lock)
+
+    lock_free = OwnedLock._try_take
+    monkeypatch.setattr(OwnedLock, "_try_take", removed)
+    with pytest.raises(UsageError, match=r"another command is writing out\.jsonl"):
+        prediction_files.hold(folder, Path("out.jsonl"))

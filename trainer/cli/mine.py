@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.errors import UsageError
 from trainer.cli.options import (
     ModelArgument,
     ModelRecipeOption,
     OverridesArgument,
-    RanksOption,
     count,
     flag,
     output_option,
@@ -25,7 +25,7 @@ def mine(
     output: Annotated[str, output_option("The file to write.")],
     overrides: OverridesArgument = None,
     recipe: ModelRecipeOption = None,
-    processes: RanksOption = None,
+    processes: Annotated[int | None, count("Processes that embed; default: one for each GPU, or one.")] = None,
     number: Annotated[int, count("Negatives of each query.")] = 3,
     range_min: Annotated[int, count("Most similar documents to leave out.", least=0)] = 0,
     range_max: Annotated[int | None, count("Most similar documents to choose from.")] = None,
@@ -40,20 +40,22 @@ def mine(
     batch_size: Annotated[int | None, count("Texts of one forward pass; default: evaluation.batch_size.")] = None,
     overwrite: Annotated[bool, flag("Replace an output that exists.", "--overwrite")] = False,
 ) -> None:
-    """Find hard negatives of pairs of texts by a trained embedding, exactly and on several ranks.
+    """Find hard negatives of pairs of texts by a trained embedding, with sentence-transformers.
 
-    The columns are the first two of `task.texts`. Candidates are the distinct texts of the second column.
+    The columns are the first two of `task.texts`. Candidates are the distinct texts of the second column. Overrides may
+    set `task.texts` and keys of `data`; the exported folder decides the rest.
     """
-    from trainer.training.mining import Limits, Mining
+    from trainer.launch.local import number_of_ranks
+    from trainer.tools.mine import Limits
+    from trainer.tools.mine import mine as mine_negatives
     from trainer.training.prediction_files import STANDARD, Request, spooled
 
+    for word in overrides or ():
+        if not word.startswith(("task.texts=", "data.")):
+            raise UsageError(f"`{word}` has no effect on `trainer mine`, which reads task.texts and data; remove it")
     sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
-    resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False).resolved
-
-    from trainer.launch.local import run_or_join
-
+    trained = trained_recipe(run, recipe, [*(overrides or ()), *sizes], 1, evaluates=False)
     with spooled(input_) as file:
         request = Request(file, "stdin" if input_ == STANDARD else input_, output, 10_000, overwrite=overwrite)
         limits = Limits(number, range_min, range_max, margin, relative_margin, max_score, min_score)
-        code = run_or_join(resolved, processes, job=Mining(request, limits, form))
-    raise typer.Exit(code)
+        mine_negatives(trained, request, limits, form, number_of_ranks(processes))

@@ -103,22 +103,16 @@ class Prediction:
                     say(f"bad: {output.num_bad:,} rows of {request.where} have an `error`", err=True)
 
 
-def table_bytes(table: Any) -> Tensor:
-    """Return a table of Arrow in the form that `Predictor.answers` takes."""
-    import pyarrow
-
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
-
-
 def _shared(chunk: Chunk, rows: InputRows) -> dict[str, Any]:
     """Return the arguments of `Predictor.answers` for a chunk, in a form that ranks can share."""
-    sound = chunk.sound
+    import pyarrow
+
+    sound, sink = chunk.sound, pyarrow.BufferOutputStream()
     table = rows.table([chunk.rows[place] for place in sound], chunk.first_row).data.table
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
     return {
-        "table": table_bytes(table),
+        "table": torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8),
         "places": torch.tensor(sound, dtype=torch.int64) + chunk.first_row,
         "first_row": chunk.first_row,
     }
@@ -147,16 +141,13 @@ class Predictor:
         with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
             self._encode(rows, first_row, Path(cache))
 
-    def answers(
-        self, table: Tensor, places: Tensor, first_row: int, task: Task | None = None
-    ) -> tuple[dict[str, Tensor], EvaluatedSplit]:
+    def answers(self, table: Tensor, places: Tensor, first_row: int) -> tuple[dict[str, Tensor], EvaluatedSplit]:
         """Return the task's answers in the order of the rows, on rank 0, and the split. All ranks must call it.
 
         Args:
             table: the rows in the format of Arrow, as bytes.
             places: their indices in the file, which leave out bad rows, `[rows]`.
             first_row: the index in the file of the first row, which may be bad.
-            task: the task that encodes the rows, for the same model; None: that of the predictor.
         """
         import datasets
         import pyarrow
@@ -165,9 +156,9 @@ class Predictor:
         cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
         try:
             try:
-                encoded = self._encode(rows, 0, cache, task)
+                encoded = self._encode(rows, 0, cache)
             except DataError:
-                self._encode(rows, first_row, cache, task)  # again: the message names the place of the row in the file
+                self._encode(rows, first_row, cache)  # again: the message names the place of the row in the file
                 raise
             split = EvaluatedSplit(rows, encoded, self._preparation.text_tokenizer, self._request.where)
             if not len(encoded):  # no text has a token
@@ -184,10 +175,10 @@ class Predictor:
             self._mesh.barrier()  # another rank may still open the files
             shutil.rmtree(cache, ignore_errors=True)
 
-    def _encode(self, rows: Dataset, first_row: int, cache: Path, task: Task | None = None) -> EncodedSplit:
+    def _encode(self, rows: Dataset, first_row: int, cache: Path) -> EncodedSplit:
         folders = (self._request.input.parent,)
         split = Split(rows, self._request.where, first_row, is_part=True, folders=folders)
-        return self._preparation.encode(split, task or self._task, cache)
+        return self._preparation.encode(split, self._task, cache)
 
     def _gathered(self, parts: Assembly, encoded: EncodedSplit, places: Tensor) -> dict[str, Tensor]:
         mesh = self._mesh
