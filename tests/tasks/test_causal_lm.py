@@ -237,15 +237,83 @@ PREFILLED_TEMPLATE = (  # as DeepSeek-R1's, which begins replies with a reasonin
 )
 def test_turns_are_trained_as_the_template_writes_them_last(chatty, template, train_on, expected):
     chatty.chat_template = template
-    encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=[THINKING]), chatty)
+    chat = CHAT if template == PREFILLED_TEMPLATE else THINKING
+    encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=[chat]), chatty)
     assert len(encoded["input_ids"]) == len(expected)
     for ids, labels, (number, content) in zip(encoded["input_ids"], encoded["labels"], expected, strict=True):
-        text = chatty.apply_chat_template(THINKING[:number], tokenize=False)
+        text = chatty.apply_chat_template(chat[:number], tokenize=False)
         assert ids == chatty(text, add_special_tokens=False)["input_ids"][:-1]
         trained = [label for label in labels if label != IGNORED_LABEL]
         assert trained == chatty(content, add_special_tokens=False)["input_ids"]
 
 
+MARKED_PARTS = (  # as Phi 3's and Gemma 4's in TRL, which mark the reasoning, the content and the end of a turn
+    "{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% if m.thinking and loop.last %}"
+    "{% generation %}<{{ m.thinking }}>{% endgeneration %}{% endif %}{% generation %}{{ m.content }}\n"
+    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if messages[-1].role == 'assistant' %}{% generation %}name{% endgeneration %}{% endif %}"
+)
+LEAVES_OUT = {
+    "reasoning": (THINKING, PREFILLED_TEMPLATE, "each", "message 3, has 'why' in `content`"),
+    "earlier reasoning": (
+        THINKING,
+        MARKED_TEMPLATE.replace(
+            "m.content }}\n{% end", "m.content if loop.last else m.content.split('>')[-1] }}\n{% end"
+        ),
+        "all",
+        r"message 3, has 'why' in `content`, .* does not write there; set `task.train_on` to each, add it",
+    ),
+    "key": (
+        [*CHAT[:2], {**CHAT[2], "thinking": "why"}, CHAT[3], {**CHAT[4], "thinking": "name"}],
+        MARKED_PARTS,
+        "all",
+        "message 3, has 'why' in `thinking`.*; set `task.train_on` to each",
+    ),
+    "role": (
+        CHAT,
+        PLAIN_TEMPLATE.replace("messages %}", "messages if m.role != 'system' %}"),
+        "last",
+        "message 1, has",
+    ),
+    "parts": (
+        [{**one, "content": [{"type": "text", "text": text} for text in (one["content"], "many")]} for one in CHAT],
+        PLAIN_TEMPLATE.replace("m.content", "m.content if m.content is string else m.content[0].text"),
+        "last",
+        "message 1, has 'many' in `content`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("chat", "template", "train_on", "problem"), LEAVES_OUT.values(), ids=LEAVES_OUT)
+def test_a_text_that_the_template_leaves_out_is_refused(chatty, chat, template, train_on, problem):
+    chatty.chat_template = template
+    with pytest.raises(DataError, match=problem):
+        encode(task_of(messages="messages", train_on=train_on), rows_of(messages=[chat]), chatty)
+
+
+@pytest.mark.parametrize("train_on", ["all", "last", "each"])
+def test_a_turn_has_all_its_marked_parts(chatty, train_on):
+    chatty.chat_template = MARKED_PARTS
+    last = {**CHAT[4], "thinking": "why"}
+    first, later = "the file is open", "< why > a name name"
+    each = [f"{first} name", later]
+    answers = {"all": [f"{first} {later}"], "last": [later], "each": each}[train_on]
+    task = task_of(messages="messages", train_on=train_on)
+    encoded = encode(task, rows_of(messages=[[*CHAT[:4], last]]), chatty)
+    assert trained_texts(chatty, encoded) == answers
+    messages = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], last]
+    encoded = encode(task, rows_of(messages=[messages]), chatty)
+    assert trained_texts(chatty, encoded) == [later]
+    answer = task_of(prompt="prompt", completion="completion")
+    encoded = encode(answer, rows_of(prompt=[CHAT[:4]], completion=[[last]]), chatty)
+    assert trained_texts(chatty, encoded) == [later]
+
+
+def trained_texts(tokenizer, encoded):
+    return [tokenizer.decode([label for label in row if label != IGNORED_LABEL]) for row in encoded["labels"]]
+
+
+PROMPTED_LAST = PLAIN_TEMPLATE.replace("_prompt %}", "_prompt and messages[-1].content != 'read' %}")
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}[system] be brief\n{% endif %}"
 HEADED_TEMPLATE = (  # as Qwen 3's: the header is that of a prompt, and a reasoning follows
     DEFAULT_SYSTEM + "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}<{{ m.reasoning_content }}>"
@@ -261,6 +329,7 @@ HEADED_TEMPLATE = (  # as Qwen 3's: the header is that of a prompt, and a reason
         (PREFILLED_TEMPLATE, {}, "open", "a name"),
         (TURNS, {}, "open", "[ assistant ] a name"),  # no prompt of a generation shows the header
         (MARKED_TEMPLATE, {}, "open", "a name"),
+        (PROMPTED_LAST, {}, "open", "a name"),
         (HEADED_TEMPLATE, {"reasoning_content": "file"}, "< file > open", "< > a name"),
     ],
 )
@@ -273,8 +342,7 @@ def test_of_a_chat_that_the_assistant_begins_only_the_turns_are_trained(
     expected = {"all": [f"{first} {later}"], "last": [later], "each": [first, later]}[train_on]
     for rows, trained in (([chat], expected), ([chat[:1]], [first])):
         encoded = encode(task_of(messages="messages", train_on=train_on), rows_of(messages=rows), chatty)
-        found = [chatty.decode([label for label in row if label != IGNORED_LABEL]) for row in encoded["labels"]]
-        assert found == trained
+        assert trained_texts(chatty, encoded) == trained
 
 
 def byte_tokenizer(trim_offsets):
@@ -297,6 +365,7 @@ BLANK_TEMPLATE = (  # ends the prefix of an answer with a blank
 MARKED_BLANK_TEMPLATE = (
     "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
 
 
@@ -329,6 +398,7 @@ def test_the_trained_tokens_are_those_of_the_mask_of_transformers(trim_offsets, 
         (BLANK_TEMPLATE, [r"so the assistant's turns are found by comparing texts of chats"]),
         (MARKED_BLANK_TEMPLATE, []),
         (PLAIN_TEMPLATE, [r"has no {% generation %} marks"]),
+        (TURNS, [r"has no {% generation %} marks", r"writes no '[assistant]' for `add_generation_prompt`"]),
         ("{{ raise_exception('no') }}", []),
         (
             MARKED_BLANK_TEMPLATE.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}\n{{ eos_token }}"),
@@ -345,7 +415,7 @@ def test_untrained_ends_of_answers_are_noted(train_on, template, notes):
     tokenizer.chat_template = template
     found = task_of(messages="messages", train_on=train_on).tokenizer_notes(tokenizer)
     assert len(found) == len(notes)
-    assert all(note in text and "generation %} marks" in text for note, text in zip(notes, found, strict=True))
+    assert all(note in text for note, text in zip(notes, found, strict=True))
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

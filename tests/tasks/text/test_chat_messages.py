@@ -62,6 +62,39 @@ def test_arguments_that_are_no_object_are_refused(arguments):
         read_messages(calling(arguments), template_of(CALLS.format(OF_OBJECTS["tojson"])), PLACE)
 
 
+@pytest.mark.parametrize("arguments", [OBJECT, TEXT])
+@pytest.mark.parametrize(
+    ("text", "content", "number", "problem"),
+    [
+        (TURNS, None, 1, "has tool calls, which"),
+        (TURNS + "{# tool_calls #}", "", 1, "has tool calls, which"),
+        (  # as DeepSeek R1's
+            CALLS.format(OF_OBJECTS["either"]).replace("m.tool_calls or []", "m.tool_calls if m.content is undefined"),
+            "",
+            1,
+            "has tool calls beside a content, which",
+        ),
+        (  # as gpt-oss's and Llama 3's
+            CALLS.format(OF_OBJECTS["tojson"]).replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            None,
+            2,
+            "has several tool calls in a turn, which",
+        ),
+    ],
+)
+def test_tool_calls_that_the_template_leaves_out_are_refused(text, content, number, problem, arguments):
+    chat = calling(arguments)
+    chat[1] |= {"content": content, "tool_calls": chat[1]["tool_calls"] * number}
+    with pytest.raises(DataError, match=f"row 1, message 2, {problem}"):
+        read_messages(chat, template_of(text), PLACE)
+
+
+def test_a_call_with_its_arguments_under_another_name_is_refused():
+    chat = asked(tool_calls=[{"function": {"name": "weather", "parameters": OBJECT}}])
+    with pytest.raises(DataError, match="must have `arguments` in a tool call, but has `parameters`; rename it"):
+        read_messages(chat, template_of(CALLS.format(OF_OBJECTS["either"])), PLACE)
+
+
 def test_a_text_becomes_parts_for_a_template_that_writes_parts_alone():
     template = template_of(
         "{% for m in messages %}{% for part in m.content %}({{ part.text }}){% endfor %}{% endfor %}"

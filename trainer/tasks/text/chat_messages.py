@@ -1,12 +1,14 @@
 """Messages of chats in the form that a chat template reads, and the turns that are not trained.
 
-Every key of a message is read here or by the template, or else refused, since it may change the meaning of a turn.
+Every key of a message is read here or by the template, and every text is written by it, or else refused, since a
+missing one changes the meaning of a chat.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.base.errors import DataError, TrainerError, UsageError
@@ -17,6 +19,7 @@ from trainer.tasks.text.chat_templates import (
     needs_parts,
     needs_text_of_arguments,
     reads_parts,
+    writes_calls,
     writes_role,
 )
 
@@ -28,6 +31,10 @@ FLAGS = ("weight", "loss", "train", "training")
 _READ = frozenset({"role", "content", "tool_calls"})
 _LABELS = frozenset({"name", "id", "tool_call_id"})
 """Keys that name a message, which a template may leave out."""
+_OF_CALLS = _LABELS | {"type", "index", "function", "arguments"}
+_REASONING = re.compile(r"</?think>")
+_SHOWN = 40  # characters of a text in a message
+_OTHER = "another text"
 
 
 def messages_of(value: Any) -> list[Any]:
@@ -65,7 +72,7 @@ def read_messages(
                 " system by `roles` in `data.map.columns`"
             )
         if given.get("tool_calls"):
-            given["tool_calls"] = _tool_calls(given["tool_calls"], template, own)
+            given["tool_calls"] = _tool_calls(given["tool_calls"], given.get("content"), template, own)
         if "content" in given:
             given["content"] = _content(given["content"], template, own)
         messages.append(given)
@@ -106,15 +113,21 @@ def _content(content: Any, template: ChatTemplate, place: str) -> Any:
     return content if reads_parts(template) else "".join(part["text"] for part in content)
 
 
-def _tool_calls(calls: Any, template: ChatTemplate, place: str) -> list[Any]:
-    if "tool_calls" not in template.text:
-        raise DataError(
-            f"{place} has tool calls, which the chat template of `{template.name}` does not write; add them to a copy"
-            " of the template, or leave the row out"
-        )
+def _tool_calls(calls: Any, content: Any, template: ChatTemplate, place: str) -> list[Any]:
     found = _parsed(calls)
     if not isinstance(found, list) or not all(isinstance(call, dict) for call in map(_parsed, found)):
         raise DataError(f"{place} must have a list of objects as tool calls, but has {calls!r:.80}; correct it")
+    form = content if content is None or content == "" else "content"
+    if not writes_calls(template, form, min(len(found), 2)):
+        kind = "tool calls"
+        if writes_calls(template, form, 1):
+            kind = "several tool calls in a turn"
+        elif writes_calls(template, None, 1):
+            kind = "tool calls beside a content"
+        raise DataError(
+            f"{place} has {kind}, which the chat template of `{template.name}` does not write; add them to a copy"
+            " of the template, or leave the row out"
+        )
     return [_tool_call(_parsed(call), template, place) for call in found]
 
 
@@ -123,6 +136,11 @@ def _tool_call(call: Mapping[str, Any], template: ChatTemplate, place: str) -> d
     if isinstance(inner := call.get("function"), dict):
         return {**call, "function": _tool_call(inner, template, place)}
     if (given := call.get("arguments")) is None:
+        if others := sorted(key for key in call.keys() - _OF_CALLS if call[key] is not None):
+            raise DataError(
+                f"{place} must have `arguments` in a tool call, but has {', '.join(f'`{key}`' for key in others)};"
+                " rename it"
+            )
         return dict(call)
     arguments = {} if given == "" else _parsed(given)
     if needs_text_of_arguments(template):
@@ -174,3 +192,63 @@ def _is_read(key: str, messages: Sequence[Mapping[str, Any]], template: ChatTemp
     except TrainerError:
         return True  # the whole chat has the better message, if any
     return written != short
+
+
+def require_written(
+    messages: Sequence[Mapping[str, Any]],
+    trained: Collection[int],
+    text: str,
+    template: ChatTemplate,
+    place: str,
+    tools: Tools,
+    fix: str = "",
+) -> None:
+    """Refuse a chat with a text that its template leaves out.
+
+    Templates of reasoning models leave out the reasoning of earlier turns, which only a trained turn needs.
+
+    Args:
+        trained: the indices of the turns that are trained.
+        text: the text of the chat.
+        fix: how each turn is written as the last one; empty if it is.
+    """
+    squeezed = _squeezed(text)
+    for at, message in enumerate(messages):
+        for key, part, other in _texts(message, at in trained):
+            if part in text or _squeezed(part) in squeezed:
+                continue
+            others = [*messages[:at], {**message, key: other}, *messages[at + 1 :]]
+            if _attempted(others, template, place, tools) not in (text, None):
+                continue  # it is written in another form
+            last = _attempted(messages[: at + 1], template, place, tools) if fix else None
+            way = f"{fix}, " if last and _squeezed(part) in _squeezed(last) else ""
+            raise DataError(
+                f"{place}, message {at + 1}, has {part.strip()[:_SHOWN]!r} in `{key}`, which the chat template of"
+                f" `{template.name}` does not write there; {way}add it to a copy of the template, or leave the row out"
+            )
+
+
+def _texts(message: Mapping[str, Any], is_trained: bool) -> Iterator[tuple[str, str, Any]]:
+    """Return the texts of a message: the key of each, the text, and the value of the key with another one."""
+    for key, value in message.items():
+        if key == "content" and isinstance(value, list):
+            for number, part in enumerate(value):
+                other = {**part, "text": _OTHER}
+                yield key, str(part.get("text", "")), [*value[:number], other, *value[number + 1 :]]
+        elif isinstance(value, str) and key == "content" and message["role"] == "assistant":
+            parts = [part for part in _REASONING.split(value) if part.strip()]
+            yield from ((key, part, value.replace(part, _OTHER)) for part in (parts if is_trained else parts[-1:]))
+        elif isinstance(value, str) and (key == "content" or (is_trained and key not in _READ | _LABELS)):
+            yield key, value, _OTHER
+
+
+def _attempted(messages: Sequence[Mapping[str, Any]], template: ChatTemplate, place: str, tools: Tools) -> str | None:
+    """Return the text of messages; None if the template refuses them."""
+    try:
+        return template.write(messages, place, tools)
+    except TrainerError:
+        return None
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

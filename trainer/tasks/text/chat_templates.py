@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from trainer.base.errors import DataError, TrainerError, UsageError
@@ -210,6 +211,10 @@ def _bound_sandbox(module: Any) -> None:
 _QUESTION = {"role": "user", "content": "question"}
 _PART = "part of a message"
 _ARGUMENTS = {"first_key": "first value"}
+_AFTER_CALLS: tuple[tuple[Message, ...], ...] = (
+    (),
+    ({"role": "tool", "tool_call_id": "call00000", "name": "name", "content": "result"},),
+)
 
 
 def _attempt(template: ChatTemplate, messages: Sequence[Message]) -> str:
@@ -242,7 +247,7 @@ def needs_parts(template: ChatTemplate) -> bool:
 @lru_cache(maxsize=_PROBES)
 def needs_text_of_arguments(template: ChatTemplate) -> bool:
     """Return whether the chat template writes the arguments of a tool call only if they are JSON text."""
-    for after in ((), ({"role": "tool", "tool_call_id": "call00000", "name": "name", "content": "result"},)):
+    for after in _AFTER_CALLS:
         of_object, of_text = (
             _attempt(template, [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_call(form)]}, *after])
             for form in (_ARGUMENTS, json.dumps(_ARGUMENTS))
@@ -253,8 +258,27 @@ def needs_text_of_arguments(template: ChatTemplate) -> bool:
     return False
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    return {"id": "call00000", "type": "function", "function": {"name": "name", "arguments": arguments}}
+@lru_cache(maxsize=_PROBES)
+def writes_calls(template: ChatTemplate, content: str | None, number: int) -> bool:
+    """Return whether the chat template writes tool calls beside a content, or refuses such a turn with an error.
+
+    Args:
+        content: the content of the turn; None: it has none.
+        number: the number of its calls.
+    """
+    if "tool_calls" not in template.text:
+        return False
+    words = [f"called{count}" for count in range(number)]
+    for form, after in product((_ARGUMENTS, json.dumps(_ARGUMENTS)), _AFTER_CALLS):
+        calls = [_call(form, word) for word in words]
+        text = _attempt(template, [_QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}, *after])
+        if text:
+            return all(word in text for word in words)
+    return True
+
+
+def _call(arguments: Any, name: str = "name") -> dict[str, Any]:
+    return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def names_key(template: ChatTemplate, key: str) -> bool:

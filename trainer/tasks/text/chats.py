@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.text.chat_messages import messages_of, read_messages
+from trainer.tasks.text.chat_messages import messages_of, read_messages, require_written
 from trainer.tasks.text.chat_templates import ChatTemplate, Tools
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Encoded, Tokenizer
 
 Turns = Literal["all", "last", "each"]
+Spans = list[tuple[int, int]]
+"""The start and end of each part of a text."""
 
 
 def end_token(tokenizer: Tokenizer) -> int:
@@ -140,38 +144,29 @@ def tokens_of_chat(chat: Any, tokenizer: Tokenizer, train_on: Turns, place: str,
             f"{place} is a chat without a turn of the assistant{weight}, so nothing is trained; leave the row out"
         )
     require_fast(tokenizer, "`task.messages`")
+    texts: list[tuple[str, Spans]] = []
     if train_on == "all":
         text, turns = _turns(messages, template, place, tools)
-        texts = [(text, _weighted(turns, trained_turns, template, place))]
+        texts.append((text, _weighted(turns, trained_turns)))
+        require_written(messages, places, text, template, place, tools, fix="set `task.train_on` to each")
     else:
-        texts = [_last_turn(messages[: index + 1], template, place, tools) for index in places]
-        texts = texts if train_on == "each" else texts[-1:]
+        for index in places if train_on == "each" else places[-1:]:
+            text, turn = _last_turn(messages[: index + 1], template, place, tools)
+            texts.append((text, turn))
+            require_written(messages[: index + 1], [index], text, template, place, tools)
     found = []
-    for text, turns in texts:
+    for text, parts in texts:
         ids, spans = _spans(text, tokenizer)
-        trained = _trained(spans, turns)
+        trained = _trained(spans, parts)
         if not any(trained[1:]):
             raise DataError(f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out")
         found.append((ids, trained))
     return found
 
 
-def _weighted(
-    turns: Sequence[tuple[int, int]], weights: Sequence[bool], template: ChatTemplate, place: str
-) -> list[tuple[int, int]]:
-    """Return the turns with a weight of 1.
-
-    Raises:
-        UsageError: the template marks other turns than those of the assistant.
-    """
-    if all(weights):
-        return list(turns)
-    if len(turns) != len(weights):
-        raise UsageError(
-            f"the chat template of `{template.name}` marks {len(turns)} turns for the {len(weights)} of"
-            f" {place}, so the one with a weight of 0 is unknown; correct its {{% generation %}} marks in a copy"
-        )
-    return [turn for turn, weight in zip(turns, weights, strict=True) if weight]
+def _weighted(turns: Sequence[Spans], weights: Sequence[bool]) -> Spans:
+    """Return the parts of the turns with a weight of 1."""
+    return [span for turn, weight in zip(turns, weights, strict=True) if weight for span in turn]
 
 
 def tokens_after(prompt: Any, answer: Any, tokenizer: Tokenizer, tools: Tools, place: str) -> Tokens:
@@ -191,15 +186,19 @@ def _tokens_of_answer(
         )
     template = ChatTemplate.of(tokenizer, tools)
     messages, weights = read_messages([*prompt, *answer], template, place, tools)
-    own = [weights[at] for at in range(len(prompt), len(messages)) if messages[at]["role"] == "assistant"]
+    places = [at for at in range(len(prompt), len(messages)) if messages[at]["role"] == "assistant"]
+    own = [weights[at] for at in places]
     if not any(own) or messages[-1]["role"] != "assistant":
         raise DataError(f"{place} must be an answer that ends with a turn of the assistant; leave the row out")
     require_fast(tokenizer, "a chat")
-    find = _last_turn if len(answer) == 1 else _turns
-    text, turns = find(messages, template, place, tools)
+    if len(answer) == 1:
+        text, last = _last_turn(messages, template, place, tools)
+        turns = [last]
+    else:
+        text, turns = _turns(messages, template, place, tools)
+    require_written(messages, [at for at in places if weights[at]], text, template, place, tools)
     ids, spans = _spans(text, tokenizer)
-    # Counted from the end: the template marks the turns of the prompt too, as far as it writes them.
-    trained = _trained(spans, _weighted(turns[-len(own) :], own, template, place))
+    trained = _trained(spans, _weighted(turns[-len(own) :], own))
     if not any(trained[1:]):
         raise DataError(f"{place} is an answer without tokens; fill it, or leave the row out")
     return ids, trained
@@ -229,12 +228,17 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] * 2
     template, place = ChatTemplate.of(tokenizer), "a chat of four messages"
     try:
-        find = _turns if train_on == "all" else _last_turn
-        text, turns = find(read_messages(chat, template, place)[0], template, place)
+        messages, _ = read_messages(chat, template, place)
+        if train_on == "all":
+            text, turns = _turns(messages, template, place)
+        else:
+            text, last = _last_turn(messages, template, place)
+            turns = [last]
+        header = _unprompted(messages, template, place)
     except TrainerError:
         return []  # the template wants other chats
     ids, spans = _spans(text, tokenizer)
-    trained = _trained(spans, turns)
+    trained = _trained(spans, _weighted(turns, [True] * len(turns)))
     first = text.rfind(answer)
     behind = first + len(answer)
     behind += len(text[behind:]) - len(text[behind:].lstrip())
@@ -249,11 +253,18 @@ def turn_notes(tokenizer: Tokenizer, train_on: Turns) -> list[str]:
             notes.append(f"the token {text[behind:end]!r} behind an answer is not trained, so answers may not end")
     where = f"the chat template of `{template.name}`"
     if not template.has_marks:
-        return [
+        notes = [
             f"{where} has no {{% generation %}} marks, so the assistant's turns are found by comparing texts of chats;"
             " see them in `trainer preview`"
         ]
-    return [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
+    else:
+        notes = [f"{where}: {note}; move its {{% generation %}} marks in a copy" for note in notes]
+    if header:
+        notes.append(
+            f"{where} writes no {header!r} for `add_generation_prompt`, so a model must generate it before an answer;"
+            " add it to a copy"
+        )
+    return notes
 
 
 def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
@@ -286,7 +297,9 @@ def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None
         messages.pop()
     if not messages:
         raise DataError(f"{place} must be a chat with a message to answer, but has none; add one, or leave the row out")
-    return template.write(messages, place, tools, add_generation_prompt=True)
+    text = template.write(messages, place, tools, add_generation_prompt=True)
+    require_written(messages, [], text, template, place, tools)
+    return text
 
 
 def turn_end(tokenizer: Tokenizer) -> list[int]:
@@ -360,19 +373,20 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
 
 def _turns(
     messages: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools = None
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat, and the start and end of each turn of the assistant in it.
+) -> tuple[str, list[Spans]]:
+    """Return the text of a chat, and the parts of each turn of the assistant in it.
 
     The turns are those that the template marks, or else follow from the texts of the beginnings of the chat. The token
     mask of transformers is not used: it includes later turns if a turn ends in a space that no token covers.
     """
     if template.has_marks:
-        return template.write_marked(messages, place, tools)
+        text, marked = template.write_marked(messages, place, tools)
+        return text, _by_turn(text, marked, messages, template, place, tools)
     whole = template.write(messages, place, tools)
     turns = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            until, (turn,) = _last_turn(messages[: index + 1], template, place, tools)
+            until, turn = _last_turn(messages[: index + 1], template, place, tools)
             if not whole.startswith(until):
                 raise UsageError(
                     f"the chat template of the tokenizer `{template.name}` changes earlier messages when later ones"
@@ -383,21 +397,49 @@ def _turns(
     return whole, turns
 
 
+def _by_turn(
+    text: str, marked: Spans, messages: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools
+) -> list[Spans]:
+    """Return the marked parts of each turn of the assistant.
+
+    A template may mark several parts of a turn, such as its reasoning, its content and its end. They then begin behind
+    the text of the messages before the turn.
+
+    Raises:
+        UsageError: the template marks a part before the first turn.
+    """
+    places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(marked) == len(places):
+        return [[span] for span in marked]
+    starts = [len(_common_start(text, template.write(messages[:index], place, tools))) for index in places]
+    turns: list[Spans] = [[] for _ in places]
+    for span in marked:
+        if not (number := bisect(starts, span[0])):
+            raise UsageError(
+                f"the chat template of `{template.name}` marks {text[slice(*span)]!r:.40} before the first turn of the"
+                f" assistant in {place}; correct its {{% generation %}} marks in a copy"
+            )
+        turns[number - 1].append(span)
+    return turns
+
+
 def _last_turn(
     messages: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools = None
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat that ends with a turn of the assistant, and the start and end of that turn.
+) -> tuple[str, Spans]:
+    """Return the text of a chat that ends with a turn of the assistant, and the parts of that turn.
 
     The turn follows the prompt of a generation, or starts with its content if that is not a beginning of the chat.
     """
     if template.has_marks:
         text, turns = _turns(messages, template, place, tools)
-        return text, turns[-1:]
+        return text, turns[-1]
     until = template.write(messages, place, tools)
     before = template.write(messages[:-1], place, tools, add_generation_prompt=True)
     if not before or not until.startswith(before):
         # There is no prompt, or it has more than the chat, such as the start of a reasoning.
         before = _before_content(until, messages[:-1], template, place, tools)
+    elif (header := _header(template)) and until.startswith(before + header):
+        before += header  # which the template does not write in this place for a prompt
     if not until.startswith(before):
         raise UsageError(
             f"the chat template of the tokenizer `{template.name}` changes the messages before a turn of the assistant"
@@ -405,6 +447,14 @@ def _last_turn(
             " of the template"
         )
     return until, [(len(before), len(until))]
+
+
+def _unprompted(messages: list[dict[str, Any]], template: ChatTemplate, place: str) -> str:
+    """Return the text before the content of the last turn that no prompt of a generation shows; empty without one."""
+    before = messages[:-1]
+    prompt, shown = (template.write(before, place, add_generation_prompt=wanted) for wanted in (True, False))
+    start = _before_content(template.write(messages, place), before, template, place, None)
+    return start[len(prompt) :].strip() if prompt == shown and start.startswith(prompt) else ""
 
 
 def _before_content(text: str, before: list[dict[str, Any]], template: ChatTemplate, place: str, tools: Tools) -> str:
@@ -423,6 +473,7 @@ def _before_content(text: str, before: list[dict[str, Any]], template: ChatTempl
     return found if start < 0 else found[: start + len(header)]
 
 
+@lru_cache(maxsize=16)
 def _header(template: ChatTemplate) -> str:
     """Return the text that begins a turn of the assistant; empty if the prompt of a generation does not show it."""
     place = "a chat of one message"
