@@ -292,10 +292,11 @@ def test_sharegpt_is_recognised_or_forced(in_folder, column, section):
     assert rows[column][0] == MESSAGES
     note = f"`{column}` of `rows.jsonl`: chats in the shape of ShareGPT are read as messages"
     assert notes == (note, "columns of `rows.jsonl` that are not read: `id`")
-    rows, _ = shaped(
-        [{**SHAREGPT, "system": "Be kind.", "conversations": SHAREGPT["conversations"][1:]}], (column,), **section
-    )
-    assert [rows[column][0][place].get("content") for place in (0, 1)] == ["Be kind.", "Echo hi"]
+    for first, content in ((1, "Echo hi"), (4, "It said hi.")):
+        row = {**SHAREGPT, "system": "Be kind.", "conversations": SHAREGPT["conversations"][first:]}
+        rows, _ = shaped([row], (column,), **section)
+        assert [rows[column][0][place].get("content") for place in (0, 1)] == ["Be kind.", content]
+        assert "system" not in rows.features, "no note on an unread column"
 
 
 def test_preferences_in_the_shape_of_sharegpt(in_folder):

@@ -564,10 +564,14 @@ def test_a_template_without_tool_calls_is_refused(chatty):
     task, rows = task_of(messages="messages"), rows_of(messages=[[ASKED, call_of(name="file")]], tools=["open"])
     with pytest.raises(DataError, match=r"row 1 .*, message 2, has tool calls, which the chat template .* not write"):
         encode(task, rows, chatty)
-    beside = rows.add_column("system", ["be brief"])
-    notes = task.conversion_notes(beside.features)
+    for column in ("system", "images", "chat_template_kwargs", "documents"):
+        rows = rows.add_column(column, ["be brief"])
+    notes = task.conversion_notes(rows.features)
     assert "column `system` is not read; name it in `system` of `data.map.columns`" in notes[0]
-    assert "column `tools` is not read" in notes[1]
+    assert [note.split("`")[1] for note in notes[1:]] == ["tools", "images", "chat_template_kwargs", "documents"]
+    texts = rows_of(prompt=["open"], completion=["file"], system=["be brief"])
+    notes = task_of(prompt="prompt", completion="completion").conversion_notes(texts.features)
+    assert notes == ["column `system` is not read; write it before the prompt by a template in `data.map.columns`"]
 
 
 @pytest.mark.parametrize("as_text", [True, False])

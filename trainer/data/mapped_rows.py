@@ -98,7 +98,7 @@ def _with_columns(found: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None
     """Return the rows with the mapped columns; columns that only change their names are not copied."""
     import datasets
 
-    kept = [name for name in rows.column_names if found.keeps_others and name not in found.columns]
+    kept = list(filter(found.keeps_column, rows.column_names))
     names, made, parts = {**dict.fromkeys(kept), **found.renamed}, found.made, []
     while names:  # a column of the source may have several new names
         sources = {source or name: name for name, source in names.items()}

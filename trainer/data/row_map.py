@@ -110,6 +110,10 @@ class RowMap:
         names = dict.fromkeys(name for row in rows for name in row)
         return cls.of(section, wanted, {name: [row.get(name) for row in rows] for name in names}, where, predicts=True)
 
+    def keeps_column(self, name: str) -> bool:
+        """Return whether a column of the source stays; that of systems becomes a part of the chats."""
+        return self.keeps_others and name not in self.columns and (name != _SYSTEM or name not in self.sources)
+
     @property
     def renamed(self) -> dict[str, str]:
         """The columns of the source with values that stay as they are, by their new names."""
@@ -128,7 +132,7 @@ class RowMap:
 
     def features(self, features: Mapping[str, Any]) -> dict[str, Any]:
         """Return the types of the mapped columns, given those of the source."""
-        kept = features if self.keeps_others else {}
+        kept = {name: feature for name, feature in features.items() if self.keeps_column(name)}
         return {**kept, **{name: maker.feature(features) for name, maker in self._makers.items()}}
 
     def keeps(self, rows: Columns, numbers: Sequence[int], where: str) -> list[int]:
@@ -170,7 +174,7 @@ class RowMap:
         Raises:
             DataError: a value cannot be mapped; the message names the row.
         """
-        found = dict(rows) if self.keeps_others else {}
+        found = {name: values for name, values in rows.items() if self.keeps_column(name)}
         for name, maker in self._makers.items():
             if maker.make is None:
                 found[name] = rows[maker.sources[0]]
@@ -403,7 +407,7 @@ def _chat(chat: Any, keys: ChatKeys, row: Mapping[str, Any]) -> list[dict[str, A
         raise ValueError(f"must be a list of messages, but is {chat!r:.80}")
     found = [_message(message, keys, f"message {number}") for number, message in enumerate(chat, start=1)]
     system = None if keys.system is None else row[keys.system]
-    if found and found[0]["role"] == "user" and system is not None and (text := text_of(system)).strip():
+    if found and found[0]["role"] != "system" and system is not None and (text := text_of(system)).strip():
         return [{"role": "system", "content": text}, *found]
     return found
 

@@ -31,7 +31,7 @@ from trainer.tasks.text.chats import (
 from trainer.tasks.text.columns import cell, cells_of, framed, is_text, require_columns, require_kind
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
-from trainer.tasks.text.token_ids import LABELS, MASK, beside_ids, holds_ids, read_ids
+from trainer.tasks.text.token_ids import LABELS, MASK, TRAINED, beside_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -118,19 +118,29 @@ class CausalLMTask(TokenLabels):
         return turn_notes(tokenizer, self.train_on)
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        if any(holds_chats(features[column]) for column in self.sources.values()):
-            return unread_notes(features, self.columns)
+        if "text" not in self.sources:
+            return unread_notes(
+                features, self.columns, any(holds_chats(features[one]) for one in self.sources.values())
+            )
         if not self._has_ids(features):
             return []
         beside = " and ".join(f"`{name}`" for name in self.beside)
         notes = [f"column `{self._column}` holds token ids, which are read{f' with {beside}' * bool(beside)}"]
-        if "position_ids" in features:
-            notes.append("column `position_ids` is not read: documents in a row of token ids see each other")
-        return notes
+        unread = [name for name in ("position_ids", "seq_lengths") if name in features]
+        return notes + [
+            f"column `{name}` is not read: documents in a row of token ids see each other" for name in unread
+        ]
 
     def resolve(self, train: Dataset, where: str) -> CausalLMTask:
         self.check_columns(train.features, where)
-        return replace(self, beside=beside_ids(train.features, MASK, LABELS)) if self._has_ids(train.features) else self
+        if not self._has_ids(train.features):
+            return self
+        return replace(self, beside=beside_ids(train.features, MASK, LABELS, *TRAINED))
+
+    @property
+    def _labels(self) -> str | None:
+        """The last column that decides which token ids are trained; None: all are."""
+        return next((name for name in reversed(self.beside) if name != MASK), None)
 
     @property
     def _column(self) -> str:
@@ -182,7 +192,7 @@ class CausalLMTask(TokenLabels):
             return None
         if self.packing == "joined":
             return StreamPacker(max_length)
-        return DocumentPacker(max_length, splits=self.trains_all_tokens and LABELS not in self.beside)
+        return DocumentPacker(max_length, splits=self.trains_all_tokens and self._labels is None)
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Tokenise texts, prompts with completions, or chats; see `TextTask.encode`.
@@ -260,9 +270,9 @@ class CausalLMTask(TokenLabels):
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""
         found = read_ids(rows, self._column, self.beside, self.num_tokens, where, first_row)
-        if LABELS not in self.beside:
+        if self._labels is None:
             return self._windows([ids for ids, _ in found], max_length)
-        places = (cell(LABELS, first_row + row, where) for row in range(len(rows)))
+        places = [cell(self._labels, first_row + row, where) for row in range(len(rows))]
         labelled = [
             (place, (ids, labels)) for place, (ids, labels) in zip(places, found, strict=True) if labels is not None
         ]

@@ -122,7 +122,7 @@ class PreferenceTask(TokenLabels):
         return self
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        return unread_notes(features, self.columns) if self.is_chat else []
+        return unread_notes(features, self.columns, self.is_chat)
 
     def _text_columns(self) -> dict[str, str]:
         return {**({} if self.prompt is None else {"prompt": self.prompt}), **self.answer_columns}

@@ -62,8 +62,11 @@ class RewardModelTask(ScoredTexts):
             require_columns(features, [self.margin], "task.margin", where)
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
-        feature = features[self.answer_columns[0]]
-        return unread_notes(features, self.columns, takes_tools=False) if holds_chats(feature) else []
+        is_chat = holds_chats(features[self.answer_columns[0]])
+        notes = unread_notes(features, self.columns, is_chat, takes_tools=False)
+        if self.margin is None and "margin" in features and len(self.answer_columns) > 1:
+            notes.append("column `margin` is not read; name it in `task.margin` to learn by it")
+        return notes
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         """Return the tokens of both texts of each row, with an end token; a chat ends as the template writes it.

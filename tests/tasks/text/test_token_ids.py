@@ -57,9 +57,24 @@ def test_labels_and_masks_are_read(tokenizer):
     assert masked == {"input_ids": [[5, 6], [9, 5], [5, 6]], "cut": [True, True, True]}
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+def test_tokens_are_trained_where_a_mask_of_another_tool_is_1(tokenizer, name):
+    columns = {"input_ids": [[5, 6, 7, 8], [9, 5, 0, 0]], name: [[0, 0, 1, 1], [0, 1, 1, 0]]}
+    task, rows, features = encode(tokenizer, columns, packing="documents")
+    assert features["labels"] == [[-100, 7, 8], [5, 0, -100]]
+    assert f"read with `{name}`" in task.conversion_notes(rows.features)[0]
+    columns |= {"attention_mask": [[1] * 4, [1, 1, 0, 0]], "labels": [[5, 6, 7, 8], [-100] * 3 + [0]]}
+    with pytest.raises(DataError, match=f"column `{name}`, row 2 of .* has no token to train"):
+        encode(tokenizer, columns)
+
+
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
+        (
+            {"input_ids": [[5, 6]], "completion_mask": [[0, 2]]},
+            "column `completion_mask`, row 1 of .* must be 1 for the",
+        ),
         (
             {"input_ids": [[5], [5, 3000]]},
             "column `input_ids`, row 2 of `rows.jsonl` has the token 3000, and the model has",

@@ -331,12 +331,21 @@ def holds_chats(feature: Any) -> bool:
     return is_message or holds_messages(feature) or type_name(feature) == SEVERAL_TYPES
 
 
-def unread_notes(features: Mapping[str, Any], read: Sequence[str], takes_tools: bool = True) -> list[str]:
-    """Return notes on columns beside those of chats that usually belong to them, but are not read."""
+def unread_notes(
+    features: Mapping[str, Any], read: Sequence[str], is_chat: bool = True, takes_tools: bool = True
+) -> list[str]:
+    """Return notes on columns beside those of chats or prompts that usually belong to them, but are not read."""
     of_system = "name it in `system` of `data.map.columns` to begin the chats with it"
-    of_tools = "name it in `task.tools` to describe the tools in chats"
+    if not is_chat:
+        of_system = "write it before the prompt by a template in `data.map.columns`"
     fixes = dict.fromkeys(("system", "system_prompt"), of_system)
-    fixes |= dict.fromkeys(("tools", "functions") if takes_tools else (), of_tools)
+    if is_chat:
+        of_tools = "name it in `task.tools` to describe the tools in chats"
+        of_images = "the model reads the texts of chats only"
+        fixes |= dict.fromkeys(("tools", "functions") if takes_tools else (), of_tools)
+        fixes |= dict.fromkeys(("image", "images", "videos", "audios"), of_images)
+        fixes["chat_template_kwargs"] = "set them in a copy of the chat template"
+        fixes["documents"] = "write them into the messages"
     return [
         f"column `{column}` is not read; {fix}"
         for column, fix in fixes.items()

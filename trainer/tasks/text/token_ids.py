@@ -14,6 +14,8 @@ from trainer.tasks.types import Dataset
 
 MASK, LABELS = "attention_mask", "labels"
 """The columns beside token ids that are read, under the names of transformers."""
+TRAINED = ("completion_mask", "assistant_masks", "loss_mask")
+"""Columns beside token ids that are 1 for the trained tokens, under the names of TRL and Megatron."""
 
 
 def holds_ids(feature: Any) -> bool:
@@ -29,10 +31,10 @@ def beside_ids(features: Any, *names: str) -> tuple[str, ...]:
 def read_ids(
     rows: Dataset, column: str, beside: Sequence[str], num_tokens: int | None, where: str, first_row: int
 ) -> list[tuple[list[int], list[int] | None]]:
-    """Return the ids of each row without padding, and a label for each, if there is a column of them.
+    """Return the ids of each row without padding, and a label for each, if a column holds or restricts them.
 
     Args:
-        beside: the columns beside that of the ids, of `MASK` and `LABELS`.
+        beside: the columns beside that of the ids, of `MASK`, `LABELS` and `TRAINED`.
         num_tokens: the number of tokens that the model knows; None: unknown.
 
     Raises:
@@ -56,6 +58,14 @@ def read_ids(
                 place = cell(MASK, row, where)
                 raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
             read = {name: array[kept] for name, array in read.items()}
+        masks = {name: read.pop(name) for name in TRAINED if name in read}
+        for name, values_of_mask in masks.items():
+            if not np.isin(values_of_mask, (0, 1)).all():
+                raise DataError(
+                    f"{cell(name, row, where)} must be 1 for the trained tokens and 0 for others; correct it"
+                )
+            labels = read.get(LABELS, read[column])
+            read[LABELS] = np.where(values_of_mask == 1, labels, IGNORED_LABEL)
         for name, array in read.items():
             wrong = (array < 0) if name == column else (array < 0) & (array != IGNORED_LABEL)
             if num_tokens is not None:
