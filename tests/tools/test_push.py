@@ -69,7 +69,7 @@ class _Answers(BaseHTTPRequestHandler):
             hub.ended.wait(30)
             return
         if status != 200:
-            self._answer(status, {"error": "as the test asks"})
+            self._answer(status, {"error": "as the test asks", "url": f"{hub.url}/me/model"})
             return
         if last == "create":
             hub.private = json.loads(body)["visibility"] == "private"
@@ -183,10 +183,10 @@ def test_files_of_an_older_push_that_the_folder_lacks_are_deleted_in_the_same_co
 @pytest.mark.parametrize(
     ("last", "status", "message"),
     [
-        ("create", 401, r"answered 401 for me/model: .*; log in with `hf auth login`, or set HF_TOKEN"),
-        ("commit", 409, r"answered 409 for me/model: .*; another commit came first, or the name is taken"),
-        ("commit", 412, r"answered 412 for me/model: .*; another commit came first; push again"),
-        ("create", 429, r"answered 429 for me/model: .*; the hub takes no more requests for now; wait some minutes"),
+        ("commit", 401, r"answered 401 for me/model: .*; log in with `hf auth login`, or set HF_TOKEN"),
+        ("commit", 409, r"answered 409 for me/model: .*; push again"),
+        ("commit", 412, r"answered 412 for me/model: .*; push again"),
+        ("create", 429, r"answered 429 for me/model: .*; push again later"),
         ("preupload", 503, r"answered 503 for me/model: .*; push again later"),
         ("commit", -1, r"cannot be used for me/model: .*; check the network and HF_ENDPOINT, and push again"),
         ("create", 0, r"cannot be used for me/model: it did not answer for 0.2 s; check the network"),

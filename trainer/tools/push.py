@@ -6,26 +6,22 @@ push left are deleted. `upload_folder` of huggingface_hub would divide them over
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import has_secret, without_secrets
 from trainer.recipe.reading.trained import ADAPTER, CONFIG, folder_with
 
 _HUB = "https://huggingface.co"
-_SECONDS = 60.0
-"""The time without an answer after which a hub counts as silent."""
-_NETWORK: Any = tuple(one for one in HfHubHTTPError.__mro__ if one.__name__ == "HTTPError")  # of its HTTP library
+_SECONDS = 60.0  # without an answer, after which a hub counts as silent
+_NETWORK: Any = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")  # of its HTTP library
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
 _EXPORTED = (
     "config.json", "generation_config.json", "trainer_recipe.json", "model*.safetensors", "model.safetensors.*",
@@ -36,19 +32,11 @@ _EXPORTED = (
     "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """The files of exported folders, apart from the model card: a loader reads each of them if it is there."""
-_FIXES = {
-    401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
-    403: "use a token that may write there, or another name",
-    404: "check the name and HF_ENDPOINT",
-    409: "another commit came first, or the name is taken; push again, or name another",
-    412: "another commit came first; push again",
-    413: "the hub takes no file of this size; export into smaller files",
-    429: "the hub takes no more requests for now; wait some minutes, and push again",
-}
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_FIXES = {401: _LOGIN, 403: _LOGIN, 404: "check the name and HF_ENDPOINT", 409: "push again", 412: "push again"}
 
 
-@dataclass(frozen=True)
-class Pushed:
+class Pushed(NamedTuple):
     """The result of a push: the folder, its files, files of an older push that it deleted, and the commit's address."""
 
     folder: Path
@@ -56,7 +44,7 @@ class Pushed:
     num_bytes: int
     is_private: bool
     address: str
-    deleted: tuple[str, ...] = ()
+    deleted: tuple[str, ...]
 
 
 def push(source: Path, name: str, public: bool = False, endpoint: str | None = None) -> Pushed:
@@ -74,53 +62,26 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
     """
     folder = _exported(source)
     files = _plain_files(folder)
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise UsageError(f"`NAME` must be owner/name or name, but is {name!r}: {error}; name another") from error
     api = HfApi(endpoint=endpoint)
     get_session().timeout = _SECONDS
-    with _naming_the_hub(api.endpoint, name):
-        repository = _opened(api, name, public)
-        deleted = [path for path in repository.files if path not in files and _is_exported(path)]
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationDelete(path) for path in deleted]
-        operations += [CommitOperationAdd(path, str(folder / path)) for path in files]
-        message = "Upload a model that trainer exported"
-        with _transfer_of(api.endpoint):
-            done = api.create_commit(
-                repository.name, operations, commit_message=message, parent_commit=repository.commit
-            )
-    num_bytes = sum((folder / path).stat().st_size for path in files)
-    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url), tuple(deleted))
-
-
-class _Repository(NamedTuple):
-    """A repository of the hub: its name, files, and last commit; None: it is new."""
-
-    name: str
-    files: tuple[str, ...] = ()
-    commit: str | None = None
-
-
-def _opened(api: HfApi, name: str, public: bool) -> _Repository:
-    """Return the repository of a name; it is created if it is not there.
-
-    Raises:
-        UsageError: its visibility is not the one that the user asked for.
-        HfHubHTTPError: the hub refuses.
-    """
-    try:
-        return _Repository(api.create_repo(name, private=not public).repo_id)
-    except HfHubHTTPError as error:
-        if error.response.status_code != 409:
-            raise
-        found = api.model_info(name)
-        if bool(found.private) == public:
+    constants.HF_HUB_DISABLE_XET |= api.endpoint != _HUB  # other hubs have Git LFS for large files, and no Xet
+    with _naming_the_hub(without_secrets(api.endpoint), name):
+        there = api.model_info(api.create_repo(name, private=not public, exist_ok=True).repo_id)
+        if bool(there.private) == public:
             needs, has, fix = "private", "everybody can read", "add --public to push there"
             if public:
                 needs, has, fix = "public", "only its members can read", "leave out --public, or change it on the hub"
-            raise UsageError(f"`NAME` must be a {needs} repository, but {has} {name}; {fix}") from error
-        return _Repository(found.id, tuple(one.rfilename for one in found.siblings or ()), found.sha)
+            raise UsageError(f"`NAME` must be a {needs} repository, but {has} {name}; {fix}")
+        present = [sibling.rfilename for sibling in there.siblings or ()]
+        deleted = tuple(path for path in present if path not in files and _is_exported(path))
+        done = api.create_commit(
+            there.id,
+            [*map(CommitOperationDelete, deleted), *(CommitOperationAdd(path, str(folder / path)) for path in files)],
+            commit_message="Upload a model that trainer exported",
+            parent_commit=there.sha,  # a commit between is an error
+        )
+    num_bytes = sum((folder / path).stat().st_size for path in files)
+    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url), deleted)
 
 
 def _is_exported(path: str) -> bool:
@@ -140,57 +101,42 @@ def _exported(source: Path) -> Path:
 
 def _plain_files(folder: Path) -> list[str]:
     names = []
-    for place, folders, files in os.walk(folder):
-        for name in sorted([*folders, *files]):
-            path = Path(place, name)
-            shown = path.relative_to(folder).as_posix()
-            kind = "a link" if path.is_symlink() else "hidden" if name.startswith(".") else None
-            if kind is None and not (path.is_dir() or path.is_file()):
-                kind = "no plain file"
-            if kind is None and path.is_file() and path.suffix in _TEXTS and _holds_secret(path):
-                kind = "a file with a password or a token"
-            if kind is not None:
-                raise UsageError(f"`RUN` must hold an exported model only, but {folder} has {shown}, {kind}; remove it")
-            if path.is_file():
-                names.append(shown)
+    for path in sorted(folder.rglob("*")):
+        shown = path.relative_to(folder).as_posix()
+        kind = "a link" if path.is_symlink() else "hidden" if path.name.startswith(".") else None
+        if kind is None and not (path.is_dir() or path.is_file()):
+            kind = "no plain file"
+        if kind is None and path.is_file():
+            kind = "a file with a password or a token" if _holds_secret(path) else None
+            names.append(shown)
+        if kind is not None:
+            raise UsageError(f"`RUN` must hold an exported model only, but {folder} has {shown}, {kind}; remove it")
     return sorted(names)
 
 
 def _holds_secret(path: Path) -> bool:
-    if path.name == "tokenizer.json" or path.stat().st_size > 10_000_000:  # a vocabulary holds no address
-        return False
-    return any(has_secret(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines())
-
-
-@contextmanager
-def _transfer_of(hub: str) -> Iterator[None]:
-    """Send large files by Git LFS inside the block, unless the hub is huggingface.co, which has Xet."""
-    before = constants.HF_HUB_DISABLE_XET
-    constants.HF_HUB_DISABLE_XET = before or hub != _HUB
-    try:
-        yield
-    finally:
-        constants.HF_HUB_DISABLE_XET = before
+    if path.suffix not in _TEXTS or path.name == "tokenizer.json" or path.stat().st_size > 10_000_000:
+        return False  # no text, or a vocabulary, which holds no address
+    return any(map(has_secret, path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
 
 @contextmanager
 def _naming_the_hub(hub: str, name: str) -> Iterator[None]:
     """Turn the errors of the hub and of the network into errors for the user."""
-    hub = without_secrets(hub)
     try:
         yield
     except OfflineModeIsEnabled as error:
         raise UsageError("`HF_HUB_OFFLINE` must be 0 to push, but is set; unset it") from error
+    except HFValidationError as error:
+        raise UsageError(f"`NAME` must be owner/name or name, but is {name!r}: {error}; name another") from error
+    except LocalTokenNotFoundError as error:
+        raise TrainerError(f"`NAME` could not be pushed: there is no token for {hub}; {_LOGIN}") from error
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        fix = _FIXES.get(status, "push again later" if status >= 500 else "check the name and HF_ENDPOINT")
-        answer = " ".join((error.server_message or error.response.reason_phrase).split())
-        reason = without_secrets(answer)
+        status, answer = error.response.status_code, error.server_message or error.response.reason_phrase
+        reason, fix = without_secrets(" ".join(answer.split())), _FIXES.get(status, "push again later")
         raise TrainerError(
             f"`NAME` could not be pushed: {hub} answered {status} for {name}: {reason}; {fix}"
         ) from error
-    except LocalTokenNotFoundError as error:
-        raise TrainerError(f"`NAME` could not be pushed: there is no token for {hub}; {_FIXES[401]}") from error
     except (OSError, RuntimeError, ValueError, *_NETWORK) as error:
         problem = f"it did not answer for {_SECONDS:g} s" if "Timeout" in type(error).__name__ else str(error)
         raise TrainerError(
