@@ -212,6 +212,20 @@ def test_rows_that_python_cannot_read_or_write(tmp_path):
         load(tmp_path / "c.jsonl", '{"n": 1.5}\n\n{"n": 1.5}\n{"n": 1e400}\n')
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_integers_of_more_than_64_bits(tmp_path, name):
+    def written(*values):
+        lines = [json.dumps({"n": value}) for value in values]
+        return "\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]"
+
+    for values in ((1, 2**63), (1.5, -(2**63) - 1), ([1], [2**64]), ({"x": 1}, {"x": 2**63 + 1})):
+        place = "line 2 of `.*`" if name == "a.jsonl" else "`.*`"
+        with pytest.raises(DataError, match=rf"{place} has the integer -?[0-9]{{19,20}}, which 64 bits do not hold"):
+            load(tmp_path / name, written(*values))
+    for values in ((2**63 - 1, -(2**63)), (1e19, 1.5), (1e19, 2**60)):
+        assert load(tmp_path / name, written(*values)).train.rows["n"][:] == list(values)
+
+
 def test_long_values_of_csv_files(tmp_path):
     text = "long " * 30_000  # the limit of Python's `csv` is 131,072 characters
     found = load(tmp_path / "a.csv", f"text,label\n{text},1\n")

@@ -171,6 +171,7 @@ def test_trained_rows_have_the_gradients_of_whole_weights(kind: str, tied: bool)
             r"`model.adapter.rank_pattern` must match adapted layers, but 'key' matches none",
         ),
         ({"adapter": {"type": "dora", "rank": 40, "start": "pissa"}}, r"rank` must be at most 32 with `start` pissa"),
+        ({"adapter": {"type": "lora", "rank": 2**31 - 1}}, r"rank` must be at most 32, because"),
         ({"adapter": {"type": "lora", "trainable_tokens": [3, 4000]}}, r"a row in the embedding, which has 211 rows"),
         (
             {"adapter": {"type": "lora", "trainable_tokens": [3], "modules_to_save": ["word_embeddings"]}},

@@ -144,7 +144,7 @@ def read_files(file_format: Format, files: Files) -> Loaded:
         refuse_datasets_cache(error)
         if wrong := _not_in(encoding, files.paths):
             raise DataError(other_encoding(wrong, f"`{wrong}`", encoding, key)) from error
-        problem = reader.fault(files.paths)
+        problem = reader.fault(files)
         if problem is None:
             problem = f"{', '.join(f'`{path}`' for path in files.paths)} cannot be read: {reason(error)}"
             if key == "data.train" and len(files.paths) > 1:

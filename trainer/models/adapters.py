@@ -123,11 +123,13 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
     out_features, in_features = reversed(layer.weight.shape) if isinstance(layer, Conv1D) else layer.weight.shape
     rank, device = adapter.rank_of(name), "meta" if layer.weight.is_meta else "cpu"
-    if adapter.start is not None and rank > min(in_features, out_features):
+    sizes = in_features, out_features
+    most, condition = (max(sizes), "") if adapter.start is None else (min(sizes), f" with `start` {adapter.start}")
+    if rank > most:
         raise UsageError(
-            f"`model.adapter.rank` must be at most {min(in_features, out_features)} with `start` {adapter.start},"
-            f" because {name} has {in_features} inputs and {out_features} outputs, but is {rank}; lower it, or give"
-            " this layer a rank in `model.adapter.rank_pattern`"
+            f"`model.adapter.rank` must be at most {most}{condition}, because {name} has {in_features} inputs and"
+            f" {out_features} outputs, but is {rank}; lower it, or give this layer a rank in"
+            " `model.adapter.rank_pattern`"
         )
     shapes = {"A": (rank, in_features), "B": (out_features, rank)}
 

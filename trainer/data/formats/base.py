@@ -131,7 +131,7 @@ class Reader:
         """Yield the first line of each row, from 1; nothing if rows have no lines."""
         return iter(())
 
-    def fault(self, paths: Sequence[Path]) -> str | None:
+    def fault(self, files: Files) -> str | None:
         """Describe the first fault of files that could not be loaded, with its place; None: it is not found."""
         return None
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from trainer.data.formats.base import (
     load_with_datasets,
     open_text,
 )
+from trainer.data.formats.parquet import leaves
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 HALF_PAIR = "has half of a surrogate pair, which is no character; correct it"
 _MOST_LEVELS = 100
 _MANY_BRACKETS = 1_000
+_LARGE, _DIGITS_SHOWN = 1 << 63, 40
 
 
 class JsonReader(Reader):
@@ -41,7 +43,7 @@ class JsonReader(Reader):
     endings = (".json", ".jsonl", ".ndjson")
 
     def load(self, files: Files) -> Loaded:
-        encoding = files.text.encoding
+        given, encoding = files, files.text.encoding
         lists = _require_objects(files)
         if lists:
             paths = [_as_lines(path, encoding) if path in lists else path for path in files.paths]
@@ -49,7 +51,10 @@ class JsonReader(Reader):
             if not files.paths:
                 return None, []
         options = {} if encoding == "utf-8" or len(lists) == len(files.paths) else {"encoding": encoding}
-        return load_with_datasets("json", files, _load_all, **options), []
+        rows = load_with_datasets("json", files, _load_all, **options)
+        if rows is not None and _has_large_numbers(rows) and self.fault(given):
+            raise ValueError  # for `fault`
+        return rows, []
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         with open_text(path, text.encoding) as file:
@@ -90,20 +95,23 @@ class JsonReader(Reader):
                         return  # not JSON Lines
                     yield number
 
-    def fault(self, paths: Sequence[Path]) -> str | None:
+    def fault(self, files: Files) -> str | None:
         """See `Reader`; None if every line is an object or the file is a list, or it cannot be read."""
-        for path in paths:
+        for path in files.paths:
             try:
-                with open_text(path, "utf-8") as file:
+                with open_text(path, files.text.encoding) as file:
                     text = file.read()
             except (UnicodeError, *DAMAGED):
                 return None
             lines = [text] if text.lstrip().startswith("[") else text.split("\n")  # a text may hold U+2028
             for number, line in enumerate(lines, start=1):
                 try:
-                    value = json.loads(line, parse_float=_finite) if line.strip() else {}
+                    value = json.loads(line, parse_float=_finite, parse_int=_of_64_bits) if line.strip() else {}
                 except json.JSONDecodeError as error:
                     return f"line {number - 1 + error.lineno} of `{path}` is not JSON: {_position(error)}"
+                except _LongIntegerError as error:
+                    place = f"line {number} of `{path}`" if len(lines) > 1 else f"`{path}`"
+                    return f"{place} has the integer {error}, which 64 bits do not hold; write it as a text"
                 except (ValueError, RecursionError):
                     place = f"line {number} of `{path}`" if len(lines) > 1 else f"`{path}`"
                     return f"{place} has a number that is too large, or too many levels of lists and objects"
@@ -215,6 +223,25 @@ def _is_deep(text: str) -> bool:
     except ValueError:  # the reader names it
         pass
     return False
+
+
+class _LongIntegerError(ValueError):
+    """Error of an integer of more than 64 bits, with its first digits."""
+
+
+def _of_64_bits(text: str) -> int:
+    if not -_LARGE <= (value := int(text)) < _LARGE:
+        raise _LongIntegerError(f"{text:.{_DIGITS_SHOWN}}")
+    return value
+
+
+def _has_large_numbers(rows: Dataset) -> bool:
+    """Return whether a column has floating-point numbers that the reader may have made of integers."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    numbers = (leaf for column in rows.data.columns for chunk in column.chunks for leaf in leaves(chunk))
+    return any((pc.max(pc.abs(one)).as_py() or 0.0) >= _LARGE for one in numbers if types.is_floating(one.type))
 
 
 def _finite(text: str) -> float:

@@ -122,14 +122,14 @@ def _with_dictionaries(path: Path) -> Any:
     return ParquetFile(path, read_dictionary=list({one.path_in_schema for one in texts}))
 
 
-def _leaves(column: Any) -> Iterator[Any]:
+def leaves(column: Any) -> Iterator[Any]:
     """Yield the columns of values within a column of lists or objects."""
     import pyarrow
 
     if pyarrow.types.is_struct(column.type):
-        yield from (leaf for inner in column.flatten() for leaf in _leaves(inner))
+        yield from (leaf for inner in column.flatten() for leaf in leaves(inner))
     elif pyarrow.types.is_list(column.type):
-        yield from _leaves(column.flatten())
+        yield from leaves(column.flatten())
     else:
         yield column
 
@@ -139,7 +139,7 @@ def _longest(column: Any) -> int:
     from pyarrow import compute, types
 
     found = [
-        compute.max(compute.binary_length(one.dictionary)) for one in _leaves(column) if types.is_dictionary(one.type)
+        compute.max(compute.binary_length(one.dictionary)) for one in leaves(column) if types.is_dictionary(one.type)
     ]
     return max((value.as_py() or 0 for value in found), default=0)
 
@@ -152,5 +152,5 @@ def _logical_bytes(column: Any) -> int:
         compute.sum(compute.binary_length(one.dictionary).take(one.indices)).as_py() or 0
         if types.is_dictionary(one.type)
         else one.nbytes
-        for one in _leaves(column)
+        for one in leaves(column)
     )
