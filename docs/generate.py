@@ -25,6 +25,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
 from docs import costs
 from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan

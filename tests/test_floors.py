@@ -50,6 +50,8 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         away = package / "features" / name
         away.rename(tmp_path / name)
         schema = run(tmp_path, "schema")
-        registered = json.loads((tmp_path / name / "extension.json").read_text()).get("optimizer", {})
-        assert not any(f'"{word}"' in schema for word in registered)
+        rows = json.loads((tmp_path / name / "extension.json").read_text())
+        names = [word.rpartition(".")[2] for kind in ("optimizer", "keys") for word in rows.get(kind, ())]
+        assert names
+        assert not any(f'"{word}"' in schema for word in names)
         (tmp_path / name).rename(away)

@@ -32,11 +32,11 @@ from trainer.checkpoint.handover import hand_over
 from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.identity import identity
 from trainer.checkpoint.memory_folder import complete_in, folder_of_run
-from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tier import FAILED
 from trainer.engine.state import EngineState, StateSource
+from trainer.features.mirror.tier import Mirror
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import Box, TensorPart, whole_part

@@ -23,8 +23,9 @@ from trainer.base.errors import UsageError
 
 GROUP = "trainer.extensions"
 
-Kind = Literal["task", "metric", "optimizer", "family", "recipes", "logging", "run", "launch"]
-"""`logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
+Kind = Literal["task", "metric", "optimizer", "family", "recipes", "keys", "tier", "logging", "run", "launch"]
+"""`keys`: further keys of a section, by their first key; `tier`: places of checkpoints, by the key that names them;
+`logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 
 @dataclass(frozen=True)

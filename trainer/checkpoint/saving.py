@@ -64,6 +64,11 @@ class Saver:
         """The step of the newest checkpoint that this run has loaded or completed where it lasts."""
         return next((tier.last for tier in self.tiers if tier.is_lasting and tier.last is not None), None)
 
+    @property
+    def destinations(self) -> list[str]:
+        """The places to which `deliver` uploads."""
+        return [tier.destination for tier in self.tiers if tier.destination]
+
     def resume(self, mode: Literal["auto", "never"]) -> list[str]:
         """Resume from the newest complete checkpoint, if there is one, of any layout.
 
@@ -75,7 +80,7 @@ class Saver:
             UsageError: the checkpoint is of another training or model, `mode` is "never" and a checkpoint exists, or
                 a place cannot be used.
         """
-        # The slowest first: the mirror fills an empty folder on the disk, and memory reads its key from that folder.
+        # The slowest first: copies fill an empty folder on the disk, and memory reads its key from that folder.
         notes = [note for tier in reversed(self.tiers) for note in tier.open(mode == "auto")]
         candidates = [(tier, found) for tier in self.tiers for found in tier.found()]
         candidates.sort(key=lambda one: one[1].step, reverse=True)  # of equal steps, the faster tier stays first

@@ -38,6 +38,8 @@ class Tier:
     """Whether its checkpoints are the run's own; others may be lost, and are freed at the end."""
     last: int | None = None
     """The step of the newest checkpoint that this run has loaded or completed here."""
+    destination = ""
+    """The place to which `deliver` uploads, as the user may see it; empty: it uploads nothing."""
 
     def open(self, resumes: bool) -> list[str]:
         """Make the place ready, and return notes for the user; `resumes`: whether the run may resume."""

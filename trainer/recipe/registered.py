@@ -1,4 +1,4 @@
-"""Registered tasks, metrics and optimizers in the schema of recipes."""
+"""Registered tasks, metrics, optimizers and keys in the schema of recipes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TextKeys, file_schema
+from trainer.recipe.schema.section import descriptions
 
 __all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name"]
 
@@ -83,6 +84,21 @@ def _add_optimizer(registration: Registration) -> None:
     Recipe.model_rebuild(force=True)
 
 
+def _add_keys(registration: Registration) -> None:
+    """Add the fields of a section to the section of the recipe that the registered key names."""
+    keys: type[Section] = resolved(registration.value)
+    name = registration.name.partition(".")[0]
+    section = Recipe.model_fields[name].annotation
+    assert isinstance(section, type)
+    assert issubclass(section, Section)
+    for key, field in keys.model_fields.items():
+        field.description = descriptions(keys)[key]
+        section.model_fields[key] = field
+    section.model_rebuild(force=True)
+    Recipe.model_fields[name].default = section()
+    Recipe.model_rebuild(force=True)
+
+
 def _add_metric(registration: Registration) -> None:
     sections = _task_sections()
     if registration.name in _SHIPPED_METRICS:
@@ -103,4 +119,5 @@ def _add_metric(registration: Registration) -> None:
 
 consume("task", _add_task)
 consume("optimizer", _add_optimizer)
+consume("keys", _add_keys)
 consume("metric", _add_metric)

@@ -22,6 +22,7 @@ from trainer.base.errors import TrainerError
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.identity import identity
+from trainer.checkpoint.registered import TierParts, registered_tiers
 from trainer.checkpoint.saving import IdleSaver, Saved, Saver
 from trainer.checkpoint.store import FOLDER_SECONDS, CheckpointStore
 from trainer.checkpoint.tier import Tier
@@ -181,7 +182,7 @@ class Assembly:
 
         Args:
             check_owner: raises an error on rank 0 if the folder no longer belongs to this run.
-            is_stopped: returns whether rank 0 has to stop, while it waits for `checkpoint.mirror`.
+            is_stopped: returns whether rank 0 has to stop, while a tier waits.
             saves: whether to write checkpoints.
         """
         keys = self.recipe.checkpoint
@@ -193,10 +194,9 @@ class Assembly:
             from trainer.checkpoint.host_memory import HostMemory
 
             tiers.insert(0, HostMemory(Path(keys.memory.folder), store, self.mesh, note))
-        if saves and keys.mirror:
-            from trainer.checkpoint.mirror import Mirror
-
-            tiers.append(Mirror(keys.mirror, disk, self.mesh, note, is_stopped))
+        if saves:
+            parts = TierParts(self.recipe, disk, self.mesh, note, is_stopped)
+            tiers += [tier.build(parts) for tier in registered_tiers(self.recipe)]
         return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
 
     def info(self, environment: LaunchEnvironment, preview: Preview | None = None) -> RunInfo:

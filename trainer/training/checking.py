@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from trainer.base.errors import Problems
+from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.builders import check_built
 from trainer.engine.optimizers.table import optimizer_class
@@ -74,17 +75,15 @@ def prepare_checked(
 
 
 def check_needs(recipe: Recipe, problems: Problems) -> None:
-    """Collect the problems of the packages of the optimizer and the adapter, and of the mirror's place."""
+    """Collect the problems of the packages of the optimizer and the adapter, and of places of checkpoints."""
     with problems.collect():
         optimizer_class(recipe.optimizer).require_package()
     if recipe.model.adapter is not None:
         with problems.collect():
             require_package(recipe.model.adapter)
-    if recipe.checkpoint.mirror is not None:
+    for tier in registered_tiers(recipe):
         with problems.collect():
-            from trainer.checkpoint.mirror import open_place
-
-            open_place(recipe.checkpoint.mirror)
+            tier.check(recipe)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 
 from trainer.base import extensions
 from trainer.base.errors import StoppedError
-from trainer.base.text import without_secrets
 from trainer.models.compiled import compilations
 from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
@@ -138,7 +137,7 @@ def _finish(parts: Assembly, loop: Loop, ending: Ending, session: Session, saves
         folder = session.folder / "model"
         session.observers.doing(step, "exporting the model")
         parts.export(folder, compares=True)
-    if saves and recipe.checkpoint.mirror:
-        session.observers.doing(step, f"uploading to {without_secrets(recipe.checkpoint.mirror)}")
+    if destinations := saver.destinations:
+        session.observers.doing(step, f"uploading to {' and '.join(destinations)}")
         saver.deliver(folder)
     return Results(ending, folder, idling, compilation, seconds)

@@ -87,6 +87,7 @@ def known_keys() -> tuple[str, ...]:
 
 consume("task", lambda _: known_keys.cache_clear())
 consume("optimizer", lambda _: known_keys.cache_clear())
+consume("keys", lambda _: known_keys.cache_clear())
 
 
 def _keys_below(model: type[Section], prefix: str) -> Iterator[str]:

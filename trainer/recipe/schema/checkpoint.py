@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.paths import shown_value
-from trainer.recipe.schema.fields import IntervalField, Name, RunPathField
+from trainer.recipe.schema.fields import IntervalField, RunPathField
 from trainer.recipe.schema.section import Contradiction, Section, clash
 
 
@@ -39,9 +39,6 @@ class Checkpoint(Section):
     memory: MemoryCheckpoint | None = None
     """Further checkpoints in the memory of the hosts, each also on the next host; null: none. A restart resumes from
     the newest complete checkpoint, in memory or on the disk."""
-    mirror: Name | None = None
-    """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. A run without a
-    checkpoint in its folder resumes from there."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         for placeholder in re.findall(r"\{.*?\}", self.folder):

@@ -22,10 +22,13 @@ from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import FACTS, LARGEST_FACTS_BYTES, SUMS, open_verified, read_sizes, verify
+from trainer.checkpoint.registered import TierFeature, TierParts
 from trainer.checkpoint.store import folder_name, steps_of
 from trainer.checkpoint.tier import WRITING, Background, Tier
 from trainer.engine.state import EngineState
+from trainer.features.mirror.section import place_of
 from trainer.parallel.mesh import ParallelMesh
+from trainer.recipe.schema import Recipe
 
 _CHECKPOINTS = "checkpoints"
 
@@ -144,7 +147,7 @@ class Mirror(Tier):
         is_stopped: Callable[[], bool] = _never,
     ) -> None:
         self._url = url
-        self._name = without_secrets(url).rstrip("/")
+        self._name = self.destination = without_secrets(url).rstrip("/")
         self._disk = disk
         self._store = disk.store
         self._mesh = mesh
@@ -430,3 +433,13 @@ class Mirror(Tier):
 
     def _describe(self, subject: str, error: Exception, verb: str = "uploaded") -> str:
         return f"`checkpoint.mirror` is {self._name}, but {subject} could not be {verb}: {_reason(error)}"
+
+
+class MirrorFeature(TierFeature):
+    """The tier of `checkpoint.mirror`."""
+
+    def build(self, parts: TierParts) -> Mirror:
+        return Mirror(place_of(parts.recipe), parts.disk, parts.mesh, parts.note, parts.is_stopped)
+
+    def check(self, recipe: Recipe) -> None:
+        open_place(place_of(recipe))

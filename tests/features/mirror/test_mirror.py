@@ -19,12 +19,12 @@ from tests.checkpoint.samples import changed
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.webhdfs import WebHdfs, webhdfs
 from trainer.base.errors import ExitCode, TrainerError, UsageError
-from trainer.checkpoint import mirror
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import SUMS, verify
-from trainer.checkpoint.mirror import Mirror, open_place
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
+from trainer.features.mirror import tier as mirror
+from trainer.features.mirror.tier import Mirror, open_place
 from trainer.parallel.mesh import ParallelMesh
 
 EVERY_STEP = (

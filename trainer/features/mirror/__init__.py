@@ -1,0 +1,1 @@
+"""Copies of checkpoints and of the final model at another place."""

@@ -1,0 +1,23 @@
+"""The key of the section `checkpoint` of a recipe."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.schema.fields import Name
+
+
+class MirrorKeys(Section):
+    """The place of copies."""
+
+    mirror: Name | None = None
+    """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. A run without a
+    checkpoint in its folder resumes from there."""
+
+
+def place_of(recipe: Recipe) -> str:
+    """Return the place of copies of a recipe that names one."""
+    place = cast(MirrorKeys, recipe.checkpoint).mirror
+    assert place is not None
+    return place
