@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from trainer.base.extensions import registered, resolved
 from trainer.checkpoint.disk import Disk
@@ -40,6 +41,14 @@ class TierFeature:
         Raises:
             TrainerError: The place cannot be used.
         """
+
+    def newest_facts(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Return the content of `state.json` of the newest checkpoint, before the ranks meet; empty: there is none.
+
+        Raises:
+            TrainerError: The place does not answer.
+        """
+        return {}
 
 
 def registered_tiers(recipe: Recipe) -> list[TierFeature]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.format import read_facts
+from trainer.checkpoint.registered import registered_tiers
 from trainer.checkpoint.store import CheckpointStore
 from trainer.ranks.joining import Rendezvous
 from trainer.recipe.schema import CHAT_TASKS, Recipe
@@ -19,7 +20,7 @@ def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | No
     """Return the date of the first start of a run, as rank 0 finds it; None if no rows need it. All ranks must call it.
 
     Raises:
-        TrainerError: `checkpoint.mirror` does not answer; on every rank.
+        TrainerError: a place of checkpoints does not answer; on every rank.
     """
     if recipe.data.date is not None or recipe.task.type not in CHAT_TASKS:
         return None
@@ -39,11 +40,8 @@ def _saved(recipe: Recipe) -> str | None:
         for step in reversed(store.steps()):
             with suppress(OSError, ValueError):
                 return _day_of(read_facts(store.path(step), step).origin)
-    if recipe.checkpoint.mirror is None:
-        return None
-    from trainer.checkpoint.mirror import newest_facts
-
-    return _day_of(newest_facts(recipe.checkpoint.mirror).get("origin"))
+    origins = (tier.newest_facts(recipe).get("origin") for tier in registered_tiers(recipe))
+    return next(filter(None, map(_day_of, origins)), None)
 
 
 def _stores(recipe: Recipe) -> Iterator[CheckpointStore]:

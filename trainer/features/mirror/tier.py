@@ -443,3 +443,6 @@ class MirrorFeature(TierFeature):
 
     def check(self, recipe: Recipe) -> None:
         open_place(place_of(recipe))
+
+    def newest_facts(self, recipe: Recipe) -> Mapping[str, Any]:
+        return newest_facts(place_of(recipe))
