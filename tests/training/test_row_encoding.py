@@ -116,7 +116,7 @@ class TestT5Classifies:
         (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         recipe = load_recipe(str(recipe)).recipe
         preparation, split = load_preparation(recipe), load_splits(recipe.data).train
-        task, _ = resolve_task(recipe, build_task(recipe.task), preparation, split)
+        task, _ = resolve_task(build_task(recipe.task), preparation, split)
         return preparation.encode(split, task, folder / "cache")
 
     def test_texts_with_an_end_token(self, tmp_path):
@@ -198,7 +198,7 @@ class TestAFineTunedCheckpoint:
         recipe = load_recipe(str(write_tiny_run(tmp_path, model=model))).recipe
         preparation = load_preparation(recipe)
         train = load_splits(recipe.data).train
-        task, notes = resolve_task(recipe, build_task(recipe.task), preparation, train)
+        task, notes = resolve_task(build_task(recipe.task), preparation, train)
         assert task.model_options()["id2label"] == {0: "c", 1: "a", 2: "b"}
         assert notes == ["classes are in the order of the checkpoint: c, a, b"]
 

@@ -50,6 +50,17 @@ class NamedClasses(Labelled):
     labelled: bool = True
     common_names: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def lacks_classes(self) -> bool:
+        return self.class_names is None
+
+    @property
+    def cell_kinds(self) -> dict[str, Literal["text", "class"]]:
+        return {**dict.fromkeys(self.columns, "text"), self.label_column: "class"}
+
+    def without_data(self, names: Sequence[str]) -> Self:
+        return self.with_classes(tuple(names), None) if self.class_names is None else self
+
     def with_classes(self, names: tuple[str, ...], labels_are_names: bool | None) -> Self:
         """Return the task with these classes."""
         return self.changed(class_names=names, labels_are_names=labels_are_names)
@@ -73,16 +84,7 @@ class NamedClasses(Labelled):
             )
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
-        """Return the task with its classes in the order of a fine-tuned checkpoint's head, and notes for the user.
-
-        The comparison of names ignores case and outer spaces.
-
-        Args:
-            chosen: whether the recipe lists the classes in `task.labels`; their order then stays.
-
-        Raises:
-            UsageError: only some of the names match, and the recipe does not list the classes.
-        """
+        """Return the task in that order; see `Classes`. The comparison of names ignores case and outer spaces."""
         names = self._known_class_names
         own, theirs = _places(names), _places(checkpoint)
         if not self.labels_are_names and not chosen:  # an index means the same in both
@@ -118,16 +120,6 @@ class NamedClasses(Labelled):
         if dtype.startswith("float"):
             return [f"column `{self.label_column}` holds numbers such as 1.0, which are read as the numbers of classes"]
         return []
-
-    @property
-    def positive_class(self) -> str | None:
-        """The class that the metric `f1` counts as positive; None without this metric."""
-        return None
-
-    def columns_of(self, others: Sequence[str]) -> list[int] | None:
-        """Return the place in `others` of each class, compared without case and outer spaces; None if they differ."""
-        places, own = _places(others), _places(self._known_class_names)
-        return [places[key] for key in own] if places.keys() == own.keys() else None
 
     def model_options(self) -> dict[str, Any]:
         names = self._known_class_names
@@ -320,6 +312,12 @@ class RowClasses(NamedClasses):
             )
         return weights
 
+    def without_data(self, names: Sequence[str]) -> Self:
+        """Return the task with weights of 1, because their values change no shape."""
+        weights = self.class_weights
+        task = super().without_data(tuple(weights) if isinstance(weights, Mapping) else names)
+        return task if weights is None else task.changed(class_weights=dict.fromkeys(task._known_class_names, 1.0))
+
     def for_evaluation(self) -> Self:
         is_plain = self.class_weights is None and not self.label_smoothing
         return self if is_plain else self.changed(class_weights=None, label_smoothing=0.0)
@@ -456,6 +454,12 @@ def _places(names: Sequence[str]) -> dict[str, int]:
     """
     folded = {plain_name(name): index for index, name in enumerate(names)}
     return folded if len(folded) == len(names) else {name: index for index, name in enumerate(names)}
+
+
+def places_of(names: Sequence[str], others: Sequence[str]) -> list[int] | None:
+    """Return the place in `others` of each class, compared without case and outer spaces; None if they differ."""
+    places, own = _places(others), _places(names)
+    return [places[key] for key in own] if places.keys() == own.keys() else None
 
 
 def plain_name(name: str) -> str:

@@ -7,7 +7,7 @@ is a subclass of `TextTask` or of `ImageTask`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -244,7 +244,39 @@ class Generates:
         return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
-class Task(VocabularyLoss, Scores, Answers, Generates):
+class Classes:
+    """The named classes of a task; the default has none."""
+
+    class_names: tuple[str, ...] | None = None
+    """The name of class `i` at index `i`; None: there are none, or only the training split names them."""
+
+    @property
+    def lacks_classes(self) -> bool:
+        """Whether only the training split names the classes."""
+        return False
+
+    @property
+    def positive_class(self) -> str | None:
+        """The class that the metric `f1` counts as positive; None without this metric."""
+        return None
+
+    def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
+        """Return the task with its classes in the order of a fine-tuned checkpoint's head, and notes for the user.
+
+        Args:
+            chosen: whether the recipe lists the classes in `task.labels`; their order then stays.
+
+        Raises:
+            UsageError: only some of the names match, and the recipe does not list the classes.
+        """
+        return self, []
+
+    def without_data(self, names: Sequence[str]) -> Self:
+        """Return the task for plans, which read no data; `names` stand for classes that only the data names."""
+        return self
+
+
+class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
     """A task: its model and its columns, beside its loss, metrics, predictions and generated texts.
 
     Attributes:
@@ -309,6 +341,11 @@ class Task(VocabularyLoss, Scores, Answers, Generates):
         """Those of the columns that may hold numbers or booleans, and not only texts or classes."""
         label = getattr(self, "label_column", None)
         return () if label is None else (label,)
+
+    @property
+    def cell_kinds(self) -> dict[str, Literal["text", "class"]]:
+        """The columns of CSV files that hold texts or names of classes, whatever their cells look like."""
+        return {name: "text" for name in self.columns if name not in self.value_columns}
 
     @property
     def fingerprint(self) -> str:

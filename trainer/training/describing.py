@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from trainer.base.errors import Problems, RecipeError
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.recipe.schema import Model, Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 
 
@@ -27,10 +26,9 @@ def describe_models(recipe: Recipe, task: Task, padding_token: int | None) -> De
 
 def describe_model(recipe: Recipe, task: Task, padding_token: int | None = None) -> ModelDescription:
     """Describe the trained model of a recipe; transformers' number of classes stands in for an unknown one."""
-    is_unknown = isinstance(task, NamedClasses) and task.class_names is None
     use = ModelUse(
         task.auto_class_name,
-        {} if is_unknown else task.model_options(),
+        {} if task.lacks_classes else task.model_options(),
         padding_token,
         task.unused_modules,
         task.packs_documents,

@@ -22,7 +22,6 @@ from trainer.models.fill import without_report
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.training import plain_reader
 from trainer.training.certificate import (
     Certificate,
@@ -78,7 +77,7 @@ class FewRows:
         auto = getattr(transformers, task.auto_class_name)
         with without_report():
             model, loading = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        if isinstance(task, NamedClasses) and task.class_names is not None:
+        if task.class_names is not None:
             require_same_labels(dict(enumerate(task.class_names)), model.config.id2label)
         model.eval()
         with torch.no_grad(), without_report():

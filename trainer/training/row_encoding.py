@@ -36,7 +36,6 @@ from trainer.models.sentence_folder import sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
 from trainer.recipe.sentence import SentenceFolder
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
 from trainer.tasks.text.chat_templates import set_date
@@ -185,17 +184,18 @@ def require_fitting_rotations(recipe: Recipe, config: Any, task: Task) -> None:
     require_constant_rotations(config, longest, key)
 
 
-def resolve_task(recipe: Recipe, task: Task, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
+def resolve_task(task: Task, preparation: Preparation, train: Split) -> tuple[Task, list[str]]:
     """Return the resolved task, its classes in the order of a fine-tuned checkpoint, and notes for the user.
 
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
+    chosen = task.class_names is not None
     task = fitted(task.resolve(train.rows, train.where), preparation)
     converted = task.conversion_notes(train.rows.features)
-    if not isinstance(task, NamedClasses) or preparation.labels is None:
+    if preparation.labels is None:
         return task, converted
-    ordered, notes = task.in_checkpoint_order(preparation.labels, getattr(recipe.task, "labels", None) is not None)
+    ordered, notes = task.in_checkpoint_order(preparation.labels, chosen)
     return ordered, [*converted, *notes]
 
 

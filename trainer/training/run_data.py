@@ -14,7 +14,6 @@ from pathlib import Path
 from trainer.base.errors import Problems, UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.data.collate import TokenMasking
-from trainer.data.formats.csv_files import CellKind
 from trainer.data.loader import SplitRows, TrainingRows
 from trainer.data.order import GlobalOrder, Mixture
 from trainer.data.sources import Split, Splits, Stream, load_splits, require_one_type
@@ -24,7 +23,6 @@ from trainer.data.streamed_split import StreamedSplit, StreamSettings
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import FileData, Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.chat_templates import set_date
@@ -146,7 +144,7 @@ def prepare_data(
     task: Task = build_task(recipe.task)
     label = getattr(recipe.task, "label", None)
     with problems.collect():
-        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, _cell_kinds(task))
+        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds)
     if splits is None:
         problems.raise_all()
     assert splits is not None
@@ -155,14 +153,14 @@ def prepare_data(
         if split is not None:
             with problems.collect():
                 require_one_type(split, task.columns)
-    knows_classes = splits.train.is_whole or not isinstance(task, NamedClasses) or task.class_names is not None
+    knows_classes = splits.train.is_whole or not task.lacks_classes
     with problems.collect(), splits.train.explains_rows():
         if not knows_classes:
             task.check_columns(splits.train.rows.features, splits.train.where)
         elif preparation is None:
             task.resolve(splits.train.rows, splits.train.where)
         else:
-            resolved = resolve_task(recipe, task, preparation, splits.train)
+            resolved = resolve_task(task, preparation, splits.train)
     if preparation is None or resolved is None:
         other = splits.validation
         if other is not None and other.rows.features != splits.train.rows.features:  # else it has the same problems
@@ -255,14 +253,6 @@ def _token_notes(data: PreparedData) -> list[str]:
         *trained_notes(data.task, data.train, preparation.text_tokenizer),
         *position_notes(preparation.config, data.splits),
     ]
-
-
-def _cell_kinds(task: Task) -> dict[str, CellKind]:
-    """Return the kinds of the columns of CSV files that a task reads as texts or classes."""
-    kinds: dict[str, CellKind] = dict.fromkeys(task.columns, "text")
-    if isinstance(task, NamedClasses):
-        return {**kinds, task.label_column: "class"}
-    return {name: kind for name, kind in kinds.items() if name not in task.value_columns}
 
 
 def _streamed(

@@ -31,7 +31,6 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
-from trainer.tasks.classes import NamedClasses
 from trainer.tasks.task import Task
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import PreparedData
@@ -205,7 +204,7 @@ def run_info(
         majority=_majority(task, validation),
         baselines=_baselines(data, models),
         classes=class_counts(task, train) if data.stream is None else (),
-        positive=task.positive_class if isinstance(task, NamedClasses) else None,
+        positive=task.positive_class,
         steps_per_epoch=plan.steps_per_epoch(data.num_train_rows),
         total_steps=plan.total_steps(data.num_train_rows),
         versions=versions(),

@@ -27,7 +27,7 @@ from trainer.parallel.shards.boxes import tensor_part, whole_part
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
-from trainer.tasks.classes import NamedClasses
+from trainer.tasks.classes import places_of
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
 from trainer.tasks.token_labels import TokenLabels
@@ -133,10 +133,10 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
 def _columns(recipe: Recipe, task: Task, config: Any) -> list[int] | None:
     """Return the teacher's class for each class of the student; None if they have the same order, or are tokens."""
     assert recipe.distillation is not None
-    if not isinstance(task, NamedClasses) or task.class_names is None:
+    if task.class_names is None:
         return None
     names = teacher_classes(config)
-    columns = task.columns_of(names)
+    columns = places_of(task.class_names, names)
     if columns is None:
         raise UsageError(
             f"`distillation.teacher` must have the classes of the task, {shown(task.class_names)}, but"

@@ -36,7 +36,6 @@ from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
-from trainer.tasks.classes import NamedClasses, RowClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import (
@@ -69,18 +68,12 @@ def planned_task(plan: RunPlan) -> Task:
     """Return the task of a recipe.
 
     Classes that only the data knows have the names of their weights, of the teacher's classes, or else "0" and "1".
-    Weights are 1, because their values change no shape.
     """
     task = with_folder(build_task(plan.recipe.task), plan.recipe)
-    weights = task.class_weights if isinstance(task, RowClasses) else None
-    if isinstance(task, NamedClasses) and task.class_names is None:
-        names: Sequence[str] = ("0", "1")
-        if plan.recipe.distillation is not None:
-            names = teacher_classes(describe_teacher(plan.recipe, task).config)
-        task = task.with_classes(tuple(weights if isinstance(weights, Mapping) else names), None)
-    if isinstance(task, RowClasses) and task.class_names is not None and weights is not None:
-        task = task.changed(class_weights=dict.fromkeys(task.class_names, 1.0))
-    return task
+    names: Sequence[str] = ("0", "1")
+    if task.lacks_classes and plan.recipe.distillation is not None:
+        names = teacher_classes(describe_teacher(plan.recipe, task).config)
+    return task.without_data(names)
 
 
 def planned_model(plan: RunPlan) -> ModelDescription:
@@ -185,7 +178,7 @@ class _Simulation:
             ledger.restart()
             resident = dict(ledger.alive)
             with nullcontext() if self.updates else replaced(engine.optimizer, step=lambda *_: None):
-                totals = _run(engine, batch, ledger, self.plan)
+                totals = _run(engine, batch, ledger, self.plan, self.task)
             stage, axes = self.mesh.index(PIPELINE_AXIS), group_axes(self.mesh, engine)
             return StepPlan(
                 self.mesh.rank,
@@ -371,13 +364,13 @@ def _warm_up_steps(plan: RunPlan) -> int:
     return 2 if in_buckets and recipe.precision != "fp32" else 1
 
 
-def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan) -> Totals:
+def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan, task: Task) -> Totals:
     """Run a step, and return its totals.
 
     Of many microbatches without a pipeline, three run: the first, the last, and one that stands for all others.
     """
     number = len(batch.microbatches)
-    if plan.pipeline is not None or plan.recipe.task.type == "embedding" or number <= _MICROBATCHES:
+    if plan.pipeline is not None or task.rows_depend or number <= _MICROBATCHES:
         engine.train_step(batch)
         return ledger.totals
     few = _Divided([*batch.microbatches[: _MICROBATCHES - 1], batch.microbatches[-1]], ledger)
