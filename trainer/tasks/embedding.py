@@ -23,6 +23,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, SentenceFolder, prompt_of
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import RowPreview
 from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
 from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
@@ -113,6 +114,11 @@ class EmbeddingTask(SeveralTexts):
     )  # fmt: skip
     rows_are_labels = True
     unused_modules = ("pooler",)
+
+    @property
+    def preview(self) -> RowPreview:
+        negatives = (f"negative {number}" for number in range(1, len(self.text_columns) - 1))
+        return RowPreview(roles=() if self.score_column else ("anchor", "positive", *negatives))
 
     @property
     def columns(self) -> tuple[str, ...]:

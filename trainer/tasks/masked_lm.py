@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,20 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
+from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.token_ids import MASK, beside_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
+
+
+class _MaskedTokens(RowPreview):
+    def labelled(self, ids: Sequence[int], labels: Sequence[Any], inputs: Inputs) -> Sequence[ShownToken]:
+        return [
+            ShownToken(token) if label == IGNORED_LABEL else ShownToken(int(label), "masked")
+            for token, label in zip(ids, labels, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ class MaskedLMTask(TokenLabels):
     beside_rows = (
         "mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores", "num_tokens"
     )  # fmt: skip
+
+    @property
+    def preview(self) -> RowPreview:
+        return _MaskedTokens()
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from trainer.recipe.schema import Generation, PreferenceLoss
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
+from trainer.tasks.preview import Inputs, NextTokens, RowPreview
 from trainer.tasks.text.chat_messages import messages_of
 from trainer.tasks.text.chats import (
     Tokens,
@@ -48,6 +49,11 @@ _LABELS: Mapping[float | str, int] = {
     "undesirable": 0,
 }
 """The labels of kto, as JSON and tables hold them; true and 1.0 are equal to 1."""
+
+
+class _DesirableAnswers(NextTokens):
+    def label(self, labels: Tensor, inputs: Inputs) -> str:
+        return "desirable" if inputs[DESIRABLE] else "undesirable"
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class PreferenceTask(TokenLabels):
     rows_are_labels = True
     beside_inputs = (_ANSWER, _REFERENCE, DESIRABLE)
     beside_rows = ("loss", "metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores", "others")
+
+    @property
+    def preview(self) -> RowPreview:
+        if self.label is None:
+            return NextTokens(roles=("chosen", "rejected"))
+        return _DesirableAnswers(roles=("answer", "answer of the row before, for the divergence"), num_trained=1)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -16,10 +16,11 @@ from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, require_columns, require_kind, require_text
 from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
-from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 NO_ANSWER = 0
 """The position that stands for no answer: the first token, which is the classification token of most encoders."""
@@ -54,6 +55,24 @@ class Found(NamedTuple):
     no_answer: float
 
 
+class _Answers(RowPreview):
+    def label(self, labels: Tensor, inputs: Inputs) -> str:
+        first, last = labels.tolist()
+        return f"tokens {first} to {last}" if last else "no answer"
+
+    def tokens(self, ids: Sequence[int], labels: Tensor, inputs: Inputs) -> Sequence[ShownToken]:
+        first, last = labels.tolist()
+        answer = range(first, last + 1) if last else range(0)
+        return [
+            ShownToken(token, "trained", "answer") if place in answer else ShownToken(token)
+            for place, token in enumerate(ids)
+        ]
+
+    def source_rows(self, encoded: EncodedRows) -> NDArray[Any] | None:
+        rows: NDArray[Any] = encoded.arrays[WINDOW][:, 0]
+        return rows
+
+
 @dataclass(frozen=True)
 class QuestionAnsweringTask(TextTask):
     """Extractive question answering with cross entropy over the positions of the first and last token.
@@ -78,6 +97,10 @@ class QuestionAnsweringTask(TextTask):
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
     beside_inputs = (WINDOW,)
     cut_targets = "answers that no window holds as a whole, learned as no answer"
+
+    @property
+    def preview(self) -> RowPreview:
+        return _Answers()
 
     @property
     def columns(self) -> tuple[str, ...]:

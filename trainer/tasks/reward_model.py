@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import RowPreview
 from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.text.chats import (
     check_texts_or_chats,
@@ -40,6 +41,10 @@ class RewardModelTask(ScoredTexts):
 
     recipe_type = "reward_model"
     beside_rows = ("metric_names", "center_coefficient")
+
+    @property
+    def preview(self) -> RowPreview:
+        return RowPreview(roles=("chosen", "rejected"))
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, ImageProcessor, Tokenizer
@@ -330,6 +331,11 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         raise UsageError(
             f"`trainer plan` needs the shapes of a batch, but {type(self).__name__} has no method `empty_batch`; add it"
         )
+
+    @property
+    def preview(self) -> RowPreview:
+        """How previews show the rows."""
+        return RowPreview(self.model_options().get("id2label") or {})
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
@@ -22,6 +23,7 @@ from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import STRING_TYPES, cell, dtype_in_list, require_kind, require_text, shown
 from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
@@ -41,6 +43,20 @@ from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, T
 
 _OF_ENTITIES = ("f1", "precision", "recall")
 _NO_CLASS = -1
+
+
+class _TaggedWords(RowPreview):
+    def labelled(self, ids: Sequence[int], labels: Sequence[Any], inputs: Inputs) -> Sequence[ShownToken]:
+        words = inputs[WORD][: len(ids)].tolist()
+        return [
+            ShownToken(token, "input", "", word)
+            if label == IGNORED_LABEL
+            else ShownToken(token, "trained", str(self.classes[label]), word)
+            for token, label, word in zip(ids, labels, words, strict=True)
+        ]
+
+    def source_rows(self, encoded: EncodedRows) -> NDArray[Any] | None:
+        return encoded.scalars[ROW]
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,10 @@ class TokenClassificationTask(NamedClasses, TextTask):
         column = self.words_column or self.text_column
         assert column is not None
         return column
+
+    @property
+    def preview(self) -> RowPreview:
+        return _TaggedWords(self.model_options()["id2label"])
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from trainer.parallel.tensor.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.preview import NextTokens, RowPreview
 from trainer.tasks.task import TextTask
 
 TOKEN_METRICS = {"accuracy": ("token_accuracy", "num_right"), "perplexity": ("perplexity", "losses")}
@@ -39,6 +40,10 @@ class TokenLabels(TextTask):
 
     rows_are_labels = False
     labels_are_tokens = True
+
+    @property
+    def preview(self) -> RowPreview:
+        return NextTokens()
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         return self.changed(vocabulary=cut)

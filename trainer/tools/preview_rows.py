@@ -5,9 +5,9 @@ It comes from the encoded rows and from microbatches as a run collates them, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,11 @@ from trainer.data.split import EncodedSplit
 from trainer.engine.precision import rounded_by_autocast
 from trainer.models.describe import ModelDescription
 from trainer.models.quantizing import weights_of_parts
-from trainer.observe.preview_records import Mark, Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
+from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan
-from trainer.tasks.embedding import EmbeddingTask
-from trainer.tasks.masked_lm import MaskedLMTask
-from trainer.tasks.preference import DESIRABLE, PreferenceTask
-from trainer.tasks.question_answering import WINDOW, QuestionAnsweringTask
-from trainer.tasks.reward_model import RewardModelTask
+from trainer.tasks.preview import ShownToken, has_token_labels
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.words import ROW, WORD
-from trainer.tasks.token_classification import TokenClassificationTask
 from trainer.training.assembly import Assembly
 from trainer.training.data_notes import class_counts
 from trainer.training.run_data import PreparedData
@@ -128,100 +122,46 @@ def _of_microbatch(
     batch: Microbatch, rows: Sequence[int], data: PreparedData, split: EncodedSplit
 ) -> Iterator[ShownRow]:
     """Yield the rows of a microbatch; `rows` are their indices in the split."""
-    inputs, task = batch.inputs, data.task
-    if "input_ids" not in inputs:
-        size = " x ".join(map(str, inputs["pixel_values"].shape[1:]))
-        for place, row in enumerate(rows):
-            image = ShownText("image", 0, (Piece("input", size),))
-            yield ShownRow(row, _label(task, batch.labels[place]), (image,))
-        return
+    inputs, preview = batch.inputs, data.task.preview
     for place, row in enumerate(rows):
         own = {name: tensor[place] for name, tensor in inputs.items()}
         labels = batch.labels[place]
-        by_token = labels.shape == own["input_ids"].shape
-        several = own["input_ids"].dim() > 1
-        texts = []
-        is_kto = DESIRABLE in own
-        for number, role in enumerate(_roles(task, own["input_ids"].shape[0] if several else 1, is_kto)):
-            part = {name: one[number] if several and one.dim() > 1 else one for name, one in own.items()}
-            of_text = labels[number] if by_token and several else labels
-            is_labelled = by_token and not (is_kto and number)  # the other answer of kto has no gradient
-            texts.append(_text(role, part, of_text if is_labelled else None, labels, data))
+        label = preview.label(labels, own)
+        if "input_ids" not in own:
+            size = " x ".join(map(str, own["pixel_values"].shape))
+            yield ShownRow(row, label, (ShownText("image", 0, (Piece("input", size),)),))
+            continue
+        texts = list(_texts(own, labels, data))
         if "decoder_input_ids" in own:
             texts.append(_target(labels, data))
-        label = "" if by_token or "decoder_input_ids" in own else _label(task, labels)
-        if is_kto:
-            label = "desirable" if own[DESIRABLE] else "undesirable"
-        yield ShownRow(row, label, tuple(texts), _window(split, row))
+        yield ShownRow(row, label, tuple(texts), preview.window(split, row))
 
 
-def _window(split: EncodedSplit, row: int) -> str:
-    """Return the place of a window among those of its row; empty if the row has no other."""
-    of_answers = split.arrays.get(WINDOW)
-    owners = split.scalars.get(ROW) if of_answers is None else of_answers[:, 0]
-    if owners is None:
-        return ""
-    own = np.flatnonzero(owners == owners[row]).tolist()
-    return f"window {own.index(row) + 1} of {len(own)} of row {int(owners[row]) + 1}" if len(own) > 1 else ""
+def _texts(inputs: Mapping[str, Tensor], labels: Tensor, data: PreparedData) -> Iterator[ShownText]:
+    """Yield the texts of a row from its inputs `[tokens]` or `[texts, tokens]`."""
+    preview, by_token = data.task.preview, has_token_labels(labels, inputs)
+    if inputs["input_ids"].dim() == 1:
+        yield _text("text", inputs, by_token, labels, data)
+        return
+    for number in range(len(inputs["input_ids"])):
+        part = {name: one[number] if one.dim() > 1 else one for name, one in inputs.items()}
+        is_trained = preview.num_trained is None or number < preview.num_trained
+        role = "text" if len(inputs["input_ids"]) == 1 else preview.role(number)
+        yield _text(role, part, by_token and is_trained, labels[number] if by_token else labels, data)
 
 
-def _text(role: str, inputs: dict[str, Tensor], labels: Tensor | None, of_row: Tensor, data: PreparedData) -> ShownText:
-    task = data.task
-    assert isinstance(task, TextTask)
-    number = int(inputs["attention_mask"].sum())
+def _text(role: str, inputs: Mapping[str, Tensor], by_token: bool, labels: Tensor, data: PreparedData) -> ShownText:
+    """Describe a text; `labels` are those of its tokens, or of its row."""
+    number, preview = int(inputs["attention_mask"].sum()), data.task.preview
     ids = inputs["input_ids"][:number].tolist()
-    tokens = [_Token(token, "input") for token in ids]
-    if labels is not None:
-        own = labels[:number].tolist()
-        if task.labels_are_tokens and not isinstance(task, MaskedLMTask):
-            tokens = list(_predicted(ids, own, inputs.get("position_ids")))
-        else:
-            words = inputs[WORD][:number].tolist() if WORD in inputs else [0] * number
-            tokens = [
-                _Token(token, "input", "", word) if label == IGNORED_LABEL else _labelled(task, token, label, word)
-                for token, label, word in zip(ids, own, words, strict=True)
-            ]
-    if isinstance(task, QuestionAnsweringTask) and of_row.numel() == 2:
-        first, last = of_row.tolist()
-        answer = range(first, last + 1) if last else range(0)
-        tokens = [
-            replace(one, mark="trained", note="answer") if place in answer else one for place, one in enumerate(tokens)
-        ]
+    if by_token:
+        tokens = preview.labelled(ids, labels[:number].tolist(), inputs)
+    else:
+        tokens = preview.tokens(ids, labels, inputs)
     pieces = list(_pieces(tokens, data))
     if padding := len(inputs["input_ids"]) - number:
         pieces.append(Piece("padding", f"{padding} token{'s' * (padding != 1)} of padding"))
     return ShownText(role, number, tuple(pieces))
-
-
-@dataclass(frozen=True)
-class _Token:
-    """A token of a text; neighbours with equal fields but the first form a piece. `group` is a word or a document."""
-
-    token: int
-    mark: Mark
-    note: str = ""
-    group: int = 0
-
-
-def _labelled(task: TextTask, token: int, label: float, word: int) -> _Token:
-    if isinstance(task, MaskedLMTask):
-        return _Token(int(label), "masked")
-    if isinstance(task, TokenClassificationTask):
-        return _Token(token, "trained", str(task.model_options()["id2label"][label]), word)
-    return _Token(token, "trained", f"{label:g}", word)
-
-
-def _predicted(ids: Sequence[int], labels: Sequence[int], positions: Tensor | None) -> Iterator[_Token]:
-    """Yield the tokens of documents. The label of each is the next one; the last one may be a label only."""
-    starts = [0] if positions is None else (positions[: len(ids)] == 0).nonzero().flatten().tolist()
-    for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
-        note = f"document {number + 1}" if len(starts) > 1 else ""
-        yield _Token(ids[start], "input", note, number)
-        for place in range(start, end):
-            if labels[place] != IGNORED_LABEL:
-                yield _Token(labels[place], "trained", "", number)
-            elif place + 1 < end:
-                yield _Token(ids[place + 1], "input", note, number)
 
 
 def _target(labels: Tensor, data: PreparedData) -> ShownText:
@@ -232,7 +172,7 @@ def _target(labels: Tensor, data: PreparedData) -> ShownText:
     return ShownText("target", len(known), tuple(pieces))
 
 
-def _pieces(tokens: Sequence[_Token], data: PreparedData) -> Iterator[Piece]:
+def _pieces(tokens: Sequence[ShownToken], data: PreparedData) -> Iterator[Piece]:
     done: list[int] = []
     before = ""
     for (mark, note, _), group in groupby(tokens, key=lambda one: (one.mark, one.note, one.group)):
@@ -246,31 +186,6 @@ def _pieces(tokens: Sequence[_Token], data: PreparedData) -> Iterator[Piece]:
 def _decoded(data: PreparedData, ids: Any) -> str:
     tokenizer: Any = data.preparation.text_tokenizer
     return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
-
-
-def _roles(task: Any, number: int, is_kto: bool) -> list[str]:
-    if number == 1:
-        return ["text"]
-    if is_kto:
-        return ["answer", "answer of the row before, for the divergence"]
-    if isinstance(task, RewardModelTask | PreferenceTask):
-        return ["chosen", "rejected"][:number]
-    if isinstance(task, EmbeddingTask) and task.score_column is None:
-        return ["anchor", "positive", *(f"negative {place}" for place in range(1, number))][:number]
-    return [f"text {place}" for place in range(number)]
-
-
-def _label(task: Any, label: Tensor) -> str:
-    names = task.model_options().get("id2label")
-    values = label.flatten().tolist()
-    if isinstance(task, QuestionAnsweringTask):
-        return f"tokens {values[0]} to {values[1]}" if values and values[1] else "no answer" if values else ""
-    if names is not None and len(names) > 1:
-        if label.dim() == 0:
-            return str(names[int(label)])
-        return ", ".join(str(names[place]) for place, value in enumerate(values) if value)
-    shown = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-    return ", ".join(shown)
 
 
 def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...], ...]:
