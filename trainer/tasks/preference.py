@@ -30,8 +30,9 @@ from trainer.tasks.text.chats import (
     unread_notes,
 )
 from trainer.tasks.text.columns import cell, cells_of, require_columns
+from trainer.tasks.text.tied_texts import equal_pairs_notes
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, Encoded, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, Tokenizer
 
 _ANSWER, _REFERENCE, DESIRABLE = "answer", "reference", "desirable"
 """Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
@@ -132,6 +133,13 @@ class PreferenceTask(TokenLabels):
             )
         replace(self._predicting(), continues=False).for_configuration(config)
         return self
+
+    def answer_notes(self, train: EncodedRows) -> list[str]:
+        if self.label is None:
+            return equal_pairs_notes(train)
+        first, *others = np.unique(train.scalars[DESIRABLE]).tolist()
+        kind = "desirable" if first else "undesirable"
+        return [] if others else [f"all training answers are {kind}, so nothing contrasts with them; add others"]
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         return unread_notes(features, self.columns, self.is_chat)

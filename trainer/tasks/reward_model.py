@@ -24,7 +24,8 @@ from trainer.tasks.text.chats import (
     without_end,
 )
 from trainer.tasks.text.columns import cell, cells_of, finite_numbers, framed, require_columns
-from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
+from trainer.tasks.text.tied_texts import equal_pairs_notes
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class RewardModelTask(ScoredTexts):
         check_texts_or_chats(features, {**({"prompt": self.prompt} if self.prompt else {}), **keys}, where)
         if self.margin is not None:
             require_columns(features, [self.margin], "task.margin", where)
+
+    def answer_notes(self, train: EncodedRows) -> list[str]:
+        return equal_pairs_notes(train)
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         is_chat = holds_chats(features[self.answer_columns[0]])

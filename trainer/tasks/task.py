@@ -24,7 +24,7 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
-from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, ImageProcessor, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, ImageProcessor, Tokenizer
 
 
 class Loss(ABC):
@@ -112,6 +112,14 @@ class Loss(ABC):
 
 class VocabularyLoss(Loss):
     """The part of a loss over a vocabulary; tensor ranks may share its tokens."""
+
+    labels_are_tokens = False
+    """Whether the labels that `encode` returns are token ids, for which the model needs embeddings."""
+
+    @property
+    def trains_all_tokens(self) -> bool:
+        """Whether all tokens of rows are trained, and not answers alone."""
+        return False
 
     vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
     """The tokens of the vocabulary for which the head computes logits at a time; None: it computes all logits."""
@@ -380,6 +388,10 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         self.check_columns(train.features, where)
         return self
 
+    def answer_notes(self, train: EncodedRows) -> list[str]:
+        """Return notes for the user on encoded answers of the training split that teach nothing."""
+        return []
+
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         """Return notes for the user on columns that are converted, or not read."""
         return []
@@ -418,13 +430,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
 
 
 class TextTask(Task):
-    """A task on texts.
-
-    Attributes:
-        labels_are_tokens: whether the labels that `encode` returns are token ids, for which the model needs embeddings.
-    """
-
-    labels_are_tokens = False
+    """A task on texts."""
 
     def for_split(self, rows: Dataset, first_row: int) -> Self:
         """Return the task that encodes `rows`, all rows of a split, for tasks that need facts on the whole split.

@@ -19,14 +19,11 @@ from trainer.data.streams.windows import Windows
 from trainer.models.configuration import rotary_positions
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
-from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.classes import plain_name
-from trainer.tasks.preference import DESIRABLE, PreferenceTask
-from trainer.tasks.reward_model import RewardModelTask
-from trainer.tasks.task import Task, TextTask
+from trainer.tasks.task import Task
+from trainer.tasks.text.tied_texts import MOST_COMPARED, texts_of
 from trainer.tasks.types import Tokenizer
 
-_MOST_COMPARED = 500_000  # training rows; comparing more takes seconds at each start
 _MOST_LABELS = 5_000_000  # training labels; counting more takes time at each start
 _USUAL_SHARE = 0.01  # of the rows
 _MOST_BLANK = 8  # tokens of an empty answer: its end, blanks, and marks of an empty reasoning
@@ -64,14 +61,10 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
     They are on answers that are trained wholly with their prompts, or not at all; on empty answers, and equal ones of a
     pair; on a missing end; and on most rows being cut.
     """
-    notes = _answer_notes(task, split)
+    notes = task.answer_notes(split)
     if 2 * split.num_cut > len(split):
         notes.append(f"most training rows are truncated: {split.num_cut:,} of {len(split):,}; raise `data.max_length`")
-    if (
-        not isinstance(task, TextTask)
-        or not task.labels_are_tokens
-        or (isinstance(task, CausalLMTask) and task.trains_all_tokens)
-    ):
+    if not task.labels_are_tokens or task.trains_all_tokens:
         return notes
     column = split.ragged.get("labels")
     labels = split.tokens.get("labels") if column is None else column.values
@@ -96,19 +89,6 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
         names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
         notes.append(f"no end token ({names}) is trained, so the model does not learn to end an answer")
     return notes
-
-
-def _answer_notes(task: Task, split: EncodedSplit) -> list[str]:
-    """Return notes on preferences that compare nothing: equal answers of a pair, and answers of one class alone."""
-    if isinstance(task, PreferenceTask) and task.label is not None:
-        first, *others = np.unique(split.scalars[DESIRABLE]).tolist()
-        kind = "desirable" if first else "undesirable"
-        return [] if others else [f"all training answers are {kind}, so nothing contrasts with them; add others"]
-    if not isinstance(task, PreferenceTask | RewardModelTask) or len(split) > _MOST_COMPARED:
-        return []
-    texts = _texts(split.tokens["input_ids"], split.offsets)
-    equal = sum(chosen == rejected for chosen, rejected in zip(texts, texts, strict=True))
-    return [f"{equal:,} of {len(split):,} training pairs have equal answers, which teach nothing"] if equal else []
 
 
 def _num_empty(labels: NDArray[Any], is_trained: NDArray[np.bool_], tokenizer: Tokenizer) -> tuple[int, int]:
@@ -247,7 +227,7 @@ def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
     Rows are compared by their tokens. Small numbers of such rows are usual, and not noted.
     """
     labels = train.scalars.get("labels")
-    if labels is None or labels.ndim != 1 or len(train) > _MOST_COMPARED or "input_ids" not in train.tokens:
+    if labels is None or labels.ndim != 1 or len(train) > MOST_COMPARED or "input_ids" not in train.tokens:
         return []
     found: dict[bytes, Any] = {}
     differing = 0
@@ -264,9 +244,4 @@ def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:
 
 def _texts_of(split: EncodedSplit) -> Iterator[bytes]:
     """Yield the tokens of each row."""
-    return _texts(split.tokens["input_ids"], split.offsets[:: split.texts_per_row])
-
-
-def _texts(ids: NDArray[Any], offsets: NDArray[np.int64]) -> Iterator[bytes]:
-    for start, end in itertools.pairwise(offsets.tolist()):
-        yield ids[start:end].tobytes()
+    return texts_of(split, split.texts_per_row)

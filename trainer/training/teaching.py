@@ -30,7 +30,6 @@ from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.classes import places_of
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
-from trainer.tasks.token_labels import TokenLabels
 from trainer.training.describing import describe_teacher, naming_the_teacher
 from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations, require_positions
 
@@ -187,7 +186,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, d
             " tokenizer makes none; use a teacher without them, or a student with them"
         )
     sizes = [vocabulary_size(of) for of in (preparation.config, config)]
-    if isinstance(task, TokenLabels) and sizes[0] != sizes[1]:
+    if task.labels_are_tokens and sizes[0] != sizes[1]:
         raise UsageError(
             f"`distillation.teacher` must have the student's `vocab_size` {sizes[0]}, but {name!r} has {sizes[1]}; use"
             " a model with as many tokens"

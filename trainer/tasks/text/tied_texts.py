@@ -1,7 +1,8 @@
-"""Texts of a split with the same tokens: they are ties in every metric."""
+"""Texts of a split with the same tokens: they are ties in every metric, and teach nothing as answers of a pair."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -9,6 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.tasks.types import EncodedRows
+
+MOST_COMPARED = 500_000
+"""Rows; comparing more takes seconds at each start."""
+
+
+def texts_of(encoded: EncodedRows, texts_per_row: int = 1) -> Iterator[bytes]:
+    """Yield the token ids of each text, or of each row of several texts."""
+    ids = encoded.tokens["input_ids"]
+    for start, end in pairwise(encoded.offsets[::texts_per_row].tolist()):
+        yield ids[start:end].tobytes()
+
+
+def equal_pairs_notes(train: EncodedRows) -> list[str]:
+    """Return a note on training rows with two equal texts; none for very many rows."""
+    if len(train) > MOST_COMPARED:
+        return []
+    texts = texts_of(train)
+    equal = sum(chosen == rejected for chosen, rejected in zip(texts, texts, strict=True))
+    return [f"{equal:,} of {len(train):,} training pairs have equal answers, which teach nothing"] if equal else []
 
 
 def first_of_equal(encoded: EncodedRows) -> NDArray[np.int64]:
