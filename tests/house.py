@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trainer"
 ABOVE = ("tools", "features", "cli", "api.py", "__main__.py", "__init__.py")
 _MOST_COMPLEX = 15
+_KINDS = {"Task", "TextTask", "ImageTask", "TaskKeys", "TextKeys", "ImageKeys"}
 _IMPORTS = """
 import atexit, json, sys
 from pathlib import Path
@@ -70,35 +71,42 @@ def reaches_up() -> list[str]:
 
 
 def _classes_of_tasks() -> set[str]:
-    """Return the names of the classes of tasks and of their sections in a recipe."""
-    files = [
-        *sources(PACKAGE / "tasks"),
-        *(PACKAGE / "recipe" / "schema" / f"{name}.py" for name in ("task", "language")),
-    ]
-    names = {node.name for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
-    return names - {"Task", "TextTask", "ImageTask"}
+    """Return the names of the classes of tasks and of their sections in a recipe, but those that all of a kind have."""
+    files = [*sources(PACKAGE / "tasks"), *sources(PACKAGE / "recipe" / "schema")]
+    classes = [node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    found, known = set(_KINDS), 0
+    while known < len(found):
+        known = len(found)
+        found |= {node.name for node in classes if found & {ast.unparse(base) for base in node.bases}}
+    return found - _KINDS
 
 
 def switches() -> list[str]:
-    """Return the places outside of `tasks/` and `features/` that ask for the type of a task."""
-    classes = _classes_of_tasks()
-    rooms = [path for path in sources() if path.relative_to(PACKAGE).parts[0] not in ("tasks", "features", "recipe")]
+    """Return the places outside of `tasks/` and `features/` that ask for the type of a task, in the schema too."""
+    classes, types = _classes_of_tasks(), {path.stem for path in (PACKAGE / "tasks").glob("*.py")}
+    rooms = [path for path in sources() if path.relative_to(PACKAGE).parts[0] not in ("tasks", "features")]
     return [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in rooms
         for node in ast.walk(ast.parse(path.read_text()))
-        if any(name in classes for name in _asked(node))
+        if classes & {*_asked(node)} or _compares(node, types)
     ]
 
 
 def _asked(node: ast.AST) -> Iterator[str]:
-    """Yield the classes that an `isinstance` or a `case` asks for; for a comparison of `task.type`, any class."""
+    """Yield the classes that an `isinstance` or a `case` asks for."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
         yield from (name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name))
     elif isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name):
         yield node.cls.id
-    elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("task.type"):
-        yield "CausalLM"
+
+
+def _compares(node: ast.AST, types: set[str]) -> bool:
+    """Return whether a comparison is one of `task.type`, or with the type of a task as text."""
+    if not isinstance(node, ast.Compare):
+        return False
+    texts = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+    return "task.type" in ast.unparse(node.left) or bool(types & texts)
 
 
 def complex_functions() -> int:

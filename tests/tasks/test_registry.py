@@ -5,8 +5,9 @@ from typing import get_args
 import pytest
 from transformers.pipelines import SUPPORTED_TASKS
 
+from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Recipe
-from trainer.tasks.registry import PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE, build_task
+from trainer.tasks.registry import build_task, card_of
 from trainer.tasks.task import ImageTask, Task, TextTask
 
 SECTIONS = get_args(Recipe.model_fields["task"].annotation)
@@ -42,7 +43,10 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     assert task.metric_names == tuple(section.model_fields["metrics"].default)
 
 
-def test_every_task_has_a_pipeline_of_transformers():
-    assert set(PIPELINE_TAGS) == {get_args(section.model_fields["type"].annotation)[0] for section in SECTIONS}
-    assert set(PIPELINE_TAGS.values()) <= {*SUPPORTED_TASKS, TEXT_TO_TEXT, *WITHOUT_PIPELINE}
-    assert not WITHOUT_PIPELINE & set(SUPPORTED_TASKS)
+def test_every_task_has_a_card_whose_pipeline_transformers_knows():
+    cards = {name: card_of(name) for name in task_sections()}
+    assert {card.has_pipeline for card in cards.values() if card} == {True, False}
+    for name, card in cards.items():
+        assert card, name
+        assert card.has_pipeline == (card.pipeline_tag in SUPPORTED_TASKS), name
+    assert card_of("unknown") is None

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.models.hub_files import find_file
-from trainer.recipe.schema import Embedding, Model, Recipe, Reranker
+from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import (
     ACTIVATIONS,
     DENSE_ACTIVATIONS,
@@ -29,6 +29,7 @@ from trainer.recipe.sentence import (
     SCALE_FOLDER,
     DenseLayer,
     SentenceFolder,
+    SentenceKeys,
     prompt_of,
 )
 
@@ -54,16 +55,15 @@ def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
         RecipeError: several of these hold.
         OSError: the hub cannot be reached.
     """
-    if recipe.model.is_random:
+    keys = recipe.task.sentences
+    if recipe.model.is_random or keys is None:
         return None
-    if isinstance(recipe.task, Reranker):
-        return _cross_encoder(recipe, recipe.task)
-    if not isinstance(recipe.task, Embedding):
-        return None
+    if keys.scores_pairs:
+        return _cross_encoder(recipe, keys)
     modules = _read(recipe.model, _MODULES, list)
     if modules is None:
         return None
-    folder = _Folder(recipe, recipe.task, modules)
+    folder = _Folder(recipe, keys, modules)
     problems = Problems()
     poolings: tuple[str, ...] = ()
     dense: tuple[DenseLayer, ...] = ()
@@ -84,11 +84,11 @@ def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
         tuple(folder.notes()),
         dense=dense,
         pools_prompt=folder.pools_prompt,
-        temperature=folder.temperature() if recipe.task.learn_temperature else None,
+        temperature=folder.temperature() if keys.learns_temperature else None,
     )
 
 
-def _cross_encoder(recipe: Recipe, task: Reranker) -> SentenceFolder | None:
+def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
     """Return the activation of the folder of a cross-encoder; None if the model has none."""
     model = recipe.model
     place = f"`model.name_or_path` is {str(model.name_or_path)!r}, a folder of sentence-transformers"
@@ -113,9 +113,9 @@ def _cross_encoder(recipe: Recipe, task: Reranker) -> SentenceFolder | None:
     activation = known.get(str(name).rpartition(".")[2])
     if activation is None:
         raise UsageError(f"{place} with the activation {name!r}, but {listed(list(known), 10)} are supported")
-    if task.activation not in (None, activation):
+    if keys.activation not in (None, activation):
         raise UsageError(
-            f'{place} with the activation {activation}, but `task.activation` is "{task.activation}"; set it to null'
+            f'{place} with the activation {activation}, but `task.activation` is "{keys.activation}"; set it to null'
         )
     return SentenceFolder((), False, {}, None, (), activation)
 
@@ -137,8 +137,8 @@ def unreachable(recipe: Recipe) -> str:
 
 
 class _Folder:
-    def __init__(self, recipe: Recipe, task: Embedding, modules: list[Any]) -> None:
-        self._recipe, self._task = recipe, task
+    def __init__(self, recipe: Recipe, keys: SentenceKeys, modules: list[Any]) -> None:
+        self._recipe, self._keys = recipe, keys
         self._place = f"`model.name_or_path` is {str(recipe.model.name_or_path)!r}, a folder of sentence-transformers"
         self._modules = [module if isinstance(module, dict) else {} for module in modules]
         self._kinds = [str(module.get("type")) for module in self._modules]
@@ -164,10 +164,10 @@ class _Folder:
             raise UsageError(
                 f"{self._place} with its model in {path!r}; move the files of that folder next to {_MODULES}"
             )
-        if self._task.normalize not in (None, self.normalizes):
+        if self._keys.normalize not in (None, self.normalizes):
             raise UsageError(
                 f"{self._place} that {'scales' if self.normalizes else 'does not scale'} embeddings to a length of 1,"
-                f" but `task.normalize` is {json.dumps(self._task.normalize)}; set it to {json.dumps(self.normalizes)},"
+                f" but `task.normalize` is {json.dumps(self._keys.normalize)}; set it to {json.dumps(self.normalizes)},"
                 " or to null"
             )
 
@@ -236,10 +236,10 @@ class _Folder:
                 " pooling"
             )
         self.pools_prompt = config.get("include_prompt") is not False
-        if self._task.pooling is not None and [_POOLINGS[name] for name in found] != [self._task.pooling]:
+        if self._keys.pooling is not None and [_POOLINGS[name] for name in found] != [self._keys.pooling]:
             fix = f'"{_POOLINGS[found[0]]}" or null' if len(found) == 1 else "null"
             raise UsageError(
-                f'{self._place} with the pooling {shown}, but `task.pooling` is "{self._task.pooling}"; set it to'
+                f'{self._place} with the pooling {shown}, but `task.pooling` is "{self._keys.pooling}"; set it to'
                 f" {fix}, or remove {_MODULES} from a copy to train another pooling"
             )
         return tuple(_POOLINGS[name] for name in found)
@@ -271,8 +271,8 @@ class _Folder:
     def require_prompts(self) -> None:
         """Require that no prompt of the recipe is another one than that of the folder."""
         for key, role in (("query_prompt", QUERY), ("document_prompt", DOCUMENT)):
-            name = prompt_of(role, self.prompts) if self._task.has_roles else self.default_prompt
-            own, known = getattr(self._task, key), self.prompts.get(name or "", "")
+            name = prompt_of(role, self.prompts) if self._keys.has_roles else self.default_prompt
+            own, known = getattr(self._keys, key), self.prompts.get(name or "", "")
             if own is not None and known and own != known:
                 raise UsageError(
                     f"{self._place} with the prompt {known!r} ({name}), but `task.{key}` is {own!r}; set it to null, or"

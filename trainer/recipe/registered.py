@@ -11,7 +11,7 @@ from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TextKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
-__all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name"]
+__all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -47,7 +47,8 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
     return names[0]
 
 
-def _task_sections() -> dict[str, type[Section]]:
+def task_sections() -> dict[str, type[Section]]:
+    """Return the sections of shipped and registered tasks, by their types."""
     sections = get_args(Recipe.model_fields["task"].annotation)
     return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
 
@@ -63,15 +64,15 @@ def _metric_names(section: type[Section]) -> tuple[str, ...]:
     return get_args(literal)
 
 
-_SHIPPED = tuple(_task_sections())
+_SHIPPED = tuple(task_sections())
 _SHIPPED_OPTIMIZERS = tuple(optimizer_sections())
-_SHIPPED_METRICS = frozenset(name for section in _task_sections().values() for name in _metric_names(section))
+_SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _metric_names(section))
 
 
 def _add_task(registration: Registration) -> None:
     if registration.name in _SHIPPED:
         raise UsageError(f"the task {registration.name!r} ships with trainer; register yours under another name")
-    sections = {**_task_sections(), registration.name: registration.value.keys}
+    sections = {**task_sections(), registration.name: registration.value.keys}
     Recipe.model_fields["task"].annotation = reduce(or_, sections.values())
     Recipe.model_rebuild(force=True)
 
@@ -100,7 +101,7 @@ def _add_keys(registration: Registration) -> None:
 
 
 def _add_metric(registration: Registration) -> None:
-    sections = _task_sections()
+    sections = task_sections()
     if registration.name in _SHIPPED_METRICS:
         raise UsageError(f"the metric {registration.name!r} ships with trainer; register yours under another name")
     for name in registration.value.tasks:

@@ -60,6 +60,24 @@ class DenseLayer(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SentenceKeys:
+    """The keys of a task with which a folder of sentence-transformers must agree.
+
+    `scores_pairs`: the folder is that of a cross-encoder, which has an `activation` alone. `has_roles`: texts are
+    queries and documents. For the others see the section `task`.
+    """
+
+    scores_pairs: bool = False
+    activation: str | None = None
+    pooling: str | None = None
+    normalize: bool | None = None
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    has_roles: bool = True
+    learns_temperature: bool = False
+
+
+@dataclass(frozen=True)
 class SentenceFolder:
     """The embedding of a folder of sentence-transformers, and notes on its differences from the recipe.
 

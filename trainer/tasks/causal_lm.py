@@ -9,7 +9,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Generation
+from trainer.recipe.schema import Generation, TaskKeys
+from trainer.tasks.card import GENERATION
+from trainer.tasks.task import Task
 from trainer.tasks.text.chats import (
     Tokens,
     Turns,
@@ -68,6 +70,12 @@ class CausalLMTask(TokenLabels):
     num_tokens: int | None = None
 
     auto_class_name = "AutoModelForCausalLM"
+    card = GENERATION
+
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        columns = {key: getattr(section, key) for key in ("text", "prompt", "completion", "messages")}
+        return super().of(section, sources={key: name for key, name in columns.items() if name is not None}, **given)
 
     @property
     def columns(self) -> tuple[str, ...]:

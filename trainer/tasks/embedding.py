@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
+from trainer.recipe.schema import Embedding, TaskKeys
 from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, SentenceFolder, prompt_of
+from trainer.tasks.card import Card
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
+from trainer.tasks.task import Task
 from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
@@ -81,6 +84,12 @@ class Prompts:
         return {"prompts": prompts, "default_prompt_name": default}
 
 
+_USAGE = """\
+from sentence_transformers import SentenceTransformer
+
+embed = SentenceTransformer("path/to/this/folder").encode"""
+
+
 @dataclass(frozen=True)
 class EmbeddingTask(SeveralTexts):
     """Embeddings of texts, trained by their cosine similarities."""
@@ -109,6 +118,7 @@ class EmbeddingTask(SeveralTexts):
 
     recipe_type = "embedding"
     auto_class_name = "AutoModel"
+    card = Card("feature-extraction", peft_type="FEATURE_EXTRACTION", program="sentence-transformers", usage=_USAGE)
     beside_rows = (
         "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense"
     )  # fmt: skip
@@ -119,6 +129,20 @@ class EmbeddingTask(SeveralTexts):
     def preview(self) -> RowPreview:
         negatives = (f"negative {number}" for number in range(1, len(self.text_columns) - 1))
         return RowPreview(roles=() if self.score_column else ("anchor", "positive", *negatives))
+
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        assert isinstance(section, Embedding)
+        sizes = section.dimensions or []
+        return super().of(
+            section,
+            text_columns=tuple(section.texts),
+            poolings=(section.pooling or "mean",),
+            normalize=section.normalize is not False,
+            prompts=Prompts(section.query_prompt, section.document_prompt),
+            dimensions=tuple(zip(sizes, section.dimension_weights or [1.0] * len(sizes), strict=True)),
+            **given,
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -320,6 +344,9 @@ class EmbeddingTask(SeveralTexts):
         first = self.text_columns[0]
         return replace(self, text_columns=(first,), score_column=None, mask_duplicates=False, query_column=first)
 
+    def embedding(self, columns: Sequence[str]) -> EmbeddingTask:
+        return replace(self, text_columns=tuple(columns))
+
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"embeddings": self._split(logits)[0].float()}
 
@@ -328,6 +355,17 @@ class EmbeddingTask(SeveralTexts):
         if len(self.text_columns) > 1:
             names = [f"embedding_{column}" for column in self.text_columns]
         return [dict(zip(names, texts.tolist(), strict=True)) for texts in answers["embeddings"]]
+
+    def graph_head(self) -> tuple[nn.Module, tuple[str, ...]]:
+        head = replace(self, learns_temperature=False).head
+        return head, () if self.pools_prompt else (POOLED,)
+
+    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
+        """Return the prompt and the texts of each column, for SentenceTransformer."""
+        return {"columns": [[self.prompt_of(column), list(rows[column])] for column in self.text_columns]}
+
+    def with_private_scores(self, scores: Tensor, trained: Tensor) -> Tensor:
+        return torch.cat([scores, trained[..., -1:]], -1) if self.learns_temperature else scores
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the files, by name, that make an exported folder one of sentence-transformers."""

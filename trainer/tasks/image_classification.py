@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.tasks.card import Card
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.image_column import read_images, require_images
 from trainer.tasks.task import ImageTask
@@ -25,6 +26,7 @@ class ImageClassificationTask(RowClasses, ImageTask):
     shape: tuple[int, ...] | None = None
 
     auto_class_name = "AutoModelForImageClassification"
+    card = Card("image-classification", processor="AutoImageProcessor", rows="[image]")
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
+from trainer.tasks.card import Card
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
@@ -45,6 +46,7 @@ class MaskedLMTask(TokenLabels):
     num_tokens: int | None = None
 
     auto_class_name = "AutoModelForMaskedLM"
+    card = Card("fill-mask")
     beside_rows = (
         "mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores", "num_tokens"
     )  # fmt: skip

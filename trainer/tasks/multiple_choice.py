@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.card import Card
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
 from trainer.tasks.several_texts import grouped, most_texts, texts_of_rows
 from trainer.tasks.task import TextTask
@@ -28,6 +29,17 @@ LabelFormat = Literal["index", "number", "letter", "text"]
 _ABSENT = -1e4  # score of a choice that the row does not have: a probability of 0, and finite in sums
 _NUM_CHOICES = "num_choices"
 _NAMES_SHOWN = 10
+
+
+_USAGE = """\
+from transformers import AutoTokenizer, ARCHITECTURE
+
+model = ARCHITECTURE.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+context, choices = "...", ["...", "..."]  # a question stands before each choice
+inputs = tokenizer([context] * len(choices), choices, padding=True, return_tensors="pt")
+scores = model(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0]
+print(choices[int(scores.argmax())])"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,13 @@ class MultipleChoiceTask(TextTask):
     num_texts: int = 0  # the largest number of choices of a row, from `for_split`
 
     auto_class_name = "AutoModelForMultipleChoice"
+    card = Card(
+        "multiple-choice",
+        has_pipeline=False,
+        rows='["...", "..."], ["one choice", "another"], padding=True',
+        usage=_USAGE,
+        graph="inputs = {name: tensor[None] for name, tensor in inputs.items()}",
+    )
     beside_rows = ("metric_names",)
     beside_inputs = (_NUM_CHOICES,)
 

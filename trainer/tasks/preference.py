@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Generation, PreferenceLoss
+from trainer.recipe.schema import Generation, Preference, PreferenceLoss, TaskKeys
+from trainer.tasks.card import GENERATION
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
 from trainer.tasks.preview import Inputs, NextTokens, RowPreview
+from trainer.tasks.task import Task
 from trainer.tasks.text.chat_messages import messages_of
 from trainer.tasks.text.chats import (
     Tokens,
@@ -87,9 +89,23 @@ class PreferenceTask(TokenLabels):
     others: tuple[Dataset, int] | None = None
 
     auto_class_name = "AutoModelForCausalLM"
+    card = GENERATION
     rows_are_labels = True
     beside_inputs = (_ANSWER, _REFERENCE, DESIRABLE)
     beside_rows = ("loss", "metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores", "others")
+
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        assert isinstance(section, Preference)
+        is_kto = section.loss.type == "kto"
+        answers = ("completion",) if is_kto else ("chosen", "rejected")
+        return super().of(
+            section,
+            answer_columns={key: getattr(section, key) for key in answers},
+            label=section.label if is_kto else None,
+            labels_prompts=section.loss.type == "orpo",
+            **given,
+        )
 
     @property
     def preview(self) -> RowPreview:

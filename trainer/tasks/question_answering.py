@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.card import Card
 from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
@@ -94,6 +95,7 @@ class QuestionAnsweringTask(TextTask):
     has_answers: bool = True  # False for rows to predict
 
     auto_class_name = "AutoModelForQuestionAnswering"
+    card = Card("question-answering", has_pipeline=False, peft_type="QUESTION_ANS")
     beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
     beside_inputs = (WINDOW,)
     cut_targets = "answers that no window holds as a whole, learned as no answer"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS, SentenceFolder
+from trainer.tasks.card import Card
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts, grouped, mean_of_draws, most_texts, texts_of_rows
 from trainer.tasks.text.columns import (
@@ -39,6 +40,12 @@ _NEVER = -1e16  # the score of such a document: a probability of 0, and finite i
 _MU, _LEAST_GAIN = 10.0, 1e-10
 
 
+_USAGE = """\
+from sentence_transformers import CrossEncoder
+
+scores = CrossEncoder("path/to/this/folder").predict([("a query", "a document")])"""
+
+
 @dataclass(frozen=True)
 class RerankerTask(ScoredTexts):
     """Scores of pairs of a query and a document."""
@@ -56,6 +63,7 @@ class RerankerTask(ScoredTexts):
     num_texts: int = 1  # the largest number of documents of a row, from `for_split`
 
     recipe_type = "reranker"
+    card = Card("text-ranking", has_pipeline=False, peft_type="SEQ_CLS", program="cross-encoder", usage=_USAGE)
     beside_rows = ("metric_names", "positive_weight", "scale", "activation")
 
     @property
@@ -275,6 +283,17 @@ class RerankerTask(ScoredTexts):
         ]
         is_list = len(self.document_columns) > 1 or isinstance(split.rows[0][self.document_columns[0]], list)
         return [{"scores": scores} if is_list else {"score": scores[0]} for scores in lists]
+
+    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
+        """Return the pairs of all rows, for CrossEncoder."""
+        of_rows = zip(rows[self.query_column], self.documents_of(rows), strict=True)
+        return {"pairs": [[query, document] for query, documents in of_rows for document in documents]}
+
+    def program_scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
+        counts = torch.tensor([len(documents) for documents in self.documents_of(rows)])
+        scores = torch.zeros(len(counts), self.for_split(rows, 0).num_texts)
+        scores[torch.arange(scores.shape[1]) < counts[:, None]] = outputs.float()
+        return scores
 
     def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the files, by name, that make an exported folder a cross-encoder of sentence-transformers."""

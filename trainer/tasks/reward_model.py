@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError
+from trainer.recipe.schema import RewardModel, TaskKeys
+from trainer.tasks.card import TEXT_CLASSIFICATION
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.several_texts import ScoredTexts
+from trainer.tasks.task import Task
 from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
@@ -41,11 +44,17 @@ class RewardModelTask(ScoredTexts):
     metric_names: tuple[str, ...]
 
     recipe_type = "reward_model"
+    card = TEXT_CLASSIFICATION
     beside_rows = ("metric_names", "center_coefficient")
 
     @property
     def preview(self) -> RowPreview:
         return RowPreview(roles=("chosen", "rejected"))
+
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        assert isinstance(section, RewardModel)
+        return super().of(section, answer_columns=(section.chosen, section.rejected), **given)
 
     @property
     def columns(self) -> tuple[str, ...]:

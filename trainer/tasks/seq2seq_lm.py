@@ -11,13 +11,24 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Generation
+from trainer.recipe.schema import Generation, TaskKeys
+from trainer.tasks.card import TEXT_TO_TEXT, Card
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.task import Task
 from trainer.tasks.text.columns import cell, filled, frame_of, require_text, tokenise, unframed
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
+
+_USAGE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+model = AutoModelForSeq2SeqLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+inputs = tokenizer(PROMPT, return_tensors="pt")
+tokens = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,19 @@ class Seq2SeqLMTask(TokenLabels):
     forced_token: int | None = None
 
     auto_class_name = "AutoModelForSeq2SeqLM"
+    card = Card(
+        TEXT_TO_TEXT,
+        has_pipeline=False,
+        peft_type="SEQ_2_SEQ_LM",
+        usage=_USAGE,
+        graph='inputs["decoder_input_ids"] = [[FIRST_TOKEN]]  # and the tokens that were generated so far',
+    )
     beside_rows = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
     own_lengths = ("decoder_input_ids", "labels")
+
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        return super().of(section, languages=section.languages, **given)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.tasks.card import TEXT_CLASSIFICATION
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
@@ -26,6 +27,7 @@ class SequenceRegressionTask(TextTask):
     metric_names: tuple[str, ...]
 
     auto_class_name = "AutoModelForSequenceClassification"
+    card = TEXT_CLASSIFICATION
     beside_rows = ("metric_names",)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -18,13 +18,23 @@ from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
-from trainer.recipe.schema import Generation
+from trainer.recipe.schema import Generation, TaskKeys
 from trainer.recipe.sentence import SentenceFolder
+from trainer.tasks.card import Card
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, ImageProcessor, Tokenizer
+
+_KEYS = {
+    "metric_names": "metrics", "class_names": "labels", "settings": "generation", "label_column": "label",
+    "text_columns": "text", "text_column": "text", "words_column": "words", "image_column": "image",
+    "score_column": "score", "learns_temperature": "learn_temperature", "question_column": "question",
+    "context_column": "context", "answer_columns": "answers", "choice_columns": "choices", "query_column": "query",
+    "document_columns": "documents",
+}  # fmt: skip
+"""The keys of the recipe for fields of tasks with another name."""
 
 
 class Loss(ABC):
@@ -215,6 +225,10 @@ class Answers:
         """
         raise NotImplementedError
 
+    def embedding(self, columns: Sequence[str]) -> Self | None:
+        """Return the task that embeds the texts of these columns; None: it embeds no texts."""
+        return None
+
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         """Return one JSON object for each row of `split.rows`, in order.
 
@@ -253,6 +267,40 @@ class Generates:
         return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
+class Exported:
+    """A task in other programs; the default is one that transformers computes whole."""
+
+    card: Card = Card()
+    """The facts of the model card."""
+
+    def graph_head(self) -> tuple[nn.Module, tuple[str, ...]] | None:
+        """Return the module that a graph computes from the last hidden states, and the columns that it gets.
+
+        None: a graph has the outputs of the model.
+        """
+        return None
+
+    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
+        """Return the texts of rows, as JSON, for the program of `card`, if that is not transformers."""
+        return {}
+
+    def program_scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
+        """Return the scores `[rows, ...]` from the outputs of that program for all rows."""
+        return outputs
+
+    def with_private_scores(self, scores: Tensor, trained: Tensor) -> Tensor:
+        """Return the scores of another program, with those of the trained model that no other program computes."""
+        return scores
+
+    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the contents of further JSON files of an exported folder, by their path in the folder.
+
+        Args:
+            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
+        """
+        return {}
+
+
 class Classes:
     """The named classes of a task; the default has none."""
 
@@ -285,7 +333,7 @@ class Classes:
         return self
 
 
-class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
+class Task(VocabularyLoss, Scores, Answers, Generates, Classes, Exported):
     """A task: its model and its columns, beside its loss, metrics, predictions and generated texts.
 
     Attributes:
@@ -303,10 +351,26 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
     own_lengths: tuple[str, ...] = ()
     cut_targets = "targets cut to `task.max_target_length`"
 
-    def changed(self, **fields: Any) -> Self:
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        """Build the task from its section of a recipe; `resolve` adds the labels of the training split.
+
+        Each field has the value of the key of its name, or of `_KEYS`; `given` holds those that no single key has.
+        """
+        kind: Any = cls
+        for field in fields(kind):
+            key = field.name if field.name in type(section).model_fields else _KEYS.get(field.name)
+            if key in type(section).model_fields and field.name not in given:
+                value = getattr(section, key)
+                value = (value,) if field.name.endswith("_columns") and isinstance(value, str) else value
+                given[field.name] = tuple(value) if isinstance(value, list) else value
+        task: Task = kind(**given)
+        return task
+
+    def changed(self, **values: Any) -> Self:
         """Return the task, a frozen dataclass, with other values of its fields."""
         task: Any = self
-        changed: Self = replace(task, **fields)
+        changed: Self = replace(task, **values)
         return changed
 
     @property
@@ -343,7 +407,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
     @property
     def preview(self) -> RowPreview:
         """How previews show the rows."""
-        return RowPreview(self.model_options().get("id2label") or {})
+        return RowPreview(dict(enumerate(self.class_names or ())))
 
     @property
     @abstractmethod
@@ -419,14 +483,6 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         the forward pass of the model, which every layout trains.
         """
         return None
-
-    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
-        """Return the contents of further JSON files of an exported folder, by their path in the folder.
-
-        Args:
-            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
-        """
-        return {}
 
 
 class TextTask(Task):

@@ -21,10 +21,12 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.recipe.schema import TaskKeys, TokenClassification
+from trainer.tasks.card import Card
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
-from trainer.tasks.task import TextTask
+from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.columns import STRING_TYPES, cell, dtype_in_list, require_kind, require_text, shown
 from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
 from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
@@ -73,6 +75,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
     stride: int | None = None
 
     auto_class_name = "AutoModelForTokenClassification"
+    card = Card("token-classification", peft_type="TOKEN_CLS")
     beside_rows = ("metric_names",)
     beside_inputs = (WORD, ROW)
     rows_are_labels = False
@@ -85,9 +88,14 @@ class TokenClassificationTask(NamedClasses, TextTask):
         assert column is not None
         return column
 
+    @classmethod
+    def of(cls, section: TaskKeys, **given: Any) -> Task:
+        assert isinstance(section, TokenClassification)
+        return super().of(section, label_column=section.spans if section.words is None else section.tags, **given)
+
     @property
     def preview(self) -> RowPreview:
-        return _TaggedWords(self.model_options()["id2label"])
+        return _TaggedWords(dict(enumerate(self.class_names or ())))
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -38,12 +38,13 @@ from trainer.models.weight_files import UnknownModelError, described_model, plan
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
-from trainer.tasks.registry import PEFT_TASK_TYPES, build_task
+from trainer.tasks.card import Card
+from trainer.tasks.registry import build_task, card_of
 from trainer.training.certificate import Certificate, require_not_refused
 from trainer.training.model_card import CARD_NAME, complete_folder
 from trainer.training.onnx_graph import require_onnx, to_onnx
 from trainer.training.row_encoding import with_folder
-from trainer.training.verifying import Opened, Verification, kind_of, verify
+from trainer.training.verifying import Opened, Verification, verify
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
@@ -131,11 +132,11 @@ def export(
             return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
 
         if adapter:
-            task_type = PEFT_TASK_TYPES.get(str(_group(state.facts.identity, "task").get("type")))
+            peft_type = (card_of(str(_group(state.facts.identity, "task").get("type"))) or Card()).peft_type
             buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
             own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
             names = available.keys() | merged.shapes
-            weights = [write_adapter(described, _origin_model(state), task_type, names, own, read, temporary, type_)]
+            weights = [write_adapter(described, _origin_model(state), peft_type, names, own, read, temporary, type_)]
         else:
             weights = plan_files(described, merged.shapes, type_).write(read, temporary)
         frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
@@ -193,7 +194,7 @@ def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bo
     if to == "onnx":
         return Opened("onnx", dtype)
     if not adapter:
-        return Opened(kind_of(_task_type(state)), dtype)
+        return Opened((card_of(_task_type(state)) or Card()).program, dtype)
     origin = _origin_model(state)
     assert origin.name_or_path is not None, "it was checked"
     quantization: dict[str, Any] | None = None

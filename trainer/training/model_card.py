@@ -21,7 +21,8 @@ from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.recipe.reading.trained import RECIPE_FILE
-from trainer.tasks.registry import LIBRARIES, PIPELINE_TAGS, TEXT_TO_TEXT, WITHOUT_PIPELINE
+from trainer.tasks.card import Card
+from trainer.tasks.registry import card_of
 from trainer.training.certificate import Certificate
 from trainer.training.plain_reader import ONNX_NAME
 
@@ -74,36 +75,35 @@ def _card(
     recipe, best = _part(origin, "recipe"), progress.best
     task = _part(recipe, "task")
     task_type = str(task.get("type"))
-    tag = PIPELINE_TAGS.get(task_type)
-    processor, rows = "AutoTokenizer", '["..."]'
-    if task_type == "image_classification":
-        processor, rows = "AutoImageProcessor", "[image]"
-    if task_type == "multiple_choice":
-        rows = '["...", "..."], ["one choice", "another"], padding=True'
+    facts = card_of(task_type) or Card()
+    tag, architecture = facts.pipeline_tag, config["architectures"][0]
+    names = {
+        "ARCHITECTURE": architecture,
+        "PROMPT": json.dumps(f"{task.get('prefix') or ''}..."),
+        "FIRST_TOKEN": _plain(config.get("decoder_start_token_id")),
+    }
     base: list[str] = []
     if adapter is not None:
         base = [json.dumps(_hub_name(adapter["base_model_name_or_path"]) or "path/to/the/base/model")]
         base += [f"revision={json.dumps(adapter['revision'])}"] if adapter["revision"] else []
     text: str = _template().render(
-        head=_head(recipe, task_type, tag, adapter is not None).to_yaml().strip(),
+        head=_head(recipe, task_type, facts, adapter is not None).to_yaml().strip(),
         recipe=recipe,
         as_json=json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
-        architecture=config["architectures"][0],
+        architecture=architecture,
         dtype=config["dtype"],
-        first_token=config.get("decoder_start_token_id"),
         adapter=adapter,
         base=base,
         generates=(folder / GENERATION_CONFIG_NAME).is_file(),
         has_graph=(folder / ONNX_NAME).is_file(),
         onnx_name=ONNX_NAME,
-        processor=processor,
-        rows=rows,
+        processor=facts.processor,
+        rows=facts.rows,
+        usage=_filled(facts.usage, names),
+        completed=_filled(facts.graph, names),
         task=task_type,
         tag=tag,
-        text_to_text=TEXT_TO_TEXT,
-        has_pipeline=tag is not None and tag not in WITHOUT_PIPELINE,
-        library=LIBRARIES.get(task_type),
-        prompt=json.dumps(f"{task.get('prefix') or ''}..."),
+        has_pipeline=tag is not None and facts.has_pipeline,
         progress=progress,
         best=f"{_plain(best.name)} {best.value:.6g} at step {best.step:,}" if best else "none",
         decay=_part(recipe, "training").get("ema_decay"),
@@ -111,6 +111,13 @@ def _card(
         versions=sorted(_part(origin, "versions").items()),
     )
     return text.rstrip() + "\n"
+
+
+def _filled(code: str, names: Mapping[str, str]) -> str:
+    """Return lines of Python with the values of the words that stand for them."""
+    for name, value in names.items():
+        code = code.replace(name, value)
+    return code
 
 
 def _template() -> Any:
@@ -134,17 +141,16 @@ def _plain(value: Any) -> str:
     return text
 
 
-def _head(recipe: Mapping[str, Any], task_type: str, tag: str | None, is_adapter: bool) -> ModelCardData:
+def _head(recipe: Mapping[str, Any], task_type: str, facts: Card, is_adapter: bool) -> ModelCardData:
     """Return the metadata for the hub; it leaves out keys that are None."""
     data = _part(recipe, "data")
     dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
-    library = LIBRARIES.get(task_type, "transformers")
     return ModelCardData(
-        library_name="peft" if is_adapter else library,
+        library_name="peft" if is_adapter else facts.library,
         base_model=_hub_name(_part(recipe, "model").get("name_or_path")),
         datasets=[dataset] if dataset else None,
-        pipeline_tag=tag,
-        tags=[task_type.replace("_", "-")] if tag else None,
+        pipeline_tag=facts.pipeline_tag,
+        tags=[task_type.replace("_", "-")] if facts.pipeline_tag else None,
     )
 
 

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from trainer.models.image_processor import image_size, load_image_processor
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import POOLED
-from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.training.certificate import OUTPUTS
 from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
@@ -80,24 +78,22 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
 
     Args:
         folder: a folder with weights in fp32.
-        recipe: the recipe of the training; None: it is unknown, and no embedding.
+        recipe: the recipe of the training; None: it is unknown, and of a task without a head of its own.
 
     Raises:
         TrainerError: the exporter does not support the model.
     """
-    head = None
+    head: nn.Module | None = None
     with without_report():
         # The exporter takes a view of the outputs of torch's fused attention that those of T5 do not have.
         model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         inputs = _sample(folder, model)
-    if recipe is not None and isinstance(task := build_task(recipe.task), EmbeddingTask):
+    if recipe is not None:
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
-        found = sentence_folder(own)
-        assert found is not None, "it was written"
-        task = replace(task.in_sentence_folder(found), learns_temperature=False)
-        head = task.head
-        if not task.pools_prompt:
-            inputs[POOLED] = inputs["attention_mask"].clone()
+        task, found = build_task(recipe.task), sentence_folder(own)
+        added = (task if found is None else task.in_sentence_folder(found)).graph_head()
+        head, columns = (None, ()) if added is None else added
+        inputs |= {name: inputs["attention_mask"].clone() for name in columns}
     graph = _Graph(model, list(inputs), head)
     with torch.no_grad():
         outputs = list(graph(*inputs.values()))

@@ -23,7 +23,6 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan
-from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
@@ -60,9 +59,10 @@ class Prediction:
         preparation = load_preparation(recipe)
         task: Task = build_task(with_class_names(recipe).task).without_labels()
         if columns:
-            if not isinstance(task, EmbeddingTask):
+            embedding = task.embedding(tuple(dict.fromkeys(columns)))
+            if embedding is None:
                 raise UsageError(f"`--column` names texts to embed, but `task.type` is {recipe.task.type}; remove it")
-            task = replace(task, text_columns=tuple(dict.fromkeys(columns)))
+            task = embedding
         require_fitting_rotations(recipe, preparation.config, task)
         task = fitted(task, preparation)
         refuse_generation_in_parts(task, plan)

@@ -34,7 +34,7 @@ from trainer.models.configuration import (
 from trainer.models.image_processor import ImageProcessor, load_image_processor
 from trainer.models.sentence_folder import sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
-from trainer.recipe.schema import ImageKeys, Recipe, Seq2SeqLM
+from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import ImageTask, Task, TextTask
@@ -133,7 +133,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
     problems.raise_all()
     if folder is not None:
         notes = list(folder.notes)
-    if isinstance(recipe.task, Seq2SeqLM):
+    if recipe.task.languages is not None:
         name_target_language(config, tokenizer)
     size = vocabulary_size(config)
     notes += tokenizer_notes(recipe.model, tokenizer, size)
@@ -152,8 +152,8 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """
     tokenizer: Tokenizer = load_tokenizer(recipe.model)
     set_date(tokenizer, recipe.data.date)
-    if isinstance(recipe.task, Seq2SeqLM):
-        set_languages(tokenizer, recipe.task.source_language, recipe.task.target_language)
+    if recipe.task.languages is not None:
+        set_languages(tokenizer, *recipe.task.languages)
     return tokenizer
 
 

@@ -35,8 +35,6 @@ from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
 from trainer.recipe.schema import Recipe
 from trainer.recipe.sentence import POOLED
-from trainer.tasks.embedding import EmbeddingTask
-from trainer.tasks.reranker import RerankerTask
 from trainer.tasks.task import Task
 from trainer.training import plain_reader
 from trainer.training.certificate import (
@@ -144,11 +142,6 @@ def verify(
         )  # fmt: skip
 
 
-def kind_of(task_type: str) -> str:
-    """Return the kind of an exported folder with whole weights."""
-    return {"embedding": "sentence-transformers", "reranker": "cross-encoder"}.get(task_type, "transformers")
-
-
 def _data(
     preparation: Path, added: Mapping[str, Tensor], recipe: Mapping[str, Any], asked: Verification, place: Path
 ) -> tuple[PreparedData, Recipe]:
@@ -157,7 +150,7 @@ def _data(
     shutil.copytree(preparation, folder)
     write_added(added, folder, torch.float32)
     plain: dict[str, Any] = {"precision": "fp32", "weights": "fp32"}
-    if recipe["task"]["type"] == "causal_lm":  # other programs read one document in a row
+    if "packing" in recipe["task"]:  # other programs read one document in a row
         plain["task"] = {**recipe["task"], "packing": "none"}
     (folder / RECIPE_FILE).write_text(json.dumps({**recipe, **plain}), encoding="utf-8")
     trained = with_class_names(load_trained(folder, None, asked.overrides, 1, evaluates=True).resolved.recipe)
@@ -249,15 +242,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "num_batches": len(expected.batches),
         "packages": ["torch", "transformers", *packages],
     }
-    if opened.kind == "sentence-transformers":
-        assert isinstance(task, EmbeddingTask)
-        request["columns"] = [[task.prompt_of(column), list(rows[column])] for column in task.text_columns]
-    if opened.kind == "cross-encoder":
-        assert isinstance(task, RerankerTask)
-        documents = task.documents_of(rows)
-        queries = zip(rows[task.query_column], documents, strict=True)
-        request["pairs"] = [[query, document] for query, of_row in queries for document in of_row]
-    return request
+    return request | (task.program_inputs(rows) if opened.kind in _BY_TEXTS else {})
 
 
 def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Path) -> None:
@@ -312,22 +297,17 @@ def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Pat
     """Return the outputs of the other program for each batch; of embeddings and texts, the scores of the task."""
     if opened.kind in _BY_TEXTS:
         (whole,) = _stored(place, 0).values()
-        if isinstance(data.task, RerankerTask):
-            assert data.evaluated is not None
-            lengths = torch.tensor([len(of_row) for of_row in data.task.documents_of(data.evaluated.rows)])
-            padded = torch.zeros(len(lengths), data.task.for_split(data.evaluated.rows, 0).num_texts)
-            padded[torch.arange(padded.shape[1]) < lengths[:, None]] = whole.float()
-            whole = padded
+        assert data.evaluated is not None
+        whole = data.task.program_scores(whole, data.evaluated.rows)
         found = [{"scores": whole[batch.rows].float()} for batch in expected.batches]
     else:
         found = [_stored(place, number) for number in range(len(expected.batches))]
         for one, batch in zip(found, expected.batches, strict=True):
             if (embeddings := one.pop(EMBEDDINGS, None)) is not None:
                 one["scores"] = embeddings.view(len(batch.rows), -1, embeddings.shape[-1])
-    if isinstance(data.task, EmbeddingTask) and data.task.learns_temperature:  # other programs do not read it
-        for number, one in enumerate(found):
-            temperature = expected.scores(data.task, number)[..., -1:]
-            one["scores"] = torch.cat([one["scores"], temperature], -1)
+    for number, one in enumerate(found):
+        if "scores" in one:
+            one["scores"] = data.task.with_private_scores(one["scores"], expected.scores(data.task, number))
     return found
 
 

@@ -154,6 +154,10 @@ class Seq2SeqLM(VocabularyKeys):
     """ROUGE (0 to 1), BLEU and chrF (0 to 100) of generated texts; share of target tokens predicted correctly from the
     true ones before; exponential of the mean loss."""
 
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        return self.source_language, self.target_language
+
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         yield from self.generation.contradictions()

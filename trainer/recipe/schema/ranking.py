@@ -10,6 +10,7 @@ from pydantic import Field
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import TaskKeys
+from trainer.recipe.sentence import SentenceKeys
 
 
 class Reranker(TaskKeys):
@@ -36,6 +37,10 @@ class Reranker(TaskKeys):
     )
     """Means over distinct queries: nDCG of the first 5 or 10 documents, 1 / rank of the first relevant one among these,
     average precision."""
+
+    @property
+    def sentences(self) -> SentenceKeys:
+        return SentenceKeys(scores_pairs=True, activation=self.activation)
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

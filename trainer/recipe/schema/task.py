@@ -14,7 +14,7 @@ from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
-from trainer.recipe.sentence import HIGHEST_SCALE
+from trainer.recipe.sentence import HIGHEST_SCALE, SentenceKeys
 
 
 class SequenceClassification(ClassificationKeys, TextKeys):
@@ -95,6 +95,17 @@ class Embedding(TaskKeys):
     def has_roles(self) -> bool:
         """Whether texts are queries and documents; scored pairs have no order."""
         return self.score is None
+
+    @property
+    def sentences(self) -> SentenceKeys:
+        return SentenceKeys(
+            pooling=self.pooling,
+            normalize=self.normalize,
+            query_prompt=self.query_prompt,
+            document_prompt=self.document_prompt,
+            has_roles=self.has_roles,
+            learns_temperature=self.learn_temperature,
+        )
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -10,6 +10,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name, NameKey
 from trainer.recipe.schema.section import Contradiction, Section, clash, repeated, shared
+from trainer.recipe.sentence import SentenceKeys
 
 TextColumns = Annotated[
     Name | Annotated[list[Name], Field(min_length=1, max_length=2)],
@@ -18,7 +19,17 @@ TextColumns = Annotated[
 
 
 class TaskKeys(Section):
-    """Rules that all tasks share."""
+    """Rules and facts that all tasks share."""
+
+    @property
+    def languages(self) -> tuple[str | None, str | None] | None:
+        """The languages of sources and targets; None: the task has no such texts."""
+        return None
+
+    @property
+    def sentences(self) -> SentenceKeys | None:
+        """The keys with which a folder of sentence-transformers must agree; None: the task reads none."""
+        return None
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from repeated("task.metrics", getattr(self, "metrics", []))
