@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import (
-    Embedding,
-    MultipleChoice,
     Parallel,
-    Preference,
     Recipe,
-    Reranker,
-    RewardModel,
-    TaskSection,
 )
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -235,28 +229,12 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     return RunPlan(recipe, layout, batch, pipeline)
 
 
-def texts_of_a_row(task: TaskSection) -> int | None:
-    """Return the texts of each row, or None for rows of one text; four stand for choices that only the data counts."""
-    match task:
-        case Embedding():
-            return len(task.texts)
-        case MultipleChoice():
-            return len(task.choices) if isinstance(task.choices, list) else 4
-        case Preference() | RewardModel():
-            return 2
-        case Reranker():
-            if isinstance(task.documents, list):
-                return len(task.documents)
-            return None if task.label is not None and task.loss == "binary_cross_entropy" else 4
-    return None
-
-
 def _most_rows(recipe: Recipe) -> int:
     training = recipe.training
     if training.micro_batch_tokens is None:
         assert training.micro_batch_size is not None, "a rule requires one of them"
         return training.micro_batch_size
-    return max(1, training.micro_batch_tokens // (recipe.data.max_length * (texts_of_a_row(recipe.task) or 1)))
+    return max(1, training.micro_batch_tokens // (recipe.data.max_length * (recipe.task.texts_per_row or 1)))
 
 
 def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:

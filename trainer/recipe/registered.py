@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
-from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TextKeys, file_schema
+from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TaskKeys, TextKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
 __all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
@@ -47,7 +47,7 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
     return names[0]
 
 
-def task_sections() -> dict[str, type[Section]]:
+def task_sections() -> dict[str, type[TaskKeys]]:
     """Return the sections of shipped and registered tasks, by their types."""
     sections = get_args(Recipe.model_fields["task"].annotation)
     return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
@@ -59,7 +59,7 @@ def optimizer_sections() -> dict[str, type[OptimizerKeys]]:
     return {get_args(section.model_fields["name"].annotation)[0]: section for section in sections}
 
 
-def _metric_names(section: type[Section]) -> tuple[str, ...]:
+def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
     (literal,) = get_args(section.model_fields["metrics"].annotation)
     return get_args(literal)
 

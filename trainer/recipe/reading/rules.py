@@ -14,11 +14,10 @@ from typing import Any
 from trainer.base.text import has_secret, leaves
 from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.paths import dotted, shown_value
+from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import (
-    CHAT_TASKS,
     Data,
     Distillation,
-    Embedding,
     Evaluation,
     FileData,
     Generation,
@@ -26,26 +25,13 @@ from trainer.recipe.schema import (
     Logging,
     Model,
     Parallel,
-    Preference,
-    QuestionAnswering,
     ScheduleSection,
     Section,
-    Seq2SeqLM,
     TaskSection,
-    TokenClassification,
     Training,
     WarmupStableDecay,
 )
 from trainer.recipe.schema.section import Contradiction, clash
-
-_TAUGHT = ("sequence_classification", "token_classification", "image_classification", "causal_lm", "masked_lm")
-"""Tasks with one distribution for each label, which a teacher of the same task has too."""
-
-_STREAMED = (
-    "causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "sequence_regression", "token_classification",
-    "question_answering", "embedding", "image_classification",
-)  # fmt: skip
-"""Tasks that encode a row without the other rows of the split."""
 
 _NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
 
@@ -92,7 +78,7 @@ def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradictio
     if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
         text = "is missing, and random weights (`model.config`) have no tokenizer; set it"
         yield clash(text, "model.tokenizer", "model.config")
-    if model.neftune_alpha is not None and task.type != "causal_lm":
+    if model.neftune_alpha is not None and not task.traits.noise:
         text = f"applies to causal language models, but `task.type` is {task.type}; set it to null"
         yield clash(text, "model.neftune_alpha", "task.type")
     if not reads_text and model.tokenizer is not None:
@@ -105,11 +91,12 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
             yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
     else:
         yield from _padded_lengths(task, data)
-    if data.date is not None and task.type not in CHAT_TASKS:
+    if data.date is not None and not task.traits.chats:
         yield clash(f"applies to chats, but `task.type` is {task.type}; remove it", "data.date", "task.type")
-    if isinstance(task, QuestionAnswering | TokenClassification) and (task.stride or 0) >= data.max_length:
+    stride = getattr(task, "stride", None)
+    if stride is not None and stride >= data.max_length:
         rule = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"
-        yield clash(f"{rule}, but is {task.stride}", "task.stride", "data.max_length")
+        yield clash(f"{rule}, but is {stride}", "task.stride", "data.max_length")
     if data.packing and getattr(task, "packing", "none") == "documents":
         text = 'is true, but rows of several documents (`task.packing` "documents") have no padding; set it to false'
         yield clash(text, "data.packing", "task.packing")
@@ -123,8 +110,9 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
 
 def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
     stream = "data.streaming"
-    if task.type not in _STREAMED:
-        text = f"is true, but `task.type` {task.type} needs facts on all rows; use {', '.join(_STREAMED)}"
+    if not task.traits.streams:
+        others = ", ".join(name for name, keys in task_sections().items() if keys.traits.streams)
+        text = f"is true, but `task.type` {task.type} needs facts on all rows; use {others}"
         yield clash(text, stream, "task.type")
     elif hasattr(task, "labels") and task.labels is None:
         text = f"is missing, and a stream (`{stream}`) is not searched for classes; list them in order"
@@ -136,8 +124,8 @@ def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
 
 def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     lengths = {"data.max_length": data.max_length}
-    if isinstance(task, Seq2SeqLM):
-        lengths["task.max_target_length"] = task.max_target_length
+    if (of_targets := getattr(task, "max_target_length", None)) is not None:
+        lengths["task.max_target_length"] = of_targets
     for key, length in lengths.items():
         if length % data.pad_to:
             below = _divisor(math.gcd(*lengths.values()), data.pad_to)
@@ -159,11 +147,9 @@ def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Con
         yield clash(f"applies to texts, but `task.type` is {task.type}; use `{rows}`", key, "task.type")
     elif training.micro_batch_tokens is not None and training.micro_batch_size and training.changed("micro_batch_size"):
         yield clash(f"is set, but `{rows}` is {training.micro_batch_size}; set one of them to null", key, rows)
-    compares = isinstance(task, Embedding) and (
-        task.loss in ("cosent", "angle") or (task.loss == "multiple_negatives" and len(task.texts) == 2)
-    )
-    if isinstance(task, Embedding) and compares and training.global_batch_size == 1:
-        text = f"must be at least 2 for `task.loss` {task.loss}, which compares rows with each other, but is 1"
+    size, least = training.global_batch_size, task.fewest_rows
+    if size < least:
+        text = f"must be at least {least} for {task.joint_loss}, which compares rows with each other, but is {size}"
         yield clash(text, "training.global_batch_size", "task.loss")
 
 
@@ -181,18 +167,16 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
     if parallel.strategy == "dp" and isinstance(getattr(task, "vocabulary_chunk", None), int):
         text = "is a number, but `parallel.strategy` dp runs copies of the head at once; set it to null, or use ddp"
         yield clash(text, "task.vocabulary_chunk", strategy)
-    joint: str | None = f"`task.loss` {task.loss}" if isinstance(task, Embedding) and task.loss != "cosine" else None
-    if isinstance(task, Preference) and task.loss.type == "kto":
-        joint = "`task.loss.type` kto"
-    if parallel.strategy == "dp" and joint is not None:
-        problem = f"{joint} compares all rows of the batch"
+    if parallel.strategy == "dp" and task.joint_loss is not None:
+        problem = f"{task.joint_loss} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"
         yield clash(text, strategy, "task.loss")
 
 
 def _of_distillation(distillation: Distillation, task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
-    if task.type not in _TAUGHT:
-        text = f"is for {', '.join(_TAUGHT)}, but `task.type` is {task.type}; remove it"
+    if not task.traits.teacher:
+        others = ", ".join(name for name, keys in task_sections().items() if keys.traits.teacher)
+        text = f"is for {others}, but `task.type` is {task.type}; remove it"
         yield clash(text, "distillation", "task.type")
     if getattr(task, "multi_label", False):
         text = "compares the probabilities of one class for each row, but `task.multi_label` is true; remove it"

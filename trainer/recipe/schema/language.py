@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
-from trainer.recipe.schema.task_keys import TextKeys, VocabularyKeys
+from trainer.recipe.schema.task_keys import TextKeys, Traits, VocabularyKeys
 
 
 class MaskedLM(TextKeys, VocabularyKeys):
@@ -22,6 +22,7 @@ class MaskedLM(TextKeys, VocabularyKeys):
     """
 
     type: Literal["masked_lm"]
+    traits = Traits(streams=True, teacher=True)
     mask_probability: float = Field(0.15, gt=0, lt=1)
     """Probability of a token to be selected, except special ones."""
     metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
@@ -72,6 +73,7 @@ class CausalLM(VocabularyKeys):
     """Predict each next token: of texts, of the completions of prompts, or of the assistant's turns in chats."""
 
     type: Literal["causal_lm"]
+    traits = Traits(streams=True, teacher=True, chats=True, noise=True)
     text: Name | None = None
     """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""
@@ -134,6 +136,7 @@ class Seq2SeqLM(VocabularyKeys):
     """
 
     type: Literal["seq2seq_lm"]
+    traits = Traits(streams=True)
     source: Name = "source"
     """Column of the source text."""
     target: Name = "target"

@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
-from trainer.recipe.schema.task_keys import TaskKeys, VocabularyKeys
+from trainer.recipe.schema.task_keys import TaskKeys, Traits, VocabularyKeys
 
 _BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
 _NUMBERS = {
@@ -66,6 +66,7 @@ class Preference(VocabularyKeys):
     """
 
     type: Literal["preference"]
+    traits = Traits(chats=True)
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: Name | None = "prompt"
@@ -88,6 +89,14 @@ class Preference(VocabularyKeys):
     )
     """Share of pairs with a higher reward of the chosen answer (kto: of answers on the right side of the divergence);
     difference of the mean rewards; mean log-probability of an answer; kto: divergence from the reference."""
+
+    @property
+    def texts_per_row(self) -> int:
+        return 2
+
+    @property
+    def joint_loss(self) -> str | None:
+        return "`task.loss.type` kto" if self.loss.type == "kto" else None
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -115,6 +124,7 @@ class RewardModel(TaskKeys):
     """
 
     type: Literal["reward_model"]
+    traits = Traits(chats=True)
     prompt: Name | None = "prompt"
     """Column of prompts; null: the other columns hold whole texts or chats."""
     chosen: Name = "chosen"
@@ -127,6 +137,10 @@ class RewardModel(TaskKeys):
     """Weight of the squared sum of both rewards in the loss, which centres them."""
     metrics: list[Literal["accuracy", "reward_margin"]] = Field(default=["accuracy", "reward_margin"], min_length=1)
     """Share of pairs with a higher reward of the chosen answer; mean difference of the rewards."""
+
+    @property
+    def texts_per_row(self) -> int:
+        return 2
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

@@ -39,6 +39,12 @@ class Reranker(TaskKeys):
     average precision."""
 
     @property
+    def texts_per_row(self) -> int | None:
+        if isinstance(self.documents, list):
+            return len(self.documents)
+        return None if self.label is not None and self.loss == "binary_cross_entropy" else 4
+
+    @property
     def sentences(self) -> SentenceKeys:
         return SentenceKeys(scores_pairs=True, activation=self.activation)
 

@@ -13,7 +13,7 @@ from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
-from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
+from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.sentence import HIGHEST_SCALE, SentenceKeys
 
 
@@ -21,6 +21,7 @@ class SequenceClassification(ClassificationKeys, TextKeys):
     """Assign each text, or pair of texts, to one of several classes."""
 
     type: Literal["sequence_classification"]
+    traits = Traits(streams=True, teacher=True)
     multi_label: bool = False
     """Any number of labels a row: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy` counts
     rows with all labels right."""
@@ -47,6 +48,7 @@ class SequenceRegression(TextKeys):
     """Predict a number for each text, or pair of texts."""
 
     type: Literal["sequence_regression"]
+    traits = Traits(streams=True)
     label: Name = "label"
     """Column of the number."""
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
@@ -57,6 +59,7 @@ class Embedding(TaskKeys):
     """Embed texts, so that similar texts have a high cosine similarity."""
 
     type: Literal["embedding"]
+    traits = Traits(streams=True)
     texts: Annotated[list[Name], Field(min_length=2)]
     """Columns of the texts: anchor, positive, and perhaps hard negatives."""
     score: Name | None = None
@@ -90,6 +93,19 @@ class Embedding(TaskKeys):
     )
     """Share of the positives among the nearest 1, 5 or 10 texts; mean reciprocal rank of the first positive; rank
     correlation of cosine and score."""
+
+    @property
+    def texts_per_row(self) -> int:
+        return len(self.texts)
+
+    @property
+    def joint_loss(self) -> str | None:
+        return None if self.loss == "cosine" else f"`task.loss` {self.loss}"
+
+    @property
+    def fewest_rows(self) -> int:
+        has_negatives = self.loss == "multiple_negatives" and len(self.texts) > 2
+        return 1 if self.loss == "cosine" or has_negatives else 2
 
     @property
     def has_roles(self) -> bool:
@@ -156,6 +172,7 @@ class TokenClassification(TaskKeys):
     """
 
     type: Literal["token_classification"]
+    traits = Traits(streams=True, teacher=True)
     words: Name | None = None
     """Column of lists of words."""
     tags: Name | None = None
@@ -198,6 +215,7 @@ class QuestionAnswering(TaskKeys):
     """
 
     type: Literal["question_answering"]
+    traits = Traits(streams=True)
     question: Name = "question"
     """Column of the question."""
     context: Name = "context"
@@ -260,6 +278,10 @@ class MultipleChoice(TaskKeys):
     metrics: list[Literal["accuracy"]] = Field(default=["accuracy"], min_length=1)
     """Share of rows with the right choice."""
 
+    @property
+    def texts_per_row(self) -> int:
+        return len(self.choices) if isinstance(self.choices, list) else 4
+
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         choices = [self.choices] if isinstance(self.choices, str) else self.choices
@@ -275,6 +297,7 @@ class ImageClassification(ClassificationKeys, ImageKeys):
     """Assign each image to one of several classes."""
 
     type: Literal["image_classification"]
+    traits = Traits(streams=True, teacher=True)
 
 
 TaskSection = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,8 +19,42 @@ TextColumns = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Traits:
+    """The parts of a recipe that a task can use.
+
+    Attributes:
+        streams: streams, because a row is encoded without the other rows of its split.
+        teacher: a teacher, because each label has one distribution.
+        chats: templates of chats.
+        noise: noise on the embeddings of tokens.
+    """
+
+    streams: bool = False
+    teacher: bool = False
+    chats: bool = False
+    noise: bool = False
+
+
 class TaskKeys(Section):
     """Rules and facts that all tasks share."""
+
+    traits: ClassVar[Traits] = Traits()
+
+    @property
+    def texts_per_row(self) -> int | None:
+        """The number of texts of each row, of which 4 stand for those that only the data counts; None: one text."""
+        return None
+
+    @property
+    def joint_loss(self) -> str | None:
+        """The key and the name of a loss that compares the rows of a batch; None: each row has a loss of its own."""
+        return None
+
+    @property
+    def fewest_rows(self) -> int:
+        """The fewest rows of a batch that have a loss."""
+        return 1
 
     @property
     def languages(self) -> tuple[str | None, str | None] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.parallel.joined_rows import PackedTokens
 from trainer.parallel.microbatch import Microbatch, RankBatch
-from trainer.recipe.plan import BatchPlan, texts_of_a_row
+from trainer.recipe.plan import BatchPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import ImageTask, Task
 from trainer.tools.plan.ledger import BATCH, Ledger
@@ -39,7 +39,7 @@ def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, lengt
 
 def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, start: int) -> Microbatch:
     inputs: dict[str, Tensor] = {}
-    texts = texts_of_a_row(recipe.task)
+    texts = recipe.task.texts_per_row
     if isinstance(task, ImageTask):
         shape: tuple[int, ...] = (rows,)
         size = getattr(config, "image_size", None) or 224
