@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
-from trainer.recipe.schema.task_keys import TextKeys, Traits, VocabularyKeys
+from trainer.recipe.schema.task_keys import DECODER, Start, TextKeys, Traits, VocabularyKeys
 
 
 class MaskedLM(TextKeys, VocabularyKeys):
@@ -74,6 +74,7 @@ class CausalLM(VocabularyKeys):
 
     type: Literal["causal_lm"]
     traits = Traits(streams=True, teacher=True, chats=True, noise=True)
+    start = DECODER
     text: Name | None = None
     """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""
@@ -137,6 +138,7 @@ class Seq2SeqLM(VocabularyKeys):
 
     type: Literal["seq2seq_lm"]
     traits = Traits(streams=True)
+    start = Start("t5_sample", "google-t5/t5-small", 1e-4)
     source: Name = "source"
     """Column of the source text."""
     target: Name = "target"

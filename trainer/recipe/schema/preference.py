@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
-from trainer.recipe.schema.task_keys import TaskKeys, Traits, VocabularyKeys
+from trainer.recipe.schema.task_keys import DECODER, Start, TaskKeys, Traits, VocabularyKeys
 
 _BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
 _NUMBERS = {
@@ -67,6 +68,7 @@ class Preference(VocabularyKeys):
 
     type: Literal["preference"]
     traits = Traits(chats=True)
+    start = replace(DECODER, learning_rate=1e-6)
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: Name | None = "prompt"
@@ -125,6 +127,7 @@ class RewardModel(TaskKeys):
 
     type: Literal["reward_model"]
     traits = Traits(chats=True)
+    start = Start(model=DECODER.model)
     prompt: Name | None = "prompt"
     """Column of prompts; null: the other columns hold whole texts or chats."""
     chosen: Name = "chosen"

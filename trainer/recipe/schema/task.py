@@ -13,7 +13,7 @@ from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
-from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys, Traits
+from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, Start, TaskKeys, TextKeys, Traits
 from trainer.recipe.sentence import HIGHEST_SCALE, SentenceKeys
 
 
@@ -60,6 +60,7 @@ class Embedding(TaskKeys):
 
     type: Literal["embedding"]
     traits = Traits(streams=True)
+    start = Start(model="sentence-transformers/all-MiniLM-L6-v2")
     texts: Annotated[list[Name], Field(min_length=2)]
     """Columns of the texts: anchor, positive, and perhaps hard negatives."""
     score: Name | None = None
@@ -298,6 +299,7 @@ class ImageClassification(ClassificationKeys, ImageKeys):
 
     type: Literal["image_classification"]
     traits = Traits(streams=True, teacher=True)
+    start = Start("vit_sample", "google/vit-base-patch16-224-in21k", 5e-5)
 
 
 TaskSection = (

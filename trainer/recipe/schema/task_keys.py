@@ -36,10 +36,23 @@ class Traits:
     noise: bool = False
 
 
+@dataclass(frozen=True)
+class Start:
+    """The values of a first recipe: a shipped recipe with a small model, a model on the hub, and its learning rate."""
+
+    sample: str = "bert_sample"
+    model: str = "google-bert/bert-base-uncased"
+    learning_rate: float = 2e-5
+
+
+DECODER = Start("gpt2_sample", "Qwen/Qwen3-0.6B", 1e-5)
+
+
 class TaskKeys(Section):
     """Rules and facts that all tasks share."""
 
     traits: ClassVar[Traits] = Traits()
+    start: ClassVar[Start] = Start()
 
     @property
     def texts_per_row(self) -> int | None:

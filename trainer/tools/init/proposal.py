@@ -20,7 +20,9 @@ from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.writing import recipe_name
-from trainer.recipe.schema import FileData
+from trainer.recipe.registered import task_sections
+from trainer.recipe.schema import FileData, ImageKeys
+from trainer.recipe.schema.task_keys import Start
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, InitRequest
@@ -33,20 +35,6 @@ from trainer.training.run_data import PreparedData
 SAMPLE = "sample"
 """The word for the model of a shipped sample: a small one with random weights, which needs no network."""
 
-_SAMPLES = {
-    "causal_lm": "gpt2_sample", "preference": "gpt2_sample", "seq2seq_lm": "t5_sample",
-    "image_classification": "vit_sample",
-}  # fmt: skip
-"""The shipped recipe with a small model, by task; other tasks take that of `bert_sample`."""
-_HUB_MODELS = {
-    "causal_lm": "Qwen/Qwen3-0.6B", "preference": "Qwen/Qwen3-0.6B", "reward_model": "Qwen/Qwen3-0.6B",
-    "seq2seq_lm": "google-t5/t5-small", "image_classification": "google/vit-base-patch16-224-in21k",
-    "embedding": "sentence-transformers/all-MiniLM-L6-v2",
-}  # fmt: skip
-_USUAL_HUB_MODEL = "google-bert/bert-base-uncased"
-_RATES = {"causal_lm": 1e-5, "preference": 1e-6, "seq2seq_lm": 1e-4, "image_classification": 5e-5}
-_USUAL_RATE = 2e-5
-"""Learning rates of pretrained models."""
 _LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 _COVERED = 0.95
 """The share of the rows that the maximum length leaves whole."""
@@ -167,18 +155,24 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
     kinds = list(dict.fromkeys(shape.type for shape in found))
     kind = ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]
     shape = next(shape for shape in found if shape.type == kind)
-    if kind in ("sequence_classification", "sequence_regression") and len(columns) > 2:
+    if _has_one_label(shape) and len(columns) > 2:
         names = [column.name for column in columns]
         for key in ("text", "label"):
             if shape.task[key] in names and f"task.{key}" not in request.given:
                 given[key] = ask(f"column of the {key}", shape.task[key], names)
-        again = [one for one in shapes(columns, given) if one.type.startswith("sequence_")]
+        again = [one for one in shapes(columns, given) if _has_one_label(one)]
         shape = next((one for one in again if one.type == kind), again[0] if again else shape)
     return shape
 
 
+def _has_one_label(shape: Shape) -> bool:
+    """Return whether the user may choose the columns: a text and its label."""
+    return {"text", "label"} <= shape.task.keys()
+
+
 def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
-    hub, rate = _HUB_MODELS.get(kind, _USUAL_HUB_MODEL), _RATES.get(kind, _USUAL_RATE)
+    start = task_sections()[kind].start if kind in task_sections() else Start()
+    hub, rate = start.model, start.learning_rate
     name = draft.request.model
     if name is None and not any(key.startswith("model.") for key in draft.request.given):
         name = ask(f"model ({SAMPLE}, a folder, or a name on the hub such as {hub})", SAMPLE)
@@ -192,7 +186,7 @@ def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
         return name or "as given"
     if tools := draft.values.get("task", {}).pop("tools", None):
         draft.comments["task.messages"] = f"the sample writes no tools; with a pretrained model add tools: {tools}"
-    sample = load_recipe(_SAMPLES.get(kind, "bert_sample")).recipe
+    sample = load_recipe(start.sample).recipe
     draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {hub}"
     draft.put("model.config", sample.model.config)
     if sample.model.tokenizer:
@@ -216,9 +210,12 @@ def _put_rows(draft: Draft, number: int) -> None:
 
 def _most_tokens(draft: Draft) -> int | None:
     """Return the most tokens of a text that the model takes; None: the user gives it, or there are no texts."""
-    if "data.max_length" in draft.request.given or draft.get("task.type") == "image_classification":
+    if "data.max_length" in draft.request.given:
         return None
-    model, most = draft.resolved().recipe.model, _LENGTHS[-1]
+    recipe, most = draft.resolved().recipe, _LENGTHS[-1]
+    if isinstance(recipe.task, ImageKeys):
+        return None
+    model = recipe.model
     has_model, has_tokenizer = _is_here(draft)
     if has_model:
         most = min(most, max_positions(load_config(model, {})) or most)
