@@ -166,7 +166,8 @@ def tiny_task(recipe: Recipe) -> Task:
     task = build_task(recipe.task)
     if isinstance(task, EmbeddingTask) and task.learns_temperature:
         return replace(task, dense=_dense_layers(recipe.model.config["hidden_size"]))
-    return task.with_classes(tuple("abc"), None) if isinstance(task, NamedClasses) and task.lacks_classes else task
+    unnamed = isinstance(task, NamedClasses) and task.class_names is None
+    return task.with_classes(tuple("abc"), None) if unnamed else task
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Generation, TaskKeys
-from trainer.tasks.card import GENERATION
+from trainer.tasks.exported import GENERATION
 from trainer.tasks.task import Task
 from trainer.tasks.text.chats import (
     Tokens,

@@ -51,10 +51,6 @@ class NamedClasses(Labelled):
     common_names: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def lacks_classes(self) -> bool:
-        return self.class_names is None
-
-    @property
     def cell_kinds(self) -> dict[str, Literal["text", "class"]]:
         return {**dict.fromkeys(self.columns, "text"), self.label_column: "class"}
 
@@ -385,7 +381,7 @@ class RowClasses(NamedClasses):
         constants = {int(shares.argmax())}
         if self.positive is not None:
             constants.add(self._known_class_names.index(self.positive))
-        found = [self.constant_metrics(labels, constant) for constant in sorted(constants)]
+        found = [self._constant_metrics(labels, constant) for constant in sorted(constants)]
         best = {name: max(found, key=partial(merit, name))[name] for name in self.metric_names}
         return {**best, "loss": float(torch.special.entr(shares).sum())}
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Embedding, TaskKeys
 from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, SentenceFolder, prompt_of
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
@@ -356,50 +356,61 @@ class EmbeddingTask(SeveralTexts):
             names = [f"embedding_{column}" for column in self.text_columns]
         return [dict(zip(names, texts.tolist(), strict=True)) for texts in answers["embeddings"]]
 
+    @property
+    def exported(self) -> ExportedFolder:
+        return _SentenceFolder(self)
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        if self.mask_duplicates:
+            return {}, torch.zeros(shape[:2], dtype=torch.long)
+        return {}, torch.zeros(shape[0]) if self.score_column else torch.zeros(shape[0], 0)
+
+
+@dataclass(frozen=True)
+class _SentenceFolder(ExportedFolder):
+    """A folder of sentence-transformers."""
+
+    task: EmbeddingTask
+
     def graph_head(self) -> tuple[nn.Module, tuple[str, ...]]:
-        head = replace(self, learns_temperature=False).head
-        return head, () if self.pools_prompt else (POOLED,)
+        head = replace(self.task, learns_temperature=False).head
+        return head, () if self.task.pools_prompt else (POOLED,)
 
-    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
+    def inputs(self, rows: Dataset) -> dict[str, Any]:
         """Return the prompt and the texts of each column, for SentenceTransformer."""
-        return {"columns": [[self.prompt_of(column), list(rows[column])] for column in self.text_columns]}
+        return {"columns": [[self.task.prompt_of(column), list(rows[column])] for column in self.task.text_columns]}
 
-    def with_private_scores(self, scores: Tensor, trained: Tensor) -> Tensor:
-        return torch.cat([scores, trained[..., -1:]], -1) if self.learns_temperature else scores
+    def completed(self, scores: Tensor, trained: Tensor) -> Tensor:
+        return torch.cat([scores, trained[..., -1:]], -1) if self.task.learns_temperature else scores
 
-    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+    def files(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the files, by name, that make an exported folder one of sentence-transformers."""
-        names = ["Transformer", "Pooling", *["Dense"] * len(self.dense), *["Normalize"] * self.normalize]
+        names = ["Transformer", "Pooling", *["Dense"] * len(self.task.dense), *["Normalize"] * self.task.normalize]
         paths = [f"{place}_{name}" if place else "" for place, name in enumerate(names)]
         modules = [
             {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{name}"}
             for place, (path, name) in enumerate(zip(paths, names, strict=True))
         ]
-        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": self.pools_prompt}
-        if list(self.poolings) == [name for name in POOLINGS if name in self.poolings]:
-            pooling |= {names.switch: pooling in self.poolings for pooling, names in POOLINGS.items()}
+        pooling: dict[str, Any] = {"word_embedding_dimension": hidden_size, "include_prompt": self.task.pools_prompt}
+        if list(self.task.poolings) == [name for name in POOLINGS if name in self.task.poolings]:
+            pooling |= {names.switch: pooling in self.task.poolings for pooling, names in POOLINGS.items()}
         else:  # an order that versions before 5 do not have
-            pooling["pooling_mode"] = [POOLINGS[name].name for name in self.poolings]
-        prompts = self.prompts.as_json(self.has_roles)
+            pooling["pooling_mode"] = [POOLINGS[name].name for name in self.task.poolings]
+        prompts = self.task.prompts.as_json(self.task.has_roles)
         files: dict[str, Any] = {
             "modules.json": modules,
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
             "config_sentence_transformers.json": {"similarity_fn_name": "cosine", **prompts},
             "1_Pooling/config.json": pooling,
         }
-        for layer in self.dense:
+        for layer in self.task.dense:
             files[f"{layer.folder}/config.json"] = {
                 "in_features": layer.in_features,
                 "out_features": layer.out_features,
                 "bias": layer.bias,
                 "activation_function": layer.activation,
             }
-        return files | ({f"{paths[-1]}/config.json": {}} if self.normalize else {})
-
-    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
-        if self.mask_duplicates:
-            return {}, torch.zeros(shape[:2], dtype=torch.long)
-        return {}, torch.zeros(shape[0]) if self.score_column else torch.zeros(shape[0], 0)
+        return files | ({f"{paths[-1]}/config.json": {}} if self.task.normalize else {})
 
 
 def _prompt_length(prompt: str, tokenizer: Tokenizer, max_length: int) -> int:

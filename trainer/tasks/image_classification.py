@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.tasks.card import Card
 from trainer.tasks.classes import RowClasses
+from trainer.tasks.exported import Card
 from trainer.tasks.image_column import read_images, require_images
 from trainer.tasks.task import ImageTask
 from trainer.tasks.types import Dataset, Encoded, ImageProcessor

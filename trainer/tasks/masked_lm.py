@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking

@@ -17,8 +17,8 @@ from torch import Tensor
 from trainer.base.errors import DataError
 from trainer.base.text import listed
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.card import Card
 from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
+from trainer.tasks.exported import Card
 from trainer.tasks.several_texts import grouped, most_texts, texts_of_rows
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import cell, filled, is_text, require_kind, require_text
@@ -269,7 +269,7 @@ class MultipleChoiceTask(TextTask):
         return {"predictions": logits.argmax(dim=-1), "labels": labels}
 
     def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
-        return {} if labels is None else self.constant_metrics(labels, int(labels.mode().values))
+        return {} if labels is None else self._constant_metrics(labels, int(labels.mode().values))
 
     def without_labels(self) -> MultipleChoiceTask:
         return replace(self, labelled=False, metric_names=())

@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import Generation, Preference, PreferenceLoss, TaskKeys
-from trainer.tasks.card import GENERATION
 from trainer.tasks.causal_lm import CausalLMTask
+from trainer.tasks.exported import GENERATION
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
 from trainer.tasks.preview import Inputs, NextTokens, RowPreview

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card
 from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken

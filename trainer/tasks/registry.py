@@ -13,7 +13,7 @@ from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import TaskSection
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card
 from trainer.tasks.task import ImageTask, Task, TextTask
 
 _REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.recipe.sentence import ACTIVATIONS, SentenceFolder
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts, grouped, mean_of_draws, most_texts, texts_of_rows
 from trainer.tasks.text.columns import (
@@ -76,10 +76,10 @@ class RerankerTask(ScoredTexts):
         return (self.query_column, *self.document_columns, *label)
 
     def model_options(self) -> dict[str, Any]:
-        return {"num_labels": 1, "sentence_transformers": {"activation_fn": ACTIVATIONS[self._activation]}}
+        return {"num_labels": 1, "sentence_transformers": {"activation_fn": ACTIVATIONS[self.folder_activation]}}
 
     @property
-    def _activation(self) -> str:
+    def folder_activation(self) -> str:
         return self.activation or "sigmoid"
 
     def in_sentence_folder(self, folder: SentenceFolder) -> RerankerTask:
@@ -226,7 +226,7 @@ class RerankerTask(ScoredTexts):
         return {"scores": self._activated(logits), "labels": labels.float()}
 
     def _activated(self, logits: Tensor) -> Tensor:
-        return logits.float().sigmoid() if self._activation == "sigmoid" else logits.float()
+        return logits.float().sigmoid() if self.folder_activation == "sigmoid" else logits.float()
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         ranked = list(self._ranked(predictions, split).values())
@@ -284,18 +284,33 @@ class RerankerTask(ScoredTexts):
         is_list = len(self.document_columns) > 1 or isinstance(split.rows[0][self.document_columns[0]], list)
         return [{"scores": scores} if is_list else {"score": scores[0]} for scores in lists]
 
-    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
+    @property
+    def exported(self) -> ExportedFolder:
+        return _CrossEncoder(self)
+
+    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
+        num_documents = shape[1] if len(shape) > 2 else 1
+        return {}, torch.zeros(shape[0], num_documents, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class _CrossEncoder(ExportedFolder):
+    """A folder of a cross-encoder of sentence-transformers."""
+
+    task: RerankerTask
+
+    def inputs(self, rows: Dataset) -> dict[str, Any]:
         """Return the pairs of all rows, for CrossEncoder."""
-        of_rows = zip(rows[self.query_column], self.documents_of(rows), strict=True)
+        of_rows = zip(rows[self.task.query_column], self.task.documents_of(rows), strict=True)
         return {"pairs": [[query, document] for query, documents in of_rows for document in documents]}
 
-    def program_scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
-        counts = torch.tensor([len(documents) for documents in self.documents_of(rows)])
-        scores = torch.zeros(len(counts), self.for_split(rows, 0).num_texts)
+    def scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
+        counts = torch.tensor([len(documents) for documents in self.task.documents_of(rows)])
+        scores = torch.zeros(len(counts), self.task.for_split(rows, 0).num_texts)
         scores[torch.arange(scores.shape[1]) < counts[:, None]] = outputs.float()
         return scores
 
-    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+    def files(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
         """Return the files, by name, that make an exported folder a cross-encoder of sentence-transformers."""
         transformer = "sentence_transformers.base.modules.transformer.Transformer"
         return {
@@ -307,16 +322,12 @@ class RerankerTask(ScoredTexts):
                 "max_seq_length": max_length,
             },
             "config_sentence_transformers.json": {
-                "activation_fn": ACTIVATIONS[self._activation],
+                "activation_fn": ACTIVATIONS[self.task.folder_activation],
                 "default_prompt_name": None,
                 "model_type": "CrossEncoder",
                 "prompts": {},
             },
         }
-
-    def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
-        num_documents = shape[1] if len(shape) > 2 else 1
-        return {}, torch.zeros(shape[0], num_documents, dtype=torch.float64)
 
 
 def _inside(feature: Any) -> Any:

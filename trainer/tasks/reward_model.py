@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError
 from trainer.recipe.schema import RewardModel, TaskKeys
-from trainer.tasks.card import TEXT_CLASSIFICATION
+from trainer.tasks.exported import TEXT_CLASSIFICATION
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.several_texts import ScoredTexts

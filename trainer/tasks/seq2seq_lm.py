@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Generation, TaskKeys
-from trainer.tasks.card import TEXT_TO_TEXT, Card
+from trainer.tasks.exported import TEXT_TO_TEXT, Card
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.recipe.schema import SequenceClassification, TaskKeys
-from trainer.tasks.card import TEXT_CLASSIFICATION
 from trainer.tasks.classes import RowClasses
+from trainer.tasks.exported import TEXT_CLASSIFICATION
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.columns import require_text, tokenise
 from trainer.tasks.types import Dataset, Encoded, Tokenizer

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.tasks.card import TEXT_CLASSIFICATION
+from trainer.tasks.exported import TEXT_CLASSIFICATION
 from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import finite_numbers, require_columns, require_text, tokenise
 from trainer.tasks.text.tied_texts import first_of_equal
@@ -57,7 +57,7 @@ class SequenceRegressionTask(TextTask):
         return {"predictions": logits.float().squeeze(-1), "labels": labels.float()}
 
     def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
-        return {} if labels is None else self.constant_metrics(labels.float(), float(labels.float().mean()))
+        return {} if labels is None else self._constant_metrics(labels.float(), float(labels.float().mean()))
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         first = torch.from_numpy(first_of_equal(split.encoded))  # equal texts are ties of a rank correlation

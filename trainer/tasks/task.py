@@ -20,7 +20,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation, TaskKeys
 from trainer.recipe.sentence import SentenceFolder
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
@@ -177,7 +177,7 @@ class Scores(ABC):
         predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
         return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
 
-    def constant_metrics(self, labels: Tensor, constant: float) -> dict[str, float]:
+    def _constant_metrics(self, labels: Tensor, constant: float) -> dict[str, float]:
         """Return the metrics of one prediction for all rows."""
         return self.metrics({"predictions": torch.full_like(labels, constant), "labels": labels})
 
@@ -267,50 +267,11 @@ class Generates:
         return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
-class Exported:
-    """A task in other programs; the default is one that transformers computes whole."""
-
-    card: Card = Card()
-    """The facts of the model card."""
-
-    def graph_head(self) -> tuple[nn.Module, tuple[str, ...]] | None:
-        """Return the module that a graph computes from the last hidden states, and the columns that it gets.
-
-        None: a graph has the outputs of the model.
-        """
-        return None
-
-    def program_inputs(self, rows: Dataset) -> dict[str, Any]:
-        """Return the texts of rows, as JSON, for the program of `card`, if that is not transformers."""
-        return {}
-
-    def program_scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
-        """Return the scores `[rows, ...]` from the outputs of that program for all rows."""
-        return outputs
-
-    def with_private_scores(self, scores: Tensor, trained: Tensor) -> Tensor:
-        """Return the scores of another program, with those of the trained model that no other program computes."""
-        return scores
-
-    def beside_weights(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
-        """Return the contents of further JSON files of an exported folder, by their path in the folder.
-
-        Args:
-            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
-        """
-        return {}
-
-
 class Classes:
     """The named classes of a task; the default has none."""
 
-    class_names: tuple[str, ...] | None = None
-    """The name of class `i` at index `i`; None: there are none, or only the training split names them."""
-
-    @property
-    def lacks_classes(self) -> bool:
-        """Whether only the training split names the classes."""
-        return False
+    class_names: tuple[str, ...] | None = ()
+    """The name of class `i` at index `i`; None: only the training split names them."""
 
     @property
     def positive_class(self) -> str | None:
@@ -333,12 +294,13 @@ class Classes:
         return self
 
 
-class Task(VocabularyLoss, Scores, Answers, Generates, Classes, Exported):
+class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
     """A task: its model and its columns, beside its loss, metrics, predictions and generated texts.
 
     Attributes:
         auto_class_name: the transformers auto class that builds the model, such as
             `AutoModelForSequenceClassification`.
+        card: the facts of the model card.
         cut_targets: the start of a note on the targets that `encode` cuts.
         beside_rows: the attributes of the instance that encoded rows do not depend on.
         unused_modules: modules of the base model that do not take part in the loss; they are frozen if the model has
@@ -347,6 +309,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes, Exported):
     """
 
     auto_class_name: str
+    card: Card = Card()
     unused_modules: tuple[str, ...] = ()
     own_lengths: tuple[str, ...] = ()
     cut_targets = "targets cut to `task.max_target_length`"
@@ -403,6 +366,11 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes, Exported):
         raise UsageError(
             f"`trainer plan` needs the shapes of a batch, but {type(self).__name__} has no method `empty_batch`; add it"
         )
+
+    @property
+    def exported(self) -> ExportedFolder:
+        """The exported folder in other programs."""
+        return ExportedFolder()
 
     @property
     def preview(self) -> RowPreview:

@@ -22,8 +22,8 @@ from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import TaskKeys, TokenClassification
-from trainer.tasks.card import Card
 from trainer.tasks.classes import NamedClasses, holds_names
+from trainer.tasks.exported import Card
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import Task, TextTask

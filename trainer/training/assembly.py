@@ -371,6 +371,6 @@ def _save_preparation(data: PreparedData, recipe: Recipe, model: nn.Module, fold
     """Write tokenizer or image processor, and the files of the task."""
     data.preparation.save(folder)
     hidden_size = getattr(model.config, "hidden_size", None)
-    for name, content in data.task.beside_weights(recipe.data.max_length, hidden_size).items():
+    for name, content in data.task.exported.files(recipe.data.max_length, hidden_size).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

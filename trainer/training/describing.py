@@ -28,7 +28,7 @@ def describe_model(recipe: Recipe, task: Task, padding_token: int | None = None)
     """Describe the trained model of a recipe; transformers' number of classes stands in for an unknown one."""
     use = ModelUse(
         task.auto_class_name,
-        {} if task.lacks_classes else task.model_options(),
+        {} if task.class_names is None else task.model_options(),
         padding_token,
         task.unused_modules,
         task.packs_documents,

@@ -38,7 +38,7 @@ from trainer.models.weight_files import UnknownModelError, described_model, plan
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
-from trainer.tasks.card import Card
+from trainer.tasks.exported import Card
 from trainer.tasks.registry import build_task, card_of
 from trainer.training.certificate import Certificate, require_not_refused
 from trainer.training.model_card import CARD_NAME, complete_folder

@@ -77,7 +77,7 @@ class FewRows:
         auto = getattr(transformers, task.auto_class_name)
         with without_report():
             model, loading = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        if task.class_names is not None:
+        if task.class_names:
             require_same_labels(dict(enumerate(task.class_names)), model.config.id2label)
         model.eval()
         with torch.no_grad(), without_report():

@@ -91,7 +91,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     if recipe is not None:
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
         task, found = build_task(recipe.task), sentence_folder(own)
-        added = (task if found is None else task.in_sentence_folder(found)).graph_head()
+        added = (task if found is None else task.in_sentence_folder(found)).exported.graph_head()
         head, columns = (None, ()) if added is None else added
         inputs |= {name: inputs["attention_mask"].clone() for name in columns}
     graph = _Graph(model, list(inputs), head)

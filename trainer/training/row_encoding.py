@@ -190,7 +190,7 @@ def resolve_task(task: Task, preparation: Preparation, train: Split) -> tuple[Ta
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
-    chosen = task.class_names is not None
+    chosen = bool(task.class_names)
     task = fitted(task.resolve(train.rows, train.where), preparation)
     converted = task.conversion_notes(train.rows.features)
     if preparation.labels is None:

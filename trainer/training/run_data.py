@@ -153,7 +153,7 @@ def prepare_data(
         if split is not None:
             with problems.collect():
                 require_one_type(split, task.columns)
-    knows_classes = splits.train.is_whole or not task.lacks_classes
+    knows_classes = splits.train.is_whole or task.class_names is not None
     with problems.collect(), splits.train.explains_rows():
         if not knows_classes:
             task.check_columns(splits.train.rows.features, splits.train.where)

@@ -132,7 +132,7 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
 def _columns(recipe: Recipe, task: Task, config: Any) -> list[int] | None:
     """Return the teacher's class for each class of the student; None if they have the same order, or are tokens."""
     assert recipe.distillation is not None
-    if task.class_names is None:
+    if not task.class_names:
         return None
     names = teacher_classes(config)
     columns = places_of(task.class_names, names)

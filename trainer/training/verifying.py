@@ -242,7 +242,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "num_batches": len(expected.batches),
         "packages": ["torch", "transformers", *packages],
     }
-    return request | (task.program_inputs(rows) if opened.kind in _BY_TEXTS else {})
+    return request | (task.exported.inputs(rows) if opened.kind in _BY_TEXTS else {})
 
 
 def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Path) -> None:
@@ -298,7 +298,7 @@ def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Pat
     if opened.kind in _BY_TEXTS:
         (whole,) = _stored(place, 0).values()
         assert data.evaluated is not None
-        whole = data.task.program_scores(whole, data.evaluated.rows)
+        whole = data.task.exported.scores(whole, data.evaluated.rows)
         found = [{"scores": whole[batch.rows].float()} for batch in expected.batches]
     else:
         found = [_stored(place, number) for number in range(len(expected.batches))]
@@ -307,7 +307,7 @@ def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Pat
                 one["scores"] = embeddings.view(len(batch.rows), -1, embeddings.shape[-1])
     for number, one in enumerate(found):
         if "scores" in one:
-            one["scores"] = data.task.with_private_scores(one["scores"], expected.scores(data.task, number))
+            one["scores"] = data.task.exported.completed(one["scores"], expected.scores(data.task, number))
     return found
 
 

@@ -71,7 +71,7 @@ def planned_task(plan: RunPlan) -> Task:
     """
     task = with_folder(build_task(plan.recipe.task), plan.recipe)
     names: Sequence[str] = ("0", "1")
-    if task.lacks_classes and plan.recipe.distillation is not None:
+    if task.class_names is None and plan.recipe.distillation is not None:
         names = teacher_classes(describe_teacher(plan.recipe, task).config)
     return task.without_data(names)
 

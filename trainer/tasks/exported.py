@@ -1,9 +1,13 @@
-"""How other programs open the exported folder of a task: the facts of its model card."""
+"""The exported folder of a task: its model card, its files beside the weights, and how other programs compute it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from trainer.tasks.types import Dataset
 
 TEXT_TO_TEXT = "text2text-generation"
 
@@ -41,3 +45,34 @@ class Card:
 
 GENERATION = Card("text-generation", peft_type="CAUSAL_LM")
 TEXT_CLASSIFICATION = Card("text-classification", peft_type="SEQ_CLS")
+
+
+class ExportedFolder:
+    """The folder of a task in other programs; the default is one that transformers computes whole."""
+
+    def files(self, max_length: int, hidden_size: int | None) -> dict[str, Any]:
+        """Return the contents of further JSON files, by their path in the folder.
+
+        Args:
+            hidden_size: the size of the model's hidden states; None if its configuration does not name it.
+        """
+        return {}
+
+    def graph_head(self) -> tuple[nn.Module, tuple[str, ...]] | None:
+        """Return the module that a graph computes from the last hidden states, and the columns that it gets.
+
+        None: a graph has the outputs of the model.
+        """
+        return None
+
+    def inputs(self, rows: Dataset) -> dict[str, Any]:
+        """Return the texts of rows, as JSON, for the program of the card, if that is not transformers."""
+        return {}
+
+    def scores(self, outputs: Tensor, rows: Dataset) -> Tensor:
+        """Return the scores `[rows, ...]` from the outputs of that program for all rows."""
+        return outputs
+
+    def completed(self, scores: Tensor, trained: Tensor) -> Tensor:
+        """Return the scores of another program, with those of the trained model that no other program computes."""
+        return scores
