@@ -26,7 +26,6 @@ from trainer.engine.builders import build_engine
 from trainer.observe.builders import build_observers
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observers
-from trainer.observe.sampling import Sampler
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
@@ -131,7 +130,6 @@ def ours(setting: Setting, batches: Iterable[RankBatch]) -> None:
             mesh=mesh,
             observers=observers,
             meter=meter,
-            sampler=Sampler(meter, False, mesh.device.type),
             steps_per_epoch=info.steps_per_epoch,
             saver=saver,
             stop=StopRequest(),

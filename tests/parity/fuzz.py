@@ -144,7 +144,6 @@ def _train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None
     from trainer.base.errors import NonFiniteError, TrainerError
     from trainer.observe.meter import Meter
     from trainer.observe.observer import Observer
-    from trainer.observe.sampling import Sampler
     from trainer.ranks.stopping import StopRequest
     from trainer.recipe.plan import plan_run
     from trainer.recipe.reading.loading import load_recipe
@@ -186,7 +185,6 @@ def _train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None
             mesh=mesh,
             observers=observers,
             meter=meter,
-            sampler=Sampler(meter, False, "cpu"),
             saver=saver,
             steps_per_epoch=parts.steps_per_epoch,
             stop=StopRequest(),

@@ -1648,10 +1648,10 @@ _COMPARING = [
     Defect(
         "hidden_communication_counts",
         "Communication beside compute counts as communication that nothing hides.",
-        "observe/sampling.py",
+        "tools/sampling.py",
         "(either - compute) / length",
         "_length(busy) / length",
-        ("observe/test_sampling.py",),
+        ("tools/test_sampling.py",),
     ),
 ]
 

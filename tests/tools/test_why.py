@@ -15,10 +15,11 @@ from tests.helpers.training import tiny_recipe
 from tests.observe.samples import end_record, run_info, step_record
 from tests.tools.slowed_run import shape_traffic
 from trainer.cli import main
+from trainer.observe.meter import of_slowest_reader
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, read_metrics
 from trainer.observe.records import SampledStep
-from trainer.observe.sampling import combined, of_slowest_reader
 from trainer.tools.report.time_parts import time_parts
+from trainer.tools.sampling import combined
 
 SLOW = pytest.mark.slow
 STEP = {"micro_batch_size": 4, "global_batch_size": 8, "max_steps": 16}

@@ -30,7 +30,6 @@ from trainer.observe.records import (
     LoggedRecord,
     StepRecord,
 )
-from trainer.observe.sampling import Sampler
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.stopping import StopRequest
@@ -150,8 +149,7 @@ def loop(
         validation=BestEvaluation(whole, progress, world if evaluated else None, world.keep_best),
         mesh=ParallelMesh(torch.device("cpu"), dp_replicate=world_size),
         observers=world,
-        meter=(meter := Meter()),
-        sampler=Sampler(meter, False, "cpu"),
+        meter=Meter(),
         steps_per_epoch=steps_per_epoch,
         saver=world,
         stop=world.stop,

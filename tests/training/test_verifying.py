@@ -17,11 +17,11 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.few_rows import FewRows
 from trainer.training import export as export_module
 from trainer.training import plain_reader, verifying
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.export import export
-from trainer.training.few_rows import FewRows
 from trainer.training.run import run
 from trainer.training.verifying import Verification
 

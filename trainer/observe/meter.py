@@ -7,12 +7,12 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.observe.records import CHECKPOINT, COMPILATION, EVALUATION, SAMPLING, STEP
+from trainer.observe.records import CHECKPOINT, COMPILATION, DEVICE, EVALUATION, ROWS, SAMPLING, STEP
 
 if TYPE_CHECKING:
     import torch
@@ -214,3 +214,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
+
+
+def of_slowest_reader(own: Mapping[str, float], rows: Sequence[float]) -> Mapping[str, float]:
+    """Return the parts of this rank, with the rows of the rank that waits longest for them.
+
+    The others wait for it in the collectives of the step.
+    """
+    longer = max(0.0, max(rows) - own.get(ROWS, 0.0))
+    for part in (STEP, DEVICE):
+        moved = min(longer, own.get(part, 0.0))
+        if moved:
+            own = {**own, part: own[part] - moved, ROWS: own.get(ROWS, 0.0) + moved}
+            longer -= moved
+    return own

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,8 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.best_evaluation import BestEvaluation
-from trainer.training.certificate import REFUSED, NotTheTrainedModelError
+from trainer.training.certificate import ExportCheck
 from trainer.training.describing import DescribedModels, describe_models
-from trainer.training.few_rows import FewRows
 from trainer.training.model_card import complete_folder
 from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
@@ -206,31 +205,25 @@ class Assembly:
         resumed = self.progress.step or None
         return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=preview)
 
-    def export(self, place: Path | str, compares: bool = False) -> None:
+    def export(self, place: Path | str, checks: Sequence[ExportCheck] = ()) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
 
         Args:
-            compares: Whether to compare it with the trained model on `evaluation.verify_export` rows.
+            checks: Comparisons of the folder with the trained model; their certificate stands in the card.
 
         Raises:
-            TrainerError: It cannot be written, or holds another model; on every rank.
+            TrainerError: It cannot be written, or a check refuses it; on every rank.
         """
         folder = Path(place)
         temporary = folder.with_name(f"{UNFINISHED}{folder.name}")
 
-        rows = FewRows.of(self.recipe, self.data, self.engine, self.mesh) if compares else None
-        refused = folder.with_name(REFUSED)
-
         def complete() -> None:
             try:
-                refused.unlink(missing_ok=True)
                 _save_preparation(self.data, self.recipe, self.models[0], temporary)
-                certificate = rows.compare(temporary) if rows else None
+                certificate = next((made for check in checks if (made := check.compare(temporary))), None)
                 complete_folder(temporary, folder, self.saved.origin, self.progress, certificate)
-            except NotTheTrainedModelError as error:
+            except TrainerError:
                 remove(temporary)
-                with suppress(OSError):  # the error of the model matters more
-                    refused.write_text(f"{error}\n", encoding="utf-8")
                 raise
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error

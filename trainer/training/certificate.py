@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,17 @@ class Certificate:
         if self.versions:
             found.append("- versions: " + ", ".join(f"{name} {value}" for name, value in self.versions.items()))
         return found + ([f"- command: `{self.command}`"] if self.command else [])
+
+
+class ExportCheck(Protocol):
+    """A comparison of the exported folder with the trained model."""
+
+    def compare(self, folder: Path) -> Certificate | None:
+        """Compare the unfinished folder on rank 0; None: nothing was compared.
+
+        Raises:
+            TrainerError: it is another model, and is not kept.
+        """
 
 
 class NotTheTrainedModelError(TrainerError):

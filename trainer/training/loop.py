@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from trainer.data.loader import TrainLoader
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.models.compiled import compilations
-from trainer.observe.meter import Meter, Rates, peak_memory_bytes
+from trainer.observe.meter import Meter, Rates, of_slowest_reader, peak_memory_bytes
 from trainer.observe.observer import Observer, Request, joined
 from trainer.observe.records import (
     CHECKPOINT,
@@ -29,7 +29,6 @@ from trainer.observe.records import (
     LoggedRecord,
     StepRecord,
 )
-from trainer.observe.sampling import Sampler, combined, of_slowest_reader
 from trainer.parallel.copying import is_busy
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch, positions
@@ -39,9 +38,11 @@ from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.best_evaluation import BestEvaluation
+from trainer.training.run_tool import Elapsed, RunTools
 
 _MOST_SHOWN = 64  # ranks with their memory in a record; a line of more would be long
 _NANOSECOND = 1e-9
+_OF_TOOLS = 5  # the first place of the tools in a row of `_table`
 _FAILING = STOP + 1  # an observer can no longer write
 Ending = Literal[
     "finished",
@@ -73,10 +74,10 @@ class Loop:
     mesh: ParallelMesh
     observers: Observer
     meter: Meter
-    sampler: Sampler
     saver: Saver  # The saver of checkpoints, which holds the progress of the run
     steps_per_epoch: int
     stop: StopRequest
+    tools: RunTools = field(default_factory=RunTools)
     has_callbacks: bool = False  # Whether `observers` holds callbacks on any rank
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
@@ -129,7 +130,7 @@ class Loop:
             asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
             settle_saving = self.saver.begin_poll()
             # The numbers of a step are read before the next update, while the device works, or below if needed.
-            with self.sampler.sampled():
+            with self.tools.around_step():
                 read = self.engine.begin_step(batch, self._read_begun)
             settle_saving()
             self._report_checkpoint()
@@ -268,9 +269,11 @@ class Loop:
             before, (*_, self._compiled) = self._compiled, compilations()
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()
-        memory, rows, hidden, places, trained, *sample = zip(*self._table(rates), strict=True)
+        of_tools = self.tools.seconds()
+        table = self._table(rates, [seconds for of_tool in of_tools for seconds in of_tool])
+        memory, rows, hidden, places, trained, *_ = zip(*table, strict=True)
         step = self.progress.step
-        self.sampler.plan(step - self._first, trained[0] * _NANOSECOND, self.total_steps - step)
+        elapsed = Elapsed(step - self._first, trained[0] * _NANOSECOND, self.total_steps - step)
         self._hidden = self._places = 0
         record = StepRecord(
             step=self.progress.step,
@@ -287,21 +290,21 @@ class Loop:
             rank_memory_bytes=memory if len(memory) <= _MOST_SHOWN else (),
             padding=sum(hidden) / sum(places) if any(places) else None,
             seconds=of_slowest_reader(rates.seconds, [own * _NANOSECOND for own in rows]),
-            sample=combined([[part * _NANOSECOND for part in own] for own in zip(*sample, strict=True)]),
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
         )
+        record = self.tools.completed(record, [_divided(row[_OF_TOOLS:], of_tools) for row in table], elapsed)
         with self.meter.during(OUTPUT):
             self._report(lambda: self.observers.step(record))
 
-    def _table(self, rates: Rates) -> list[list[int]]:
+    def _table(self, rates: Rates, of_tools: Sequence[float]) -> list[list[int]]:
         """Return a row of numbers of every rank; of one process with several GPUs, one of every GPU.
 
         They are peak memory, nanoseconds of waiting for rows, hidden positions of texts and all positions since the
-        last record, nanoseconds of training, and those of the parts of a sampled step.
+        last record, nanoseconds of training, and those of the tools.
         """
-        own = [round(seconds / _NANOSECOND) for seconds in (self.meter.trained, *self.sampler.take())]
+        own = [round(seconds / _NANOSECOND) for seconds in (self.meter.trained, *of_tools)]
         rows = [round(rates.seconds.get(ROWS, 0.0) / _NANOSECOND), self._hidden, self._places, *own]
         if STRATEGIES[self.recipe.parallel.strategy].single_process:
             gpus = [torch.device("cuda", gpu) for gpu in range(torch.cuda.device_count())]
@@ -330,3 +333,9 @@ class Loop:
         if is_asked:
             return "callback"
         return "stop_at_step" if self.progress.step == self.recipe.training.stop_at_step else None
+
+
+def _divided(nanoseconds: Sequence[int], of_tools: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the seconds of each tool on a rank; `of_tools` holds those of this rank."""
+    left = iter(nanoseconds)
+    return [[next(left) * _NANOSECOND for _ in of_tool] for of_tool in of_tools]

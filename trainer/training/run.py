@@ -16,7 +16,6 @@ from trainer.models.compiled import compilations
 from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
-from trainer.observe.sampling import Sampler, obstacle
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
@@ -28,7 +27,7 @@ from trainer.training.first_day import first_day
 from trainer.training.loop import Ending, Loop
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
-from trainer.training.run_tool import RunTool
+from trainer.training.run_tool import RunTools
 from trainer.training.session import Results, Session, is_complete, open_session
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def train(
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
             stop.listen(speaks=environment.rank == 0)
-            results = _train(plan, data, models, device, session, stop, tools, saves)
+            results = _train(plan, data, models, device, session, stop, RunTools(tools), saves)
         return session.finish(results)
 
 
@@ -86,7 +85,7 @@ def _train(
     device: torch.device,
     session: Session,
     stop: StopRequest,
-    tools: Sequence[RunTool],
+    tools: RunTools,
     saves: bool,
 ) -> Results:
     recipe, observers = plan.recipe, session.observers
@@ -108,16 +107,15 @@ def _train(
         mesh=mesh,
         observers=observers,
         meter=meter,
-        sampler=Sampler(meter, saves and obstacle(recipe.model_dump(mode="json"), device.type) is None, device.type),
         saver=saver,
         steps_per_epoch=parts.steps_per_epoch,
         stop=stop,
+        tools=tools,
         has_callbacks=session.has_callbacks,
     )
-    of_tools = [note for tool in tools for note in tool.notes()]
-    notes = [*parts.notes(), *resumed, *loop.notes(), *of_tools]
-    preview = next((made for tool in tools if (made := tool.preview(parts))), None)
-    session.start(parts.info(session.environment, preview), saver, mesh, notes)
+    tools.begin(parts, meter, saves)
+    notes = [*parts.notes(), *resumed, *loop.notes(), *tools.notes()]
+    session.start(parts.info(session.environment, tools.preview(parts)), saver, mesh, notes)
     if mesh.rank == 0:
         stop.watch(session.folder)
     if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save
@@ -136,7 +134,7 @@ def _finish(parts: Assembly, loop: Loop, ending: Ending, session: Session, saves
     if saves and is_complete(ending):
         folder = session.folder / "model"
         session.observers.doing(step, "exporting the model")
-        parts.export(folder, compares=True)
+        parts.export(folder, loop.tools.export_checks(parts))
     if destinations := saver.destinations:
         session.observers.doing(step, f"uploading to {' and '.join(destinations)}")
         saver.deliver(folder)

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import UsageError
 from trainer.observe.observer import Observer
-from trainer.observe.sampling import StepProfile
 from trainer.tools.plan.ledger import Ledger
+from trainer.tools.sampling import StepProfile
 
 STEPS = 2
 """The steps that a probe needs."""

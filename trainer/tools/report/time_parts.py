@@ -20,7 +20,7 @@ from trainer.observe.records import (
     START,
     STEP,
 )
-from trainer.observe.sampling import LEAST_STEPS, SHORTEST_SECONDS, obstacle
+from trainer.tools.sampling import LEAST_STEPS, SHORTEST_SECONDS, obstacle
 
 COMPUTING, HOST, COMMUNICATION, WAITING, UNDIVIDED = "computing", "host", "communication", "waiting", "steps"
 """The parts of the steps by a sample; without one, steps of several ranks or on a CPU are not divided."""

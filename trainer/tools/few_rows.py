@@ -1,11 +1,12 @@
 """The check at the end of a run: the exported folder, opened by transformers, has the losses of the trained model.
 
-It takes a few rows and no new process, so it costs little. `verifying.py` compares more, in a process of its own.
+It takes a few rows and no new process, so it costs little. `trainer export --verify` compares more, in another process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,11 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 from trainer.training import plain_reader
+from trainer.training.assembly import Assembly
 from trainer.training.certificate import (
+    REFUSED,
     Certificate,
+    ExportCheck,
     NotTheTrainedModelError,
     gap_of,
     require_same_labels,
@@ -32,10 +36,36 @@ from trainer.training.certificate import (
     texts_of,
 )
 from trainer.training.run_data import PreparedData
+from trainer.training.run_tool import RunTool
 
 _MOST_BYTES = 8_000_000_000  # of weights, which the host holds beside the trained model
 _CLOSE = {True: (1e-4, 1e-5), False: (0.05, 0.02)}
 """The largest difference of the loss, relative and for each label, of runs in fp32 and of other runs."""
+
+
+class CheckedExport(RunTool):
+    """The check of the model that the end of a run exports, on `evaluation.verify_export` rows."""
+
+    def export_check(self, parts: Assembly) -> ExportCheck:
+        return RefusedOrKept(FewRows.of(parts.recipe, parts.data, parts.engine, parts.mesh))
+
+
+@dataclass(frozen=True)
+class RefusedOrKept:
+    """A check that leaves a file beside a folder that it refuses."""
+
+    rows: FewRows | None
+
+    def compare(self, folder: Path) -> Certificate | None:
+        """Compare the folder; see `FewRows.compare`."""
+        refused = folder.with_name(REFUSED)
+        refused.unlink(missing_ok=True)
+        try:
+            return self.rows.compare(folder) if self.rows else None
+        except NotTheTrainedModelError as error:
+            with suppress(OSError):  # the error of the model matters more
+                refused.write_text(f"{error}\n", encoding="utf-8")
+            raise
 
 
 @dataclass(frozen=True)

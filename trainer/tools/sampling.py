@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.autograd.profiler import profile, record_function
 
 from trainer.observe.meter import Meter
-from trainer.observe.records import DEVICE, ROWS, SAMPLING, STEP, SampledStep
+from trainer.observe.records import SAMPLING, STEP, SampledStep, StepRecord
 from trainer.ranks.environment import variables_set
+from trainer.training.assembly import Assembly
+from trainer.training.run_tool import Elapsed, RunTool
 
 LEAST_STEPS = 200
 """Steps of a start before its first sample; the next ones follow after twice as many, and so on."""
@@ -87,12 +90,35 @@ class StepProfile:
         return compute, communication, rest
 
 
+class SampledSteps(RunTool):
+    """The samples of a run's steps, in its records."""
+
+    _sampler: Sampler | None = None
+
+    def begin(self, parts: Assembly, meter: Meter, saves: bool) -> None:
+        device = parts.mesh.device.type
+        if saves and obstacle(parts.recipe.model_dump(mode="json"), device) is None:
+            self._sampler = Sampler(meter, device)
+
+    def around_step(self) -> AbstractContextManager[object]:
+        return self._sampler.sampled() if self._sampler is not None else nullcontext()
+
+    def seconds(self) -> tuple[float, ...]:
+        return self._sampler.take() if self._sampler is not None else ()
+
+    def completed(self, record: StepRecord, ranks: Sequence[Sequence[float]], elapsed: Elapsed) -> StepRecord:
+        if self._sampler is None:
+            return record
+        self._sampler.plan(elapsed)
+        return replace(record, sample=combined(ranks))
+
+
 class Sampler:
     """Sampler of the steps of a loop; all ranks sample the same steps."""
 
-    def __init__(self, meter: Meter, is_able: bool, device: str) -> None:
+    def __init__(self, meter: Meter, device: str) -> None:
         self._meter = meter
-        self._next = LEAST_STEPS if is_able else None
+        self._next = LEAST_STEPS
         self._seconds = SHORTEST_SECONDS[device]
         self._left = 0
         self._sums = [0.0, 0.0, 0.0]
@@ -126,12 +152,13 @@ class Sampler:
             return means
         return (0.0, 0.0, 0.0)  # the sample goes on
 
-    def plan(self, steps: int, seconds: float, left: int) -> None:
+    def plan(self, elapsed: Elapsed) -> None:
         """Begin a sample with the next step if there were enough steps and the training is long enough.
 
-        All ranks give the same numbers: steps and seconds until now, and the steps that are left.
+        All ranks give the same numbers.
         """
-        if self._next is not None and steps >= self._next and seconds * (steps + left) >= self._seconds * steps:
+        steps, whole = elapsed.steps, elapsed.seconds * (elapsed.steps + elapsed.left)
+        if steps >= self._next and whole >= self._seconds * steps:
             self._left, self._next = _STEPS, 2 * steps
 
 
@@ -160,20 +187,6 @@ def combined(ranks: Sequence[Sequence[float]]) -> SampledStep | None:
     computing, exposed, host = (sum(one) / len(others) for one in zip(*others, strict=True))
     communication = min(exposed, ranks[slowest][1])
     return SampledStep(computing, host, communication, exposed - communication, slowest)
-
-
-def of_slowest_reader(own: Mapping[str, float], rows: Sequence[float]) -> Mapping[str, float]:
-    """Return the parts of this rank, with the rows of the rank that waits longest for them.
-
-    The others wait for it in the collectives of the step.
-    """
-    longer = max(0.0, max(rows) - own.get(ROWS, 0.0))
-    for part in (STEP, DEVICE):
-        moved = min(longer, own.get(part, 0.0))
-        if moved:
-            own = {**own, part: own[part] - moved, ROWS: own.get(ROWS, 0.0) + moved}
-            longer -= moved
-    return own
 
 
 def _quiet() -> AbstractContextManager[None]:

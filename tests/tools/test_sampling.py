@@ -7,7 +7,8 @@ import torch
 from torch.profiler import profile
 
 from trainer.observe.meter import Meter
-from trainer.observe.sampling import LEAST_STEPS, Sampler, parts
+from trainer.tools.sampling import LEAST_STEPS, Sampler, parts
+from trainer.training.run_tool import Elapsed
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,8 @@ def test_parts_of_a_step(
 
 
 def test_a_profiler_of_a_callback_keeps_its_events():
-    sampler = Sampler(Meter(), True, "cpu")
-    sampler.plan(LEAST_STEPS, 100.0, left=0)
+    sampler = Sampler(Meter(), "cpu")
+    sampler.plan(Elapsed(LEAST_STEPS, 100.0, left=0))
     with profile() as of_callback, sampler.sampled():
         torch.ones(4).sum()
     assert "aten::sum" in {event.name for event in of_callback.events()}
@@ -40,8 +41,8 @@ def test_a_profiler_of_a_callback_keeps_its_events():
 
 def test_a_long_training_is_sampled_early_and_a_short_one_never():
     def is_due(steps: int, seconds: float, left: int) -> bool:
-        sampler = Sampler(Meter(), True, "cuda")
-        sampler.plan(steps, seconds, left)
+        sampler = Sampler(Meter(), "cuda")
+        sampler.plan(Elapsed(steps, seconds, left))
         return sampler.is_due
 
     assert is_due(LEAST_STEPS, 10.0, left=19 * LEAST_STEPS)  # 200 s in all
