@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
 from docs import costs
+from tests import house
 from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
@@ -542,6 +543,10 @@ def _floors() -> str:
     return _table(("floor", "package", "holds"), rows)
 
 
+def _house() -> str:
+    return _table(("number", "today", "aim"), list(house.table(is_whole=False)))
+
+
 def _sub_packages(name: str) -> list[str]:
     folder = ROOT / "trainer" / name
     return sorted(init.parent.name for init in folder.glob("*/__init__.py"))
@@ -583,6 +588,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "floors": _floors,
     "gpu_figures": lambda: gpu_figures(_read(file) for file in sorted(GPUS.glob("*.json"))),
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
+    "house": _house,
     "keys": _keys,
     "model_cuts": _model_cuts,
     "operations": lambda: operations(_read(OPERATIONS)),

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import ROOT, finish, start
-from tests.house import reaches_up
+from tests.house import reaches_up, switches
 
 
 def test_the_trunk_names_no_tool_and_no_feature():
     assert reaches_up() == []
+
+
+def test_tasks_alone_know_their_types():
+    assert switches() == []
 
 
 FEATURES = sorted(file.parent.name for file in (ROOT / "trainer" / "features").glob("*/extension.json"))
