@@ -547,7 +547,7 @@ _MODELS = [
         "learned_temperature_not_read",
         "A learned temperature in a folder is not read.",
         "models/sentence_folder.py",
-        "temperature=folder.temperature() if recipe.task.learn_temperature else None",
+        "temperature=folder.temperature() if keys.learns_temperature else None",
         "temperature=None",
         ("models/test_sentence_folder.py",),
     ),

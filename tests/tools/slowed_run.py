@@ -13,7 +13,7 @@ from trainer.cli import main as program
 from trainer.data.loader import TrainLoader
 from trainer.engine.native import NativeEngine
 from trainer.models import compiled
-from trainer.observe import sampling
+from trainer.tools import sampling
 
 SECONDS = 0.1  # lost in each step
 _CLONE_NEWNET = 0x40000000
