@@ -12,7 +12,7 @@ from trainer.checkpoint.format import read_facts
 from trainer.checkpoint.registered import registered_tiers
 from trainer.checkpoint.store import CheckpointStore
 from trainer.ranks.joining import Rendezvous
-from trainer.recipe.schema import CHAT_TASKS, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.training.process_group import collective_timeout, together
 
 
@@ -22,7 +22,7 @@ def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | No
     Raises:
         TrainerError: a place of checkpoints does not answer; on every rank.
     """
-    if recipe.data.date is not None or recipe.task.type not in CHAT_TASKS:
+    if recipe.data.date is not None or not recipe.task.traits.chats:
         return None
 
     def find() -> str | None:

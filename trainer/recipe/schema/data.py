@@ -21,8 +21,6 @@ from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, Name, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
-CHAT_TASKS = ("causal_lm", "preference", "reward_model")
-"""The tasks with rows that pass through a chat template."""
 _OF_PARTS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
 """Codecs of names of hosts and of Python's literals, which change texts in files."""
 _OTHER_NAMES = {"ansi": "cp1252"}  # of editors on Windows
