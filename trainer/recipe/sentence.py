@@ -67,6 +67,7 @@ class SentenceKeys:
     queries and documents. For the others see the section `task`.
     """
 
+    texts: tuple[str, ...] = ()
     scores_pairs: bool = False
     activation: str | None = None
     pooling: str | None = None

@@ -25,7 +25,7 @@ from trainer.data.formats.base import Row
 from trainer.data.row_map import RowMap
 from trainer.data.sources import text_options
 from trainer.models.sentence_folder import sentence_folder
-from trainer.recipe.schema import Data, Embedding
+from trainer.recipe.schema import Data
 from trainer.training.prediction_files import Request
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
         TrainerError: a user error.
     """
     recipe = trained.resolved.recipe
-    if not isinstance(recipe.task, Embedding):
+    if recipe.task.sentences is None or recipe.task.sentences.scores_pairs:
         raise UsageError(
             f"`trainer mine` needs an embedding model, but `task.type` is {recipe.task.type}; name another RUN"
         )
@@ -83,7 +83,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
             "`--output` must name another file than `--input`, because it lacks other columns and pairs without"
             f" negatives, but both are {output}; name another"
         )
-    query, document, *_ = recipe.task.texts
+    query, document, *_ = recipe.task.sentences.texts
     pairs = list(dict.fromkeys(_pairs(request, recipe.data, query, document)))
     devices = _devices(processes)
     miner, model = _sentence_transformers(trained)

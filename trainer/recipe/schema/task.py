@@ -116,6 +116,7 @@ class Embedding(TaskKeys):
     @property
     def sentences(self) -> SentenceKeys:
         return SentenceKeys(
+            texts=tuple(self.texts),
             pooling=self.pooling,
             normalize=self.normalize,
             query_prompt=self.query_prompt,
