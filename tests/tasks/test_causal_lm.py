@@ -36,6 +36,7 @@ from trainer.recipe.schema import CausalLM, Generation
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
 from trainer.tasks.text import chat_templates
+from trainer.tasks.text.columns import tokenise
 
 WHERE = "`rows.jsonl`"
 TEXTS = ["a file is read", "open", "", "the name of a directory that holds many files"]
@@ -137,6 +138,11 @@ def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
         if body:
             whole = encode(task_of(text="text"), rows_of(text=[text]), tokenizer)
             assert [*whole["input_ids"][0], whole["labels"][0][-1]] == [*start, *body, *end]
+        behind = end if "</s>" in frame else []
+        for prefix in ("", " n"):
+            made = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+            found = tokenise(rows_of(text=[text]), ["text"], tokenizer, 9, WHERE, 0, prefix)
+            assert found["input_ids"] == [[*start, *made, *body, *behind]]
         task = task_of(prompt="prompt", completion="completion")
         prompt = text.removesuffix("</s>")
         (ids,) = encode(task.without_labels(), rows_of(prompt=[prompt]), tokenizer)["input_ids"]

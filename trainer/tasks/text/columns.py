@@ -119,7 +119,8 @@ def tokenise(
     """
     texts = [filled(rows, column, where, first_row, "every row needs a text") for column in columns]
     if prefix:
-        texts[0] = [prefix + text for text in texts[0]]
+        start = "".join(tokenizer.convert_ids_to_tokens(frame_of(tokenizer)[0]))
+        texts[0] = [prefix + text.removeprefix(start) for text in texts[0]]
     features = tokenise_texts(texts, tokenizer, max_length)
     if [] in features["input_ids"]:
         row = first_row + features["input_ids"].index([])
@@ -163,7 +164,7 @@ def unframed(ids: list[int], start: list[int], end: list[int]) -> list[int]:
 def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> Encoded:
     """Tokenise lists of texts, or two lists as pairs; the result is that of `tokenise`.
 
-    A text that begins with the start token gets no second one.
+    A text that begins with the start token, or ends with the end token, gets no second one.
 
     Raises:
         UsageError: `max_length` allows only the special tokens.
@@ -175,7 +176,7 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
         )
     features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
     encodings = dict(enumerate(features.encodings or ()))  # empty: the tokenizer is slow
-    start, _ = frame_of(tokenizer)
+    start, end = frame_of(tokenizer)
     doubled = [row for row, ids in enumerate(features["input_ids"]) if start and ids[: 2 * len(start)] == start * 2]
     if doubled:
         again = tokenizer(
@@ -189,6 +190,12 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
         for name, columns in again.items():
             for row, values in zip(doubled, columns, strict=True):
                 features[name][row] = values[len(start) :]
+    end_text = "".join(tokenizer.convert_ids_to_tokens(end))
+    for row, ids in enumerate(features["input_ids"]):
+        # An empty text of a pair has an end behind that of the other one.
+        if end and ids[-2 * len(end) :] == end * 2 and texts[-1][row].rstrip().endswith(end_text):
+            for values in features.values():
+                values[row] = values[row][: -len(end)]
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
     cut = [False] * len(texts[0])
     # A row of exactly `max_length` tokens may be truncated or complete; to tokenise it again would double the time.
