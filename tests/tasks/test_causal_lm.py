@@ -580,14 +580,17 @@ def test_a_template_without_tool_calls_is_refused(chatty):
     assert notes == ["column `system` is not read; write it before the prompt by a template in `data.map.columns`"]
 
 
-@pytest.mark.parametrize("as_text", [True, False])
+@pytest.mark.parametrize("as_text", [True, False, "schema"])
 def test_tools_are_given_to_the_template(chatty, as_text):
     chatty.chat_template = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + PLAIN_TEMPLATE
-    tools = [{"type": "function", "function": {"name": "open"}}]
+    tools = [{"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}]
     columns = {
         "messages": [[ASKED, ANSWERED]] * 3,
-        "tools": [json.dumps(tools), "[]", None] if as_text else [tools, [], None],
+        "tools": [json.dumps(tools), "[]", None] if as_text is True else [tools, [], None],
     }
+    if as_text == "schema":
+        function = tools[0]["function"]
+        columns["tools"][0] = [{**tools[0], "function": {**function, "parameters": json.dumps(function["parameters"])}}]
     task = task_of(messages="messages", tools="tools")
     encoded = encode(task, rows_of(**columns), chatty, max_length=200)
     for ids, own in zip(encoded["input_ids"], [tools, None, None], strict=True):

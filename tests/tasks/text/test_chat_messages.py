@@ -115,6 +115,10 @@ def test_a_false_flag_of_another_tool_is_a_weight_of_0(flag, value):
     ("chat", "problem"),
     [
         (asked(content="a", train="false"), r"message 2, must have `train` true or false, but has 'false'"),
+        (
+            asked(content=[{"type": "text", "text": "a", "weight": 0}]),
+            r"message 2, must have `weight` beside its content",
+        ),
         (asked(content="a", loss=0.5), r"message 2, must have `loss` true or false, but has 0.5"),
         ([{"role": "user", "content": "a", "train": True}], r"message 1, has `train` true, but is of the user"),
         (asked(content="a", train_detail=[{"train": False}]), r"message 2, has `train_detail`, which is not read"),

@@ -110,12 +110,14 @@ def _content(content: Any, template: ChatTemplate, place: str) -> Any:
             raise DataError(
                 f'{place} must have parts of the type "text", but has one of {kind!r}; leave the part or the row out'
             )
+        if flags := [flag for flag in FLAGS if flag in part]:
+            raise DataError(f"{place} must have `{flags[0]}` beside its content, but has it in a part; correct it")
     return content if reads_parts(template) else "".join(part["text"] for part in content)
 
 
 def _tool_calls(calls: Any, content: Any, template: ChatTemplate, place: str) -> list[Any]:
-    found = _parsed(calls)
-    if not isinstance(found, list) or not all(isinstance(call, dict) for call in map(_parsed, found)):
+    found = parsed(calls)
+    if not isinstance(found, list) or not all(isinstance(call, dict) for call in map(parsed, found)):
         raise DataError(f"{place} must have a list of objects as tool calls, but has {calls!r:.80}; correct it")
     form = content if content is None or content == "" else "content"
     if not writes_calls(template, form, min(len(found), 2)):
@@ -128,7 +130,7 @@ def _tool_calls(calls: Any, content: Any, template: ChatTemplate, place: str) ->
             f"{place} has {kind}, which the chat template of `{template.name}` does not write; add them to a copy"
             " of the template, or leave the row out"
         )
-    return [_tool_call(_parsed(call), template, place) for call in found]
+    return [_tool_call(parsed(call), template, place) for call in found]
 
 
 def _tool_call(call: Mapping[str, Any], template: ChatTemplate, place: str) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _tool_call(call: Mapping[str, Any], template: ChatTemplate, place: str) -> d
                 " rename it"
             )
         return dict(call)
-    arguments = {} if given == "" else _parsed(given)
+    arguments = {} if given == "" else parsed(given)
     if needs_text_of_arguments(template):
         return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
     if not isinstance(arguments, dict):
@@ -152,7 +154,7 @@ def _tool_call(call: Mapping[str, Any], template: ChatTemplate, place: str) -> d
     return {**call, "arguments": arguments}
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Return the value of JSON text; another value, and a text that is no JSON, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -218,7 +220,7 @@ def require_written(
             if part in text or _squeezed(part) in squeezed:
                 continue
             others = [*messages[:at], {**message, key: other}, *messages[at + 1 :]]
-            if _attempted(others, template, place, tools) not in (text, None):
+            if _attempted(others, template, place, tools) != text:
                 continue  # it is written in another form
             last = _attempted(messages[: at + 1], template, place, tools) if fix else None
             way = f"{fix}, " if last and _squeezed(part) in _squeezed(last) else ""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.text.chat_messages import messages_of, read_messages, require_written
+from trainer.tasks.text.chat_messages import messages_of, parsed, read_messages, require_written
 from trainer.tasks.text.chat_templates import ChatTemplate, Tools
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
@@ -286,7 +286,14 @@ def tools_of(value: Any, tokenizer: Tokenizer, place: str) -> Tools:
             f"{place} has tools, which the chat template of `{tokenizer.name_or_path}` does not write; add them to a"
             " copy of the template, or remove `task.tools`"
         )
-    return tools
+    return [_with_schema(tool) for tool in tools]
+
+
+def _with_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the schema of its parameters as an object, which data sets often hold as JSON text."""
+    if isinstance(inner := tool.get("function"), dict):
+        return {**tool, "function": _with_schema(inner)}
+    return {**tool, "parameters": parsed(tool["parameters"])} if "parameters" in tool else tool
 
 
 def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None) -> str:
