@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.benchmarks.planned_gpu_times import MEASURED, PUBLISHED, Work, row
+from tests.benchmarks.planned_times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
-from tests.tools.plan.gpu_times import MEASURED, PUBLISHED, Work, row
 from tests.tools.plan.measured import recipe_of
-from tests.tools.plan.times import LAYOUTS, PAGE, Row, page, published, rank_correlation, regret
 from trainer.base.errors import UsageError
 from trainer.cli import main
 from trainer.observe.meter import peak_flops

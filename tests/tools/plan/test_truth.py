@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks.planned_memory import SMALL_BUCKETS, layouts, published
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import OPTIMIZERS, TINY_DECODERS, TINY_TASKS, TINY_VIT
 from tests.tools.plan.measured import LENGTH, SMALL_BERT, measure, planned, recipe_of
-from tests.tools.plan.table import SMALL_BUCKETS, layouts, published
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.simulated_step import plan_step
 

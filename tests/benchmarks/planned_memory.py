@@ -1,4 +1,4 @@
-"""Predicted and measured memory of small models on CPU ranks, as a table: `python -m tests.tools.plan.table`.
+"""Predicted and measured memory of small models on CPU ranks, as a table: `python -m tests.benchmarks.planned_memory`.
 
 On one process, the measured peak is that of torch's allocator. On more ranks, it is that of the tensors alive in the
 real step, because gloo allocates buffers that a GPU does not have.
@@ -17,8 +17,8 @@ from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_DECODERS, TINY_T5, TINY_TASKS, TINY_VIT
 from tests.tools.plan.measured import SMALL_BERT, Measured, measure, planned
 
-PAGE = Path(__file__).parent / "errors.md"
-START, END = "<!-- measured: python -m tests.tools.plan.table --write -->", "<!-- end -->"
+PAGE = Path(__file__).parent / "planned_memory.md"
+START, END = "<!-- measured: python -m tests.benchmarks.planned_memory --write -->", "<!-- end -->"
 # DeepSpeed's bucket of 64 MiB would hide all else in models this small.
 SMALL_BUCKETS = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 50_000}}}
 

@@ -1,4 +1,4 @@
-"""Plans of the time of GPUs beside figures that were measured or published: `python -m tests.tools.plan.gpu_times`.
+"""Plans of GPU times beside measured and published figures: `python -m tests.benchmarks.planned_gpu_times`.
 
 It needs no GPU. Each row is a training with random weights; a name as an argument plans the rows that begin with it.
 """
@@ -127,7 +127,7 @@ PUBLISHED: Sequence[Work] = (
 
 
 def row(work: Work) -> str:
-    """Return a row of the table of `times.md`."""
+    """Return a row of the table of `planned_times.md`."""
     found = work.plan()
     likely, least, most = (work.rows / seconds for seconds in (found.likely, found.most, found.least))
     unit = work.length if work.keys.get("task") is _CAUSAL else 1

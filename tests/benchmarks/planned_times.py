@@ -1,4 +1,4 @@
-"""Predicted and measured step times of small models on this machine: `python -m tests.tools.plan.times`.
+"""Predicted and measured step times of small models on this machine: `python -m tests.benchmarks.planned_times`.
 
 It measures the machine as `trainer plan --measure` does, then trains some steps of each layout on one and two CPU ranks
 and compares their times with those of the plans. The layouts take turns, and the median of their turns counts. Nothing
@@ -162,7 +162,7 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def page(rows: Sequence[Row]) -> list[str]:
-    """Return the table and the summary of `times.md`."""
+    """Return the table and the summary of `planned_times.md`."""
     lines = ["| layout | planned, ms | range, ms | measured, ms | plan / measured |", "|---|---|---|---|---|"]
     for row in rows:
         ends = f"{1e3 * row.least:.1f} to {1e3 * row.most:.1f}"
@@ -183,7 +183,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def published() -> list[Row]:
-    """Return the rows of `times.md`."""
+    """Return the rows of `planned_times.md`."""
     text = PAGE.read_text(encoding="utf-8").split("| layout | planned, ms |")[1].split("\n\n")[0]
     rows = []
     for line in text.splitlines()[2:]:
