@@ -5,7 +5,8 @@ schema, the command line, the strategies, the schedules, the checks or the shipp
 out of date. The measured figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes, from
 `docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, from `docs/operations.json` of
 `python -m tests.benchmarks.operations --store`, from `docs/compiled_kernels.json` of
-`python -m tests.benchmarks.compiled_kernels --store`, and from the results of `make gpu` in `docs/gpu/DEVICE.json`.
+`python -m tests.benchmarks.compiled_kernels --store`, from `docs/house.json` of `python -m tests.house --store`, and
+from the results of `make gpu` in `docs/gpu/DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from pydantic.fields import FieldInfo
 
 import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
 from docs import costs
-from tests import house
 from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
@@ -49,6 +49,7 @@ COMPILED_KERNELS = ROOT / "docs" / "compiled_kernels.json"
 THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
 FAULTS = ROOT / "docs" / "faults.json"
+HOUSE = ROOT / "docs" / "house.json"
 _BLOCK = re.compile(r"(?P<begin><!-- generated: (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 # Notes that repeat the reference of the key.
@@ -544,7 +545,7 @@ def _floors() -> str:
 
 
 def _house() -> str:
-    return _table(("number", "today", "aim"), list(house.table(is_whole=False)))
+    return _table(("number", "today", "aim"), [tuple(row) for row in _read(HOUSE)])
 
 
 def _sub_packages(name: str) -> list[str]:
