@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import WORDS, write_tiny_run
@@ -36,11 +36,13 @@ from tests.training.test_peft_folder import CAUSAL, assert_same_logits, train
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
+from trainer.models.describe import ModelUse, describe
+from trainer.models.fill import load_whole
 from trainer.models.weight_files import described_model
 from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.schema import Model, Recipe
+from trainer.recipe.schema import Model, Recipe, Training
 from trainer.tools.check import check_parts
 from trainer.training import export as export_module
 from trainer.training.export import export
@@ -269,3 +271,13 @@ def test_tokens_that_cannot_be_trained_are_refused_by_name(keys: dict[str, Any],
 def test_a_model_without_a_vocabulary_is_refused():
     with pytest.raises(UsageError, match=r"`model.new_tokens` needs a model with an embedding of tokens"):
         load_config(Model.model_validate({"config": TINY_VIT, "new_tokens": ["<a>"]}), {})
+
+
+def test_a_model_that_is_loaded_whole_keeps_its_settings_of_generation(tmp_path: Path):
+    base = write_base(tmp_path)
+    GenerationConfig(bad_words_ids=[[3]], eos_token_id=[2, 4]).save_pretrained(base)
+    described = describe(recipe_of(base, None).model, Training(), ModelUse("AutoModelForCausalLM"))
+    whole: Any = load_whole(described)[0]
+    assert whole.generation_config.bad_words_ids == [[3]]
+    assert whole.generation_config.eos_token_id == [2, 4]
+    assert whole.config.name_or_path == str(base)

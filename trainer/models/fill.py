@@ -122,6 +122,8 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
                 output_loading_info=True,
                 **described.keyword_arguments,
             )
+    if tensors is not None:
+        _take_origin(model, recipe)
     missing = sorted(loading["missing_keys"])
     if missing:
         draw_weights(model, missing, seed)
