@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.data.chunked_rows import Writing, write_rows
+from trainer.data.chunked_rows import write_rows
 
 
 def parts_of(folder, *parts):
@@ -22,7 +22,7 @@ def parts_of(folder, *parts):
 
 
 def written(folder, *parts, name="out.parquet", **keys):
-    write_rows(parts_of(folder, *parts), folder / name, "parquet", Writing(**keys))
+    write_rows(parts_of(folder, *parts), folder / name, "parquet", **keys)
     return pyarrow.parquet.read_table(folder / name)
 
 
@@ -68,7 +68,7 @@ def test_formulas_are_escaped_on_demand(tmp_path, name, separator):
     write_rows(parts, tmp_path / name, "csv")
     plain = (tmp_path / name).read_text()
     assert plain.startswith(f"=n{separator}a\n1{separator}=1+1\n")
-    write_rows(parts, tmp_path / name, "csv", Writing(escapes_formulas=True))
+    write_rows(parts, tmp_path / name, "csv", escapes_formulas=True)
     found = (tmp_path / name).read_text()
     assert found.count("'") == 6
     assert found.replace("'", "") == plain

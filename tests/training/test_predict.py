@@ -105,9 +105,9 @@ def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Pa
     assert main([*command, "--output", str(whole)]) == 0
     broken = [*command, "--output", str(output), "--chunk-rows", "2"]
     process = warm.start(broken)
-    first = tmp_path / "out.jsonl.parts" / "part-000000.jsonl"
+    parts = tmp_path / "out.jsonl.parts"
     deadline = time.monotonic() + 480
-    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not list(parts.glob("part-*-000000.jsonl")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate(60)
@@ -123,8 +123,7 @@ def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Pa
 def test_another_input_starts_anew(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = tmp_path / "out.jsonl.parts"
     parts.mkdir()
-    (parts / "manifest.json").write_text(json.dumps({"input": "other"}))
-    (parts / "part-000000.jsonl").write_text('{"id": "wrong"}\n')
+    (parts / "part-0123456789abcdef-000000.jsonl").write_text('{"id": "wrong"}\n')
     arguments = ["--input", str(trained / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--keep", "none"]
     assert main(["predict", str(trained / "run"), *arguments]) == 0
     assert "starts from the first row" in capfd.readouterr().err

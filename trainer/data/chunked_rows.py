@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,6 @@ from trainer.data.formats.table import READERS, Format
 from trainer.data.readers import is_other, other_encoding
 
 if TYPE_CHECKING:
-    from typing import Self
-
     import pyarrow
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -92,22 +90,15 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
 
-@dataclass(frozen=True)
-class Writing:
-    """How rows are written.
+def write_rows(
+    parts: Sequence[Path], path: Path, file_format: Format, source: Path | None = None, escapes_formulas: bool = False
+) -> None:
+    """Write the rows of JSON Lines files into one file.
 
-    Attributes:
+    Args:
         source: the Parquet file with the rows from which these were made, one for each; columns of both keep its types
             in Parquet. None: there is none.
         escapes_formulas: whether texts that a spreadsheet takes for formulas get an apostrophe in CSV.
-    """
-
-    source: Path | None = None
-    escapes_formulas: bool = False
-
-
-def write_rows(parts: Sequence[Path], path: Path, file_format: Format, writing: Writing = Writing()) -> None:
-    """Write the rows of JSON Lines files into one file.
 
     Raises:
         DataError: a column holds values of several types, which Parquet lacks.
@@ -118,9 +109,17 @@ def write_rows(parts: Sequence[Path], path: Path, file_format: Format, writing: 
             for part in parts:
                 file.write(part.read_bytes())
     elif file_format == "csv":
-        _write_csv(parts, path, escaped if writing.escapes_formulas else str)
+        _write_csv(parts, path, escaped if escapes_formulas else str)
     else:
-        _write_parquet(parts, path, writing.source)
+        import pyarrow
+
+        try:
+            _write_parquet(parts, path, source)
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise DataError(
+                "`--output` is Parquet, which needs one type for each column, but the rows have several:"
+                f" {reason(error)}; write JSON Lines, or leave the columns of the input out with --keep none"
+            ) from error
 
 
 def _write_csv(parts: Sequence[Path], path: Path, shown: Callable[[str], str]) -> None:
@@ -141,21 +140,23 @@ def escaped(text: str) -> str:
 
 def _write_parquet(parts: Sequence[Path], path: Path, source: Path | None) -> None:
     import pyarrow
-    import pyarrow.parquet
+    from pyarrow import parquet
 
-    try:
-        with _SourceColumns(source) as kept:
-            schema = _schema([_schema_of(part, kept.schema.names) for part in parts])
-            with pyarrow.parquet.ParquetWriter(path, pyarrow.schema([*kept.schema, *schema])) as writer:
-                for part in parts:
-                    rows = list(_lines(part))
-                    made = [pyarrow.array([row.get(field.name) for row in rows], field.type) for field in schema]
-                    writer.write_table(pyarrow.Table.from_arrays([*kept.take(len(rows)), *made], schema=writer.schema))
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise DataError(
-            f"`--output` is Parquet, which needs one type for each column, but the rows have several: {reason(error)};"
-            " write JSON Lines, or leave the columns of the input out with --keep none"
-        ) from error
+    with ExitStack() as stack:
+        file = None if source is None else stack.enter_context(parquet.ParquetFile(source))
+        kept = pyarrow.schema([] if file is None else [one for one in file.schema_arrow if not _is_binary(one.type)])
+        batches = iter(()) if file is None else file.iter_batches(columns=kept.names)
+        made = _schema([_schema_of(part, kept.names) for part in parts])
+        schema, left = pyarrow.schema([*kept, *made]), kept.empty_table()
+        writer = stack.enter_context(parquet.ParquetWriter(path, schema))
+        for part in parts:
+            rows = list(_lines(part))
+            while kept.names and len(left) < len(rows):  # batches end with the groups of rows of the file
+                batch = pyarrow.Table.from_batches([next(batches)]).select(kept.names)
+                left = pyarrow.concat_tables([left, batch])
+            columns = [pyarrow.array([row.get(field.name) for row in rows], field.type) for field in made]
+            writer.write_table(pyarrow.Table.from_arrays([*left.slice(0, len(rows)).columns, *columns], schema=schema))
+            left = left.slice(len(rows))
 
 
 def _schema(schemas: Sequence[pyarrow.Schema]) -> pyarrow.Schema:
@@ -188,40 +189,6 @@ def _schema_of(part: Path, left_out: Sequence[str]) -> pyarrow.Schema:
         except OverflowError:
             types[name] = pyarrow.array(values, pyarrow.uint64()).type
     return pyarrow.schema(types)
-
-
-class _SourceColumns:
-    """The columns of a Parquet file that are no binary values, in parts of any number of rows; none without a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        self._file = None if path is None else pyarrow.parquet.ParquetFile(path)
-        fields = (
-            [] if self._file is None else [field for field in self._file.schema_arrow if not _is_binary(field.type)]
-        )
-        self.schema = pyarrow.schema(fields)
-        self._batches = iter(()) if self._file is None else self._file.iter_batches(columns=self.schema.names)
-        self._rest = self.schema.empty_table()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def take(self, num_rows: int) -> list[pyarrow.ChunkedArray]:
-        """Return the columns of the next rows."""
-        import pyarrow
-
-        while self.schema.names and len(self._rest) < num_rows:
-            batch = pyarrow.Table.from_batches([next(self._batches)]).select(self.schema.names)
-            self._rest = pyarrow.concat_tables([self._rest, batch])
-        taken, self._rest = self._rest.slice(0, num_rows), self._rest.slice(num_rows)
-        columns: list[pyarrow.ChunkedArray] = taken.columns
-        return columns
 
 
 def _is_binary(kind: pyarrow.DataType) -> bool:

@@ -118,19 +118,19 @@ def _shared(chunk: Chunk, rows: InputRows) -> dict[str, Any]:
     }
 
 
+@dataclass
 class Predictor:
     """The model on the ranks, which is built for the first chunk."""
 
-    def __init__(
-        self, plan: RunPlan, mesh: ParallelMesh, preparation: Preparation, task: Task, request: Request
-    ) -> None:
-        self._plan = plan
-        self._mesh = mesh
-        self._preparation = preparation
-        self._task = task
-        self._request = request
-        self._parts: Assembly | None = None
-        self._num_unknown = self._num_tokens = self._num_cut = 0
+    _plan: RunPlan
+    _mesh: ParallelMesh
+    _preparation: Preparation
+    _task: Task
+    _request: Request
+    _parts: Assembly | None = None
+    _num_unknown: int = 0
+    _num_tokens: int = 0
+    _num_cut: int = 0
 
     def check(self, rows: Dataset, first_row: int) -> None:
         """Encode rows on this rank only; `first_row` is the index in the file of the first one.

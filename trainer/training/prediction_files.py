@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.base.digests import digest_of, file_digest, source_digest
-from trainer.base.disk import UNFINISHED, move_over, no_file, read_plain, remove, replace_text
+from trainer.base.disk import UNFINISHED, move_over, no_file, remove, replace_text
 from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
@@ -21,7 +20,6 @@ from trainer.base.terminal import say, say_json
 from trainer.data.chunked_rows import (
     INPUT_FORMATS,
     OUTPUT_FORMATS,
-    Writing,
     json_line,
     read_chunks,
     row_format,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 STANDARD = "-"
 """The name of the standard input and output."""
 
-_MANIFEST = "manifest.json"
 _LOCK_SECONDS = 20.0  # ranks of a killed command leave within this time
 _SMALL_BYTES = 1 << 20
 
@@ -87,31 +84,24 @@ class Request:
         """The input in messages."""
         return f"`{self.shown_input}`"
 
+    @property
+    def output_format(self) -> Format:
+        """The format of the output, by its ending."""
+        return "json" if self.output == STANDARD else row_format(Path(self.output), "--output", OUTPUT_FORMATS)
+
     def check_output(self) -> None:
         """Refuse an output in an unknown format, one that exists, and one that cannot be a file."""
         path = Path(self.output).absolute()
-        self.require_csv(row_format(path, "--output", OUTPUT_FORMATS))
+        if self.escape_formulas and self.output_format != "csv":
+            raise UsageError(f"`--escape-formulas` applies to CSV and TSV, but `--output` is {self.output}; remove it")
+        if self.output == STANDARD:
+            return
         if not path.parent.is_dir():
             raise UsageError(f"`--output` must lie in a folder that exists, but {path.parent} does not; create it")
         if path.is_dir():
             raise UsageError(f"`--output` must name a file, but {path} is a folder; name a file in it")
         if path.exists() and not self.overwrite:
             raise UsageError(f"`--output` must name a new file, but {path} exists; name another, or add --overwrite")
-
-    def require_csv(self, file_format: Format) -> None:
-        """Refuse options for CSV with another format."""
-        if self.escape_formulas and file_format != "csv":
-            raise UsageError(f"`--escape-formulas` applies to CSV and TSV, but `--output` is {self.output}; remove it")
-
-    @property
-    def writing(self) -> Writing:
-        """How the output is written."""
-        is_parquet = self.keep == "all" and format_of(self.input) == "parquet"
-        return Writing(self.input if is_parquet else None, self.escape_formulas)
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that change the output."""
-        return {"keep": self.keep, "top": self.top, "chunk_rows": self.chunk_rows, "columns": list(self.columns)}
 
 
 @contextmanager
@@ -171,23 +161,16 @@ class InputRows:
         """
         request, first = self._request, num_done
         file_format = row_format(request.input, "--input", INPUT_FORMATS)
-        for found in read_chunks(
-            request.input,
-            file_format,
-            request.chunk_rows,
-            num_done,
-            request.where,
-            request.skip_bad_rows,
-            text_options(self._data),
-        ):
+        text, skips = text_options(self._data), request.skip_bad_rows
+        for found in read_chunks(request.input, file_format, request.chunk_rows, num_done, request.where, skips, text):
             errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
             chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
             sound = [chunk.rows[place] for place in chunk.sound]
             if sound and self._map is None:
                 self._map = RowMap.of_input(self._data.map, self._columns, sound, request.where)
-            if not (request.skip_bad_rows and (first or not sound)):
+            if not (skips and (first or not sound)):
                 self._check_columns(chunk.rows)
-            if request.skip_bad_rows:
+            if skips:
                 errors.update(self._find_bad(chunk, 0, len(found)))
             yield chunk
             first += len(found)
@@ -250,7 +233,7 @@ class InputRows:
 class Output:
     """The output, which is assembled from a part file for each chunk.
 
-    The manifest names the input, the model and the options of the parts; a later call with the same ones continues
+    The names of parts hold a digest of the input, the model and the options; a later call with the same ones continues
     after the last part.
     """
 
@@ -260,7 +243,8 @@ class Output:
         self._request = request
         self._recipe = recipe
         self._path = None if request.output == STANDARD else Path(request.output).absolute()
-        self._num_parts = 0
+        self._parts: list[Path] = []
+        self._prefix = ""  # of the names of parts
         self._lock: OwnedLock | None = None
 
     def __enter__(self) -> Output:
@@ -276,54 +260,41 @@ class Output:
         Raises:
             UsageError: the output exists, or another command writes it.
         """
-        if self._path is None:
-            self._request.require_csv("json")
-            return
         self._request.check_output()
-        with self._must_be_writable():
-            self._find_parts(self._path)
-        self.num_done = self._num_parts * self._request.chunk_rows
-
-    def _find_parts(self, output: Path) -> None:
+        if self._path is None:
+            return
         if self._folder.is_symlink():
             raise UsageError(
                 f"`--output` must have its parts in a folder of its own, but {self._folder} is a link; remove the link"
             )
-        self._lock = hold(self._folder, output, _LOCK_SECONDS)
-        manifest = self._folder / _MANIFEST
-        facts = self._facts()
-        before = _read_manifest(manifest)
-        if before != facts:
-            if before is not None:
-                changed = ", ".join(name for name in facts if before.get(name) != facts[name])
-                say(
-                    f"starts from the first row: {self._folder} belongs to a prediction with another {changed}",
-                    err=True,
-                )
-            for path in self._folder.iterdir():
-                if path != self._lock.file:
-                    path.unlink()
-            replace_text(manifest, json.dumps(facts, indent=2) + "\n")
-        while self._part(self._num_parts).exists():
-            self._num_parts += 1
-        if self._num_parts:
-            say(f"resumes after {self._num_parts * self._request.chunk_rows:,} rows of {self._folder}", err=True)
+        with self._must_be_writable():
+            self._lock = hold(self._folder, self._path, _LOCK_SECONDS)
+            self._prefix = f"part-{digest_of(self._facts())[:16]}-"
+            others = [path for path in self._folder.glob("part-*") if not path.name.startswith(self._prefix)]
+            for path in others:
+                path.unlink()
+            while self._next_part().exists():
+                self._parts.append(self._next_part())
+        self.num_done = len(self._parts) * self._request.chunk_rows
+        if others:
+            say(
+                f"starts from the first row: {self._folder} belongs to another input, model, version or option",
+                err=True,
+            )
+        if self.num_done:
+            say(f"resumes after {self.num_done:,} rows of {self._folder}", err=True)
 
     def _facts(self) -> dict[str, Any]:
-        recipe = self._recipe.model_dump(mode="json")
+        request, recipe = self._request, self._recipe.model_dump(mode="json")
         return {
-            "input": file_digest(self._request.input),
+            "input": file_digest(request.input),
             "model": _folder_digest(Path(self._recipe.model.name_or_path or ""), self._folder),
             "versions": versions() | {"source": source_digest()},
-            "options": {
-                **self._request.options(),
-                "task": recipe["task"],
-                "max_length": recipe["data"].get("max_length"),
-                "map": recipe["data"]["map"],
-                "text": asdict(text_options(self._recipe.data)),
-                "precision": recipe["precision"],
-                "seed": recipe["training"]["seed"],
-            },
+            "options": [request.keep, request.top, request.chunk_rows, request.columns],
+            "task": recipe["task"],
+            "data": [recipe["data"].get("max_length"), recipe["data"]["map"], asdict(text_options(self._recipe.data))],
+            "precision": recipe["precision"],
+            "seed": recipe["training"]["seed"],
         }
 
     def write(self, chunk: Chunk, found: Sequence[dict[str, Any]]) -> None:
@@ -340,9 +311,9 @@ class Output:
             if self._path is None:
                 say_json(text, end="")
             else:
-                replace_text(self._part(self._num_parts), text)
+                replace_text(self._next_part(), text)
+                self._parts.append(self._next_part())
         self.num_bad += len(chunk.errors)
-        self._num_parts += 1
         self.num_done += len(chunk.rows)
 
     def _merged(self, row: Row, answer: dict[str, Any]) -> Row:
@@ -371,10 +342,9 @@ class Output:
         new = self._path.with_name(f"{UNFINISHED}{self._path.name}")
         with self._must_be_writable():
             remove(new)  # of a command that was killed here, or a link
-            file_format = row_format(self._path, "--output", OUTPUT_FORMATS)
-            write_rows(
-                [self._part(number) for number in range(self._num_parts)], new, file_format, self._request.writing
-            )
+            request = self._request
+            source = request.input if request.keep == "all" and format_of(request.input) == "parquet" else None
+            write_rows(self._parts, new, request.output_format, source, request.escape_formulas)
             move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)
         say(f"wrote {self.num_done:,} rows to {self._path}", err=True)
@@ -384,8 +354,8 @@ class Output:
         assert self._path is not None
         return self._path.with_name(f"{self._path.name}.parts")
 
-    def _part(self, number: int) -> Path:
-        return self._folder / f"part-{number:06}.jsonl"
+    def _next_part(self) -> Path:
+        return self._folder / f"{self._prefix}{len(self._parts):06}.jsonl"
 
     @contextmanager
     def _must_be_writable(self) -> Iterator[None]:
@@ -423,14 +393,6 @@ def hold(folder: Path, output: Path, wait_seconds: float = 0.0) -> OwnedLock:
 
 def _is_binary(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
-
-
-def _read_manifest(file: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(read_plain(file))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _folder_digest(folder: Path, left_out: Path) -> str:
