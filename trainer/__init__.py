@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
-    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, TextKeys
+    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, TextKeys, Traits
 
 __all__ = [
     "Callback",
@@ -56,6 +56,7 @@ __all__ = [
     "RunResult",
     "TextKeys",
     "TrainerError",
+    "Traits",
     "UsageError",
     "__version__",
     "assemble",
@@ -75,7 +76,7 @@ _HOMES = {
     "Callback": "observe.callbacks",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",
-} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "OptimizerKeys", "TextKeys"), "recipe.schema")
+} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "OptimizerKeys", "TextKeys", "Traits"), "recipe.schema")
 
 
 def __getattr__(name: str) -> object:

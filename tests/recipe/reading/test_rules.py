@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from trainer.recipe.paths import dotted
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.rules import contradictions
+from trainer.recipe.schema import Distillation, FileData, Model, Parallel, TextKeys, Traits
 
 Minimal = dict[str, Any]
 CONFIG = 'model.config={"model_type": "bert"}'
@@ -332,3 +335,22 @@ def test_embeddings_need_rows_to_compare(
     found = sorted(problem.partition(": ")[2] for problem in problems(minimal, *overrides))
     assert len(found) == len(messages)
     assert all(problem.startswith(message) for problem, message in zip(found, messages, strict=True)), found
+
+
+@pytest.mark.parametrize("traits", [Traits(), Traits(streams=True, teacher=True, chats=True, noise=True)])
+def test_a_task_uses_the_parts_of_a_recipe_that_it_states(traits: Traits):
+    class Keys(TextKeys):
+        type: Literal["free"]
+
+    Keys.traits = traits
+    sections = {
+        "task": Keys(type="free", text="text"),
+        "model": Model(name_or_path="a/b", neftune_alpha=5.0),
+        "data": FileData(source="files", train="https://a/b.jsonl", streaming=True, date="2026-01-31"),
+        "distillation": Distillation(teacher="a/b"),
+        "parallel": Parallel(),
+    }
+    refused = {key for one in contradictions(sections) for key in map(dotted, one.keys)} - {"task.type"}
+    assert refused == (
+        set() if traits.streams else {"model.neftune_alpha", "data.streaming", "data.date", "distillation"}
+    )

@@ -36,7 +36,7 @@ from trainer.recipe.schema.task import (
     TaskSection,
     TokenClassification,
 )
-from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys
+from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.schema.training import Training
 
 
