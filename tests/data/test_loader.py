@@ -207,9 +207,11 @@ def silent_deaths():
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths, evaluates):
     others = psutil.Process().children()  # ranks that other tests keep alive
-    batches = iter(train_loader(split, total_steps=1000, num_workers=1))
+    of_evaluation = EvalLoader(split, 1, 0, 1, PADDING, num_workers=1)
+    batches = iter(of_evaluation if evaluates else train_loader(split, total_steps=1000, num_workers=1))
     next(batches)
     silent_deaths()
     (worker,) = (child for child in psutil.Process().children() if child not in others)

@@ -361,10 +361,26 @@ def test_a_slow_server_is_named_while_it_is_awaited(folder, monkeypatch, capfd):
     with webhdfs(folder) as server:
         recipe = recipe_of(folder, train=server.http_url("part-2.parquet"))
         server.state = "slow"
-        loaders(recipe)
+        (loader,) = loaders(recipe)
+        next(iter(loader))
     shown = capfd.readouterr().err
-    assert "reading the shards of `data.train` for " in shown
-    assert "reading the index of `data.train` for " in shown
+    for part in ("shards", "index", "first window"):
+        assert f"reading the {part} of `data.train` for " in shown
+
+
+def test_a_silent_server_ends_the_start_with_a_fault_that_may_pass(folder, monkeypatch, capfd):
+    monkeypatch.setattr(shards, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(shards.time, "sleep", lambda seconds: None)
+    with webhdfs(folder) as server:
+        recipe = recipe_of(folder, train=server.http_url("part-2.parquet"))
+        (loader,) = loaders(recipe)
+        server.state = "silent"
+        with pytest.raises(TrainerError, match="which cannot be read") as found:
+            prepare_data(recipe)
+        assert found.value.exit_code == 1
+        with pytest.raises(TrainerError, match="gave up after 5 retries") as found:
+            next(iter(loader))
+        assert found.value.exit_code == 1
 
 
 def test_missing_files_and_lost_servers_of_http_differ(folder, monkeypatch, capfd):

@@ -150,6 +150,7 @@ class StreamedSplit:
         self._folder = cache / "streams" / key
         self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
         self._begun = -1  # the last window that was begun ahead
+        self._has_read = False
         self._thread: ThreadPoolExecutor | None = None
         self._reader = RowReader(self._shards, encoder.columns, _known(encoder.features, encoder.columns))
 
@@ -243,7 +244,10 @@ class StreamedSplit:
 
     def _write(self, epoch: int, window: int, writer: EntryWriter) -> None:
         encoder = self._encoder
-        with one_thread_of_tokenizers() if get_worker_info() else nullcontext():
+        # Later windows are read while steps run.
+        naming = nullcontext() if self._has_read else naming_waits("the first window of `data.train`")
+        self._has_read = True
+        with naming, one_thread_of_tokenizers() if get_worker_info() else nullcontext():
             for _, spans in groupby(self.windows.spans(epoch, window), lambda span: span.source):
                 packer = encoder.packer()
                 for span in spans:

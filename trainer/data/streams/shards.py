@@ -20,6 +20,8 @@ from trainer.recipe.paths import is_url
 RETRIES, FIRST_WAIT = 5, 1.0
 """A failed read is tried again so many times, after so many seconds, each time after twice as many: 31 s in all."""
 
+SILENT_SECONDS = 60.0
+"""The longest time without a byte from a server of HTTP; an answer of any length may take longer."""
 _KEY = "data.train"
 _PATIENCE = 10.0  # seconds
 _BLOCK_BYTES = 4 << 20
@@ -52,9 +54,7 @@ class Shard:
 
     def open(self) -> Any:
         """Open the bytes of the shard, from any place."""
-        from fsspec.core import url_to_fs
-
-        files, path = url_to_fs(self.place)  # again in each process: connections do not survive a fork
+        files, path = _opened(self.place)  # again in each process: connections do not survive a fork
         return files.open(path, "rb", block_size=_BLOCK_BYTES)
 
     def resumed(
@@ -103,6 +103,21 @@ class Shard:
                     yield block
 
         return self.resumed(start, begin, len)
+
+
+def _opened(place: str) -> tuple[Any, str]:
+    """Return the file system of a place and its path there; a server of HTTP may be silent for a limited time."""
+    from fsspec.config import conf
+    from fsspec.core import url_to_fs
+
+    protocol = place.partition("://")[0]
+    if protocol not in ("http", "https"):
+        return url_to_fs(place)  # type: ignore[no-any-return]
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    options = {"timeout": limit, **conf.get(protocol, {}).get("client_kwargs", {})}
+    return url_to_fs(place, client_kwargs=options)  # type: ignore[no-any-return]
 
 
 def _lasts(error: Exception) -> bool:
@@ -161,11 +176,9 @@ def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Sh
 
 
 def _found(name: str, file_format: str | None) -> Iterator[Shard]:
-    from fsspec.core import url_to_fs
-
     shown = without_secrets(name)
     try:
-        files, path = url_to_fs(name)
+        files, path = _opened(name)
         found = files.glob(path, detail=True) if glob.has_magic(path) else {path: files.info(path)}
         shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
         # The list of a folder by HTTP has no sizes.
