@@ -30,8 +30,8 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def load_files(train, validation=None, file_format=None):
-    return load_splits(FileData(source="files", train=train, validation=validation, format=file_format))
+def load_files(train, validation=None, file_format=None, **options):
+    return load_splits(FileData(source="files", train=train, validation=validation, format=file_format, **options))
 
 
 def write(folder, name, content):
@@ -313,11 +313,24 @@ def test_excel(in_folder):
     assert load_files("rows.xlsx").train.rows.to_list() == ROWS
     with pandas.ExcelWriter("sheets.xlsx") as book:
         for name in ("train", "test"):
-            pandas.DataFrame(ROWS).to_excel(book, sheet_name=name, index=False)
+            pandas.DataFrame(ROWS[: 1 if name == "test" else None]).to_excel(book, sheet_name=name, index=False)
     splits = load_files("sheets.xlsx")
     assert splits.train.rows.to_list() == ROWS
     (note,) = splits.notes
-    assert "of the sheets of `sheets.xlsx`, the first, `train`, is read; to read `test` too" in note
+    assert (
+        "of the sheets of `sheets.xlsx`, the first, `train`, is read; to read `test` instead, set `data.sheet`" in note
+    )
+    splits = load_files("sheets.xlsx", sheet="test")
+    assert (splits.train.rows.to_list(), splits.notes) == (ROWS[:1], ())
+    with pytest.raises(
+        DataError, match=r"`data.sheet` must name a sheet of `sheets.xlsx`, but is 'Test'; it has `train"
+    ):
+        load_files("sheets.xlsx", sheet="Test")
+    write(in_folder, "rows.jsonl", "{}\n")
+    with pytest.raises(
+        DataError, match=r"`data.sheet` is for Excel files, but `rows.jsonl` is read as json; remove it"
+    ):
+        load_files("rows.jsonl", sheet="test")
 
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"

@@ -368,7 +368,7 @@ def text_options(data: Data) -> TextOptions:
     """Return how the text files of a recipe are read."""
     if not isinstance(data, FileData):
         return TextOptions()
-    return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes)
+    return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes, data.sheet)
 
 
 def _load_files(
@@ -397,6 +397,8 @@ def _read_splits(
     text = text_options(data)
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
+        if data.sheet is not None and found and file_format != "excel":
+            raise DataError(f"`data.sheet` is for Excel files, but `{found[0]}` is read as {file_format}; remove it")
         for key, paths in files.items():
             if not paths:
                 continue

@@ -161,3 +161,17 @@ def test_recipes_are_written_for_both_versions_of_yaml() -> None:
     assert parse_yaml(text, Origin("x"))[0].plain() == values
     assert yaml.safe_load(text) == values | {"model": values["model"] | {"x": "2e-05"}}  # the trap of YAML 1.1
     assert "  config:\n    a:  # note\n" in text
+
+
+@pytest.mark.parametrize(
+    ("classes", "words"),
+    [(("1e5", "2e5", "1e3"), "3 classes"), (("+1", "1", "-1"), "3 classes"), (("-0", "0", "1"), "3 classes")],
+)
+def test_classes_that_look_like_numbers_stay_texts(classes, words, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"text {row},{'ab'[row % 2]},{classes[row % 3]},{row % 2}" for row in range(60)]
+    Path("my.csv").write_text("\n".join(["text,topic_of_row,label,helpful", *rows]), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert f"task      sequence_classification: `label` has {words}\n" in shown
+    assert "note      the label may be another column: task.label=topic_of_row (text, 2 distinct)" in shown
+    assert main(["check", "my.yaml"]) == ExitCode.DONE

@@ -166,7 +166,7 @@ def test_a_given_label_is_taken_and_others_are_named() -> None:
     found = shapes(columns, {"label": "stars"})[0]
     assert found.task == {"type": CLASSES, "text": "text", "label": "stars", "labels": ["1", "3"]}
     assert found.why == "`stars` has 2 classes"
-    assert list(notes(columns, found, True)) == []
+    assert list(notes(columns, found, True)) == ["the task does not read label (text, 3 distinct)"]
     (note,) = notes(columns, shapes(columns)[0], False)
     assert note == "the label may be another column: task.label=stars (integer, 2 distinct)"
     columns = columns[:1] + columns[3:]
@@ -180,6 +180,7 @@ def test_a_given_label_is_taken_and_others_are_named() -> None:
         ({"label": None, "x": ("a", "b")}, "x", "`label` is not taken as the label, since it has one value or none"),
         ({"label": ("a",), "x": ("a", "b")}, "x", "`label` is not taken as the label, since it has one value or none"),
         ({"label": ("a", "b", " ")}, "label", "`label` is blank in 10 rows, so blank is a class"),
+        ({"label": ("a", "b")}, "label", "the task does not read title (text, 30 distinct)"),
         (
             {"emotion_label": (0, 1), "emotion_name": ("a", "b")},
             "emotion_label",

@@ -50,16 +50,18 @@ _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How text files are read.
+    """How files are read that hold texts.
 
     Attributes:
         delimiter: the delimiter of CSV files; None: found in each file's first lines.
         quotes: whether quotation marks enclose values of CSV files; otherwise they are text.
+        sheet: the sheet of Excel files; None: the first one.
     """
 
     encoding: str = "utf-8"
     delimiter: str | None = None
     quotes: bool = True
+    sheet: str | None = None
 
     def cells(self, lines: Iterable[str], delimiter: str) -> Any:
         """Return the reader of the rows of a CSV file, as of `csv.reader` with its limit of characters raised."""

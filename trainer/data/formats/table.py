@@ -28,7 +28,7 @@ _SHEETS_SHOWN = 5
 
 
 class ExcelReader(Reader):
-    """The first sheet of each file; its first row holds the names of the columns."""
+    """One sheet of each file; its first row holds the names of the columns."""
 
     endings = (".xlsx",)
     is_text = False
@@ -54,13 +54,17 @@ class ExcelReader(Reader):
         frames, notes = [], []
         for path in files.paths:
             with pandas.ExcelFile(path) as book:
-                first, *others = map(str, book.sheet_names)
-                frames.append(pandas.read_excel(book, dtype=str, **NULLS).rename(columns=str))
-            if others:
-                unread = listed([f"`{name}`" for name in others], _SHEETS_SHOWN)
+                names = list(map(str, book.sheet_names))
+                sheet = names[0] if files.text.sheet is None else files.text.sheet
+                if sheet not in names:
+                    shown = listed([f"`{name}`" for name in names], _SHEETS_SHOWN)
+                    raise DataError(f"`data.sheet` must name a sheet of `{path}`, but is {sheet!r}; it has {shown}")
+                frames.append(pandas.read_excel(book, sheet, dtype=str, **NULLS).rename(columns=str))
+            if len(names) > 1 and files.text.sheet is None:
+                unread = listed([f"`{name}`" for name in names[1:]], _SHEETS_SHOWN)
                 notes.append(
-                    f"`{files.key}`: of the sheets of `{path.name}`, the first, `{first}`, is read; to read {unread}"
-                    " too, save each as a file"
+                    f"`{files.key}`: of the sheets of `{path.name}`, the first, `{sheet}`, is read; to read {unread}"
+                    " instead, set `data.sheet`; to read several, save each as a file"
                 )
         frame = pandas.concat(frames, ignore_index=True)
         return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), notes

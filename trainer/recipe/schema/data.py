@@ -94,6 +94,8 @@ class FileData(_DataKeys):
     """Character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
     """Quotation marks enclose values of CSV and TSV files; false: they are text."""
+    sheet: Name | None = None
+    """Name of the sheet of Excel files; null: the first one."""
     encoding: Name = "utf-8"
     """Encoding of JSON, CSV and CoNLL files, such as latin-1."""
     train: PathField | Annotated[list[PathField], Field(min_length=1)]
@@ -148,7 +150,7 @@ class FileData(_DataKeys):
         if self.format not in (None, "json", "parquet"):
             text = f"is {shown_value(self.format)}, which `{stream}` does not read; convert the files to Parquet"
             yield clash(text, "data.format", stream)
-        for key in self.changed("delimiter", "quotes", "encoding"):
+        for key in self.changed("delimiter", "quotes", "sheet", "encoding"):
             text = f"applies to whole files, but `{stream}` is true; remove it, and write JSON Lines in UTF-8"
             yield clash(text, f"data.{key}", stream)
         held = self.validation if isinstance(self.validation, list) else [self.validation]

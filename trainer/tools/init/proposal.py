@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer.base.errors import Problems, TrainerError, UsageError
 from trainer.base.text import size
+from trainer.data.formats.csv_files import CellKind
 from trainer.data.formats.table import format_of
 from trainer.data.sources import load_splits
 from trainer.models.configuration import load_config, max_positions
@@ -83,6 +84,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
             " that line is a row, add a line of names"
         )
     shape = _shape(columns, request, ask, own_notes)
+    shape = _with_classes(shape, columns, draft)
     if shape.columns is not None:
         draft.put("data.map", {"columns": shape.columns}, "the columns of the task, made from those of the data")
     for key, value in shape.task.items():
@@ -106,8 +108,21 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     return Proposal(draft.text(), tuple(lines), checked.problems)
 
 
-def _read(draft: Draft) -> tuple[Any, bool, Sequence[str]]:
+def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> Shape:
+    """Return the task with the classes that it will read: a column of 1e5 and +1 holds numbers, or names of classes."""
+    label = next((column for column in columns if column.name == shape.task.get("label")), None)
+    is_typed = format_of(draft.request.source) in ("csv", "excel") and shape.type == "sequence_classification"
+    if not is_typed or label is None or label.kind == "text" or shape.columns is not None:
+        return shape
+    read = columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)
+    found = shapes(read, {key: shape.task[key] for key in ("text", "label")})
+    return next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
+
+
+def _read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
     """Return rows of the training split, whether they are all, and notes on them; set the section `data`.
+
+    `kinds` are those of columns of CSV files that a task reads, if it is known.
 
     Raises:
         TrainerError: the data cannot be read.
@@ -121,7 +136,7 @@ def _read(draft: Draft) -> tuple[Any, bool, Sequence[str]]:
     )
     data = stub.resolved().recipe.data  # of a stub, because the task is not known yet
     problems = Problems()
-    splits = load_splits(data, most_rows=MOST_ROWS, problems=problems)
+    splits = load_splits(data, most_rows=MOST_ROWS, problems=problems, kinds=kinds)
     if not isinstance(data, FileData) and splits.validation is not None:
         draft.put("data.validation", data.validation)
     elif isinstance(data, FileData) or "data.validation" in request.given:
@@ -159,7 +174,8 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
         names = [column.name for column in columns]
         for key in ("text", "label"):
             if shape.task[key] in names and f"task.{key}" not in request.given:
-                given[key] = ask(f"column of the {key}", shape.task[key], names)
+                answer = ask(f"column of the {key}", shape.task[key], names)
+                given[key] = answer if answer != shape.task[key] else given[key]
         again = [one for one in shapes(columns, given) if _has_one_label(one)]
         shape = next((one for one in again if one.type == kind), again[0] if again else shape)
     return shape

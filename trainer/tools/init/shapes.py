@@ -339,6 +339,23 @@ def _without_label(columns: _Columns, text: str) -> str:
     return f"`{label.name}` holds no labels ({label.shown})"
 
 
+def _unread(columns: Sequence[Column], shape: Shape) -> list[Column]:
+    """Return the columns that a task does not read, without those that number or describe rows."""
+    read = {*_texts_in(shape.task), *_texts_in(shape.columns), *(column.name for column in shape.labels)}
+    if read.isdisjoint(column.name for column in columns):  # those of a known form, such as Alpaca's
+        return []
+    others = [column for column in columns if column.name not in read and column.kind != "empty"]
+    others = [column for column in others if not column.words & _OTHER_WORDS and not column.numbers_rows]
+    return [column for column in others if f"`{column.name}`" not in shape.why]  # where the reason tells it
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _texts_in(inner)
+
+
 def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iterator[str]:
     """Yield notes on columns that are not read as they look, and on other columns that may be the label."""
     for column in columns:
@@ -359,6 +376,8 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
     if others and not is_label_given:
         more = "" if "label" in shape.task else "task.type=sequence_classification and "
         yield f"the label may be another column: {more}{listed(others, _MOST_SHOWN)}"
+    if unread := [column.shown for column in _unread(columns, shape)]:
+        yield f"the task does not read {listed(unread, _MOST_SHOWN)}"
 
 
 _RULES: tuple[Callable[[_Columns], Iterator[Shape]], ...] = (
