@@ -15,20 +15,24 @@ import trainer
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.drawn import SafeConsole
 from trainer.base.errors import ExitCode
-from trainer.base.terminal import say, say_json, say_styled
+from trainer.base.terminal import say, say_json, say_styled, say_text
 from trainer.cli import main
 
 HOSTILE = "\x1b]0;title\x07\x9b31m\u202e\u2066\x7f\r"
 SHOWN = r"\x1b]0;title\x07\x9b31m\u202e\u2066\x7f\r"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+FORGED = "\nforged a line"
+"""A line break in a value, which must not begin a line."""
+OF_TEXTS = ("base/terminal.py", "cli/convert.py", "cli/launch_script.py", "cli/plan.py", "cli/rehearse.py")
+"""The modules that write texts with line breaks of their own."""
 WRITERS = ("base/terminal.py", "base/drawn.py")
 
 
 def test_texts_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]):
-    say(f"a {HOSTILE}\tb\nc")
-    say(HOSTILE, err=True, end="")
+    say(f"a {HOSTILE}\tb", "c\nd")
+    say_text(f"{HOSTILE}\nb", err=True)
     say_styled("\x1b[1mbold\x1b[0m")
-    assert capsys.readouterr() == (f"a {SHOWN}\tb\nc\nbold\n", SHOWN)
+    assert capsys.readouterr() == (f"a {SHOWN}\tb\nc\\nd\nbold\n", f"{SHOWN}\nb\n")
     say_json(json.dumps({HOSTILE: HOSTILE}, ensure_ascii=False, indent=1))
     shown = capsys.readouterr().out
     assert (CONTROL.search(shown), json.loads(shown)) == (None, {HOSTILE: HOSTILE})
@@ -74,21 +78,34 @@ def test_a_program_escapes_the_words_of_libraries_and_of_python():
 
 
 def test_names_and_texts_of_rows_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    recipe = write_tiny_run(tmp_path, task={"label": f"label{HOSTILE}"})
+    label = f"label{HOSTILE}{FORGED}"
+    recipe = write_tiny_run(tmp_path, task={"label": label})
     for name in ("train", "validation"):
-        rows = [{"text": f"word1 {HOSTILE}", f"label{HOSTILE}": f"{'abc'[row % 3]}{HOSTILE}"} for row in range(12)]
+        rows = [{"text": f"{'word1 ' * 9}{FORGED}{HOSTILE}", label: f"{'abc'[row % 3]}{FORGED}{HOSTILE}"} for row in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for command in (["preview"], ["check", "--all", "--quick"], ["check", f"task.text={HOSTILE}"]):
+    for command in (["preview"], ["check", "--all", "--quick"], ["check", f"task.text={HOSTILE}{FORGED}"]):
         code = main([command[0], str(recipe), *command[1:]])
         shown = "".join(capsys.readouterr())
         assert code == (ExitCode.USER if len(command) > 1 and "=" in command[1] else ExitCode.DONE), shown
         assert CONTROL.search(shown) is None, command
         assert "title" in shown
+        assert FORGED not in shown
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, f"x{FORGED}": "y"}) + "\n" for row in rows))
+    (tmp_path / "arguments.json").write_text(json.dumps({"output_dir": FORGED, "run_name": FORGED, f"x{FORGED}": None}))
+    place = str(tmp_path / f"a{FORGED}.yaml")
+    for verb in (["init", str(tmp_path / "rows.jsonl"), "--yes", "-o", place], ["runs", place], ["report", place]):
+        main(verb)
+    main(["convert", str(tmp_path / "arguments.json"), "--from", "training-arguments", "--all"])
+    shown = "".join(capsys.readouterr())
+    assert shown.count(r"\nforged a line") > 5
+    assert FORGED not in shown
 
 
 def test_no_module_writes_to_the_terminal_but_the_writers():
     folder = Path(trainer.__file__).parent
     writes = re.compile(r"(?<![\w.])(?:print|Console)\(|\btyper\.s?echo\b|\bstd(?:out|err)\.write(?:lines)?\(")
+    of_texts = [file for file in folder.rglob("*.py") if "say_text(" in file.read_text(encoding="utf-8")]
+    assert sorted(file.relative_to(folder).as_posix() for file in of_texts) == sorted(OF_TEXTS)
     found = [
         f"{file.relative_to(folder)}:{number}"
         for file in folder.rglob("*.py")

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 
 class ExitCode(IntEnum):
@@ -32,6 +32,20 @@ class TrainerError(Exception):
     """An error that the user can fix; `str(error)` is the whole message, with the fix."""
 
     _exit_code = ExitCode.FAILED
+    has_lines = False
+    """Whether line breaks of the message are meant; others come from values, and are shown escaped."""
+
+    @classmethod
+    def of_lines(cls, message: str) -> Self:
+        """Return an error with lines; see `has_lines`."""
+        error = cls(message)
+        error.has_lines = True
+        return error
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the message."""
+        return str(self).split("\n") if self.has_lines else [str(self)]
 
     @property
     def exit_code(self) -> ExitCode:
@@ -114,6 +128,10 @@ def storage_error(message: str, cause: OSError) -> TrainerError:
 
 class RecipeError(UsageError):
     """All problems of a recipe, reported together."""
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self.problems)
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -206,12 +224,13 @@ def error_to_values(error: TrainerError) -> list[Any]:
     arguments: list[Any] = list(error.problems) if isinstance(error, RecipeError) else [str(error)]
     if isinstance(error, OutOfMemoryError):
         arguments.append(list(error.plan_command))
-    return [kind.__name__, int(error.exit_code), arguments]
+    return [kind.__name__, int(error.exit_code), arguments, error.has_lines]
 
 
 def error_of_values(values: list[Any]) -> TrainerError:
     """Return the error of `error_to_values`."""
-    name, code, arguments = values
+    name, code, arguments, has_lines = values
     error = _KINDS[name](*arguments)
+    error.has_lines = has_lines
     error.exit_code = ExitCode(code)
     return error

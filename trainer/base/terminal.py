@@ -12,10 +12,11 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TextIO
 
-from trainer.base.text import for_terminal, json_for_terminal
+from trainer.base.text import for_terminal, json_for_terminal, one_line
 
 _STYLE = re.compile("\x1b\\[[0-9;]*m")
 
@@ -25,9 +26,19 @@ def write(text: str, stream: TextIO) -> None:
     _put(for_terminal(text), stream)
 
 
-def say(text: str = "", *, err: bool = False, end: str = "\n") -> None:
-    """Write a text to the standard output, or to the standard error."""
-    write(f"{text}{end}", sys.stderr if err else sys.stdout)
+def write_lines(lines: Iterable[str], stream: TextIO) -> None:
+    """Write lines; a line break in one comes from a value, and is escaped too."""
+    write("".join(f"{one_line(line)}\n" for line in lines), stream)
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Write lines to the standard output, or to the standard error; see `write_lines`."""
+    write_lines(lines, sys.stderr if err else sys.stdout)
+
+
+def say_text(text: str, *, err: bool = False) -> None:
+    """Write a text of the program with line breaks of its own, which ends with one."""
+    write(text if text.endswith("\n") else f"{text}\n", sys.stderr if err else sys.stdout)
 
 
 def say_json(text: str, end: str = "\n") -> None:

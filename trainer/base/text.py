@@ -67,7 +67,7 @@ def size(num_bytes: float) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, of rows with equally many cells; columns are as wide as their widest cell."""
-    rows = [[for_terminal(cell) for cell in row] for row in rows]  # the widths are those that are shown
+    rows = [[one_line(cell) for cell in row] for row in rows]  # the widths are those that are shown
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -107,6 +107,11 @@ def dotted_leaves(value: Mapping[str, Any]) -> dict[str, Any]:
 def for_terminal(text: str) -> str:
     """Escape control characters, with which a value in a message could change the terminal or the shown text."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Escape control characters and line breaks, with which a value could show a line that is not the program's."""
+    return for_terminal(text).replace("\n", "\\n")
 
 
 def json_for_terminal(text: str) -> str:

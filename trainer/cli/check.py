@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.base.terminal import say, say_styled
-from trainer.base.text import aligned, for_terminal, without_repetitions
+from trainer.base.text import aligned, one_line, without_repetitions
 from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, flag, print_json, show_error
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def check(
         if checked and rows and rows < checked.most_rows:
             say(f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows")
         if groups:
-            say("\n" + "\n".join(aligned(groups)) + "\n")
+            say("", *aligned(groups), "")
         for note in without_repetitions(notes):
             say(f"note      {note}")
         if checked is not None and not problems:
@@ -120,7 +120,7 @@ def _print_written(resolved: ResolvedRecipe) -> None:
     for section, pairs in sections.items():
         text = f"{section:<9} {', '.join(pairs)}"
         lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
-        say("\n".join(lines))
+        say(*lines)
     bases = {origin.source for origin in resolved.origins.values()} - {*own, "default"}
     number = sum(origin.source in bases for origin in resolved.origins.values())
     more = f"{number} keys of {', '.join(sorted(bases))}, and " if bases else ""
@@ -132,8 +132,8 @@ def _print_everything(resolved: ResolvedRecipe) -> None:
     key_width = max(len(key) for key, _ in rows)
     value_width = min(36, max(len(value) for _, value in rows))  # a longer one pushes its origin aside
     for key, value in rows:
-        origin = typer.style(for_terminal(str(resolved.origins[key])), dim=True)
-        say_styled(f"{for_terminal(f'{key:<{key_width}}  {value:<{value_width}}')}  {origin}")
+        origin = typer.style(one_line(str(resolved.origins[key])), dim=True)
+        say_styled(f"{one_line(f'{key:<{key_width}}  {value:<{value_width}}')}  {origin}")
 
 
 def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
@@ -143,13 +143,14 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
 
     axes = sum(size > 1 for size in plan.layout.sizes.values())
     if (everything or axes > 1) and (table := layout_lines(plan)):
-        say("\n" + "\n".join(table))
-    say(f"\nlayout    {plan.layout}\nbatch     {plan.batch}\nstrategy  {plan.strategy.name}: {plan.strategy.summary}")
+        say("", *table)
+    say("", f"layout    {plan.layout}", f"batch     {plan.batch}")
+    say(f"strategy  {plan.strategy.name}: {plan.strategy.summary}")
     if (elastic := plan.recipe.parallel.elastic) != "none":
         most = max(16, plan.layout.world_size)
         sizes = ", ".join(map(str, fitting_sizes(plan.recipe, most)))
         say(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
     if plan.pipeline is not None:
-        say("\n".join([f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages))]))
+        say(f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages)))
     if everything and (config := deepspeed_config(plan)):
         say(f"deepspeed {json.dumps(config, indent=2)}")

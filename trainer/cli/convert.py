@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.base.terminal import say, say_json
+from trainer.base.terminal import say, say_json, say_text
 from trainer.cli.options import count, flag, output_option, print_json
 
 
@@ -44,5 +44,5 @@ def convert(
         return
     if output is None:
         say_json(done.text(), end="")
-    say(done.report(everything), end="", err=True)
+    say_text(done.report(everything), err=True)
     say(f"next: trainer check {output or 'RECIPE'}", err=True)

@@ -60,4 +60,4 @@ def export(
         f"{done.num_bytes / 1e6:,.1f} MB"
     )
     if done.certificate is not None:
-        say("\n".join(line for line in done.certificate.lines() if line))
+        say(*filter(None, done.certificate.lines()))

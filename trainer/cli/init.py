@@ -12,7 +12,7 @@ import typer
 
 from trainer.base.errors import RecipeError, UsageError
 from trainer.base.terminal import say
-from trainer.base.text import for_terminal
+from trainer.base.text import one_line
 from trainer.cli.options import OverridesArgument, devices, flag, output_option, value
 
 
@@ -65,7 +65,7 @@ def init(
 def _ask(question: str, default: str, choices: Sequence[str] = ()) -> str:
     asked = f"{question} ({', '.join(choices)})" if choices else question
     while True:
-        answer = str(typer.prompt(for_terminal(f"{asked} [{default}]"), default, show_default=False))
+        answer = str(typer.prompt(one_line(f"{asked} [{default}]"), default, show_default=False))
         if not choices or answer in choices:
             return answer
         say(f"choose one of {', '.join(choices)}")

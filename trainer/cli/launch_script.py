@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.base.terminal import say
+from trainer.base.terminal import say, say_text
 from trainer.cli.options import OverridesArgument, RecipeArgument, count, output_option, value
 
 Target = Literal[
@@ -65,7 +65,7 @@ def launch_script(
     )
     text, start = write_launch_script(recipe, overrides or (), target, nodes, gpus, options)
     if output is None:
-        say(text, end="")
+        say_text(text)
         return
     write_new(output, text, "--output")
     if text.startswith("#!"):

@@ -102,7 +102,7 @@ def show_error(error: TrainerError) -> None:
     """Write the problems of an error to stderr."""
     problems = error.problems if isinstance(error, RecipeError) else [str(error)]
     for problem in without_repetitions([without_secrets(problem) for problem in problems]):
-        say(f"error: {problem}", err=True)
+        say(*(f"error: {problem}".split("\n") if error.has_lines else [f"error: {problem}"]), err=True)
 
 
 def print_json(value: Any) -> None:

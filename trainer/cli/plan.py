@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trainer.base.terminal import say
+from trainer.base.terminal import say, say_text
 from trainer.cli.options import (
     JsonOption,
     LengthOption,
@@ -113,6 +113,6 @@ def plan(
     if as_json:
         print_json(answered.values)
     else:
-        say(answered.text)
+        say_text(answered.text)
     if timeline is not None and answered.made is not None:
-        say(draw_timeline(answered.made, timeline), end="", err=as_json)
+        say_text(draw_timeline(answered.made, timeline), err=as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from trainer.base.terminal import say
+from trainer.base.terminal import say_text
 from trainer.cli.options import JsonOption, LengthOption, OverridesArgument, RecipeArgument, count, print_json, value
 
 
@@ -37,4 +37,4 @@ def rehearse(
     if as_json:
         print_json(rehearsal.as_object(found))
     else:
-        say(text_of("rehearsal", found=found))
+        say_text(text_of("rehearsal", found=found))

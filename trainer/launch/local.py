@@ -27,6 +27,7 @@ from trainer.base.disk import within
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedError, TrainerError
 from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import say
+from trainer.base.text import one_line
 from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
@@ -236,10 +237,8 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
             except TrainerError as error:
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
-                say(
-                    f"{error}\nrestart {restart} of {max_restarts}: all ranks start again from the last checkpoint",
-                    err=True,
-                )
+                restarts = f"restart {restart} of {max_restarts}: all ranks start again from the last checkpoint"
+                say(*error.lines, restarts, err=True)
             time.sleep(_RESTART_SECONDS)
             if stop.signal is not None:
                 raise StoppedError(
@@ -318,7 +317,7 @@ def _run_rank(work: _Work, environment: LaunchEnvironment) -> int:
     except TrainerError as caught:
         error = caught
     except Exception:
-        error = TrainerError(traceback.format_exc())
+        error = TrainerError.of_lines(traceback.format_exc())
     assert environment.error_file is not None
     Report(environment.rank, error).write(environment.error_file)
     if environment.rank > 0 or isinstance(error, LostPeerError):
@@ -375,5 +374,7 @@ def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], numb
     hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
     is_shared = sum(str(report.error) == str(error) for report in reports) > 1  # the error of any rank, on all of them
     who = "" if is_shared else f"{_described(first.rank, statuses)} failed:\n"
-    error.args = (f"{who}{error}{hint}",)
+    message = "\n".join(map(one_line, error.lines))
+    error.args = (f"{who}{message}{hint}",)
+    error.has_lines = True
     return error

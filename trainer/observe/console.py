@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from trainer.base.terminal import write
+from trainer.base.terminal import write_lines
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -41,7 +41,7 @@ class PlainConsole(Observer):
             self._write("", *lines)
 
     def _write(self, *lines: str) -> None:
-        write("".join(f"{line}\n" for line in lines), self._stream)
+        write_lines(lines, self._stream)
 
 
 def open_console(stream: TextIO) -> Observer:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 from rich.text import Text
 
 from trainer.base.drawn import SafeConsole
+from trainer.base.text import one_line
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
@@ -148,4 +149,4 @@ class ProgressConsole(Observer):
     def _print(self, *lines: str, style: str | None = None) -> None:
         # The terminal wraps long lines, so a copied command holds no line break.
         for line in lines:
-            self._console.print(line, style=style, soft_wrap=True)
+            self._console.print(one_line(line), style=style, soft_wrap=True)

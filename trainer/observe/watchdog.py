@@ -127,7 +127,7 @@ class Watchdog(Observer):
 
     def _report(self, message: str) -> None:
         if self._error_file is not None:
-            Report(self._heartbeat.rank, TrainerError(message), is_of_all=True).write(self._error_file)
+            Report(self._heartbeat.rank, TrainerError.of_lines(message), is_of_all=True).write(self._error_file)
         reporting = threading.Thread(target=self._report_end, args=(message.splitlines()[0],), daemon=True)
         reporting.start()
         reporting.join(_REPORT_SECONDS)

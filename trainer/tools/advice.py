@@ -113,6 +113,7 @@ def adds_changes_that_fit() -> Iterator[None]:
             say("the memory is full; planning changes that fit takes a minute at most", err=True)
             if found := advice(error.plan_command):
                 error.args = (f"{error}\n{found}",)
+                error.has_lines = True
         raise
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
-from trainer.base.text import aligned, for_terminal
+from trainer.base.text import aligned, for_terminal, one_line
 from trainer.observe.preview_records import Preview, ShownRow
 from trainer.recipe.plan import RunPlan
 from trainer.tools.preview_rows import kinds, lengths_histogram, shown_rows, step_of_run
@@ -30,6 +30,8 @@ _MOST_ROWS = 20_000  # of each split; more would be encoded for minutes
 _MOST_UNCUT = 1_000  # rows that are encoded without a maximum length
 _NO_LIMIT = 10**6  # tokens
 _STYLES = {"trained": "green", "masked": "magenta", "input": "", "padding": "dim", "cut": "red"}
+_LATER_LINE = "\n  | "
+"""The start of each later line of a text, which could look like one of the program."""
 _SIGNS = {"trained": ("[", "]"), "masked": ("<", ">"), "input": ("", ""), "padding": ("(", ")"), "cut": ("{cut: ", "}")}
 
 
@@ -111,11 +113,11 @@ def preview_lines(preview: Preview) -> Iterator[Text]:
         yield Text("\n" + "\n".join(aligned([("class", "training rows", "weight"), *classes])))
     yield Text("\n" + "\n".join(aligned(preview.kinds)))
     for note in preview.notes:
-        yield Text(f"note      {note}")
+        yield Text(one_line(f"note      {note}"))
 
 
 def _row_lines(row: ShownRow) -> Iterator[Text]:
-    label = f"  label {for_terminal(row.label)}" if row.label else ""
+    label = f"  label {one_line(row.label)}" if row.label else ""
     label += f"  {row.window}" if row.window else ""
     for number, text in enumerate(row.texts):
         line = Text(f"row {row.row + 1}" if number == 0 else "", style="bold")
@@ -127,7 +129,9 @@ def _row_lines(row: ShownRow) -> Iterator[Text]:
             space = " " if piece.text.startswith(" ") or piece.mark in ("padding", "cut") else ""
             note = f":{piece.note}" if piece.note and not piece.note.startswith("document") else ""
             line.append(space)
-            shown = for_terminal(piece.text.removeprefix(" "))  # rich would drop some control characters
+            shown = for_terminal(piece.text.removeprefix(" ")).replace(
+                "\n", _LATER_LINE
+            )  # rich would drop some characters
             line.append(f"{before}{shown}{note}{after}", style=_STYLES[piece.mark])
         yield line
 

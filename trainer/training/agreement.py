@@ -54,7 +54,7 @@ def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_secon
     names = dict.fromkeys((*first, *facts))
     own = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
     ranks = meeting.gather((socket.gethostname(), own), timeout_seconds)
-    raise UsageError(meeting.share(_text(ranks, first) if ranks else None, timeout_seconds))
+    raise UsageError.of_lines(meeting.share(_text(ranks, first) if ranks else None, timeout_seconds))
 
 
 def _text(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[str, str]) -> str:

@@ -78,7 +78,7 @@ def _meet(
         folders, seconds = (Path(kept.folder), Path(recipe.checkpoint.folder)), collective_timeout(recipe)
         notes += hand_over(*folders, meeting, everyone, size, seconds.total_seconds())
     if everyone.rank == 0:
-        say("\n".join(notes), err=True)
+        say(*notes, err=True)
     return meeting
 
 

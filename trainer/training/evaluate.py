@@ -64,7 +64,7 @@ class Evaluation:
         else:
             shown = {**facts, **{name: f"{value:.6g}" for name, value in metrics.items()}}
             width = max(map(len, shown))
-            say("\n".join(f"{name:<{width}}  {value}" for name, value in shown.items()))
+            say(*(f"{name:<{width}}  {value}" for name, value in shown.items()))
 
 
 def with_class_names(recipe: Recipe) -> Recipe:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.base.text import for_terminal
+from trainer.base.text import one_line
 from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
 from trainer.engine.forward import without_cache
@@ -134,7 +134,7 @@ def verify(
             there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
         difference, largest = compared(found, there, expected.batches)
         require_same(difference, largest, opened.dtype, reply["lost"])
-        rows = f"{len(data.evaluated.rows):,} rows of {for_terminal(data.evaluated.where.split(' (')[0])}"
+        rows = f"{len(data.evaluated.rows):,} rows of {one_line(data.evaluated.where.split(' (')[0])}"
         by = f"Another process, without `trainer`, with {_OPENERS[opened.kind][0]} on the CPU in fp32,"
         return Certificate(
             by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
@@ -287,7 +287,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
     if done is None or done.returncode:
         raise NotTheTrainedModelError(
             f"the exported folder must open in another program, but {_OPENERS[request['kind']][0]} failed:"
-            f" {for_terminal(problem[0])}; the folder was not kept. Correct the model or the packages, and export again"
+            f" {one_line(problem[0])}; the folder was not kept. Correct the model or the packages, and export again"
         )
     reply: dict[str, Any] = json.loads((place / "reply.json").read_text(encoding="utf-8"))
     return reply

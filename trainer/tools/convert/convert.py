@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.base.errors import RecipeError
-from trainer.base.text import dotted_leaves
+from trainer.base.text import dotted_leaves, one_line
 from trainer.recipe.foreign.values import Todo
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.explaining import explain, findings
@@ -79,7 +79,10 @@ class Conversion:
         """
         parts = []
         if self.todo:
-            parts.append(f"{Outcome.TODO.value}:\n" + "".join(f"  {key}: {text}\n" for key, text in self.todo.items()))
+            parts.append(
+                f"{Outcome.TODO.value}:\n"
+                + "".join(f"  {one_line(f'{key}: {text}')}\n" for key, text in self.todo.items())
+            )
         hidden = 0
         for outcome in Outcome:
             lines = [line for line in self.lines if line.outcome is outcome]
@@ -87,7 +90,7 @@ class Conversion:
             hidden += len(lines) - len(shown)
             if shown:
                 heading = "keys of these decisions" if outcome is Outcome.TODO else outcome.value
-                parts.append(f"{heading}:\n" + "".join(f"  {row}\n" for row in _rows(shown)))
+                parts.append(f"{heading}:\n" + "".join(f"  {one_line(row)}\n" for row in _rows(shown)))
         if hidden:
             parts.append(f"{hidden} more keys have no effect, most of them defaults; --all shows them\n")
         return "\n".join(parts)

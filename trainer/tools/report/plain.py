@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import plotext
 
-from trainer.base.text import for_terminal
+from trainer.base.text import one_line
 from trainer.tools.report.report import Run, best_metric, best_text
 
 _HEIGHT = 15
@@ -36,13 +36,13 @@ def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]]
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, _HEIGHT)
-    plotext.title(for_terminal(title))
+    plotext.title(one_line(title))
     plotext.xlabel("step")
     first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
     plotext.xticks(sorted({round(first + (last - first) * part / _TICKS) for part in range(_TICKS + 1)}))
     for name, points in drawn:
         steps, values = zip(*points, strict=True)
-        label = for_terminal(name) if len(drawn) > 1 else None
+        label = one_line(name) if len(drawn) > 1 else None
         plotext.plot(steps, values, label=label, marker="braille" if len(points) > 1 else "dot")
     yield ""
     yield from plotext.uncolorize(plotext.build()).splitlines()
