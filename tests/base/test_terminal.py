@@ -81,7 +81,10 @@ def test_names_and_texts_of_rows_are_shown_escaped(tmp_path: Path, capsys: pytes
     label = f"label{HOSTILE}{FORGED}"
     recipe = write_tiny_run(tmp_path, task={"label": label})
     for name in ("train", "validation"):
-        rows = [{"text": f"{'word1 ' * 9}{FORGED}{HOSTILE}", label: f"{'abc'[row % 3]}{FORGED}{HOSTILE}"} for row in range(12)]
+        rows = [
+            {"text": f"{'word1 ' * 9}{FORGED}{HOSTILE}", label: f"{'abc'[row % 3]}{FORGED}{HOSTILE}"}
+            for row in range(12)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for command in (["preview"], ["check", "--all", "--quick"], ["check", f"task.text={HOSTILE}{FORGED}"]):
         code = main([command[0], str(recipe), *command[1:]])

@@ -6,6 +6,7 @@ import copy
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -68,6 +69,26 @@ def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert ChatTemplate("name", "{{ messages[0].content * 3 }}{{ 2 ** 10 }}", ()).write(CHAT, "") == "hihihi1024"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("bomb", "cause"),
+    [
+        (DOUBLED.format("['a']", "ns.x + ns.x"), "within 64 MiB of memory, but needed more"),
+        ("{% for a in range(99999) %}{{ 'a' * 100000 }}{% endfor %}", "within 64 MiB of memory, but needed more"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    ],
+)
+def test_a_template_in_a_thread_is_ended_too(monkeypatch, bomb: str, cause: str):
+    monkeypatch.setattr(chat_templates, "_SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "_BYTES", 64 << 20)
+    text = f"{{% if messages[0].content == 'hi' %}}{bomb}{{% endif %}}{{{{ messages[0].content }}}}"
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(UsageError, match=cause):
+            thread.submit(ChatTemplate("name", text, ()).write, CHAT, "row 1").result(60)
+        other = thread.submit(ChatTemplate("name", text, ()).write, [{"role": "user", "content": "a"}], "row 2")
+        assert other.result(60) == "a"
 
 
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"

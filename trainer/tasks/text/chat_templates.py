@@ -20,6 +20,7 @@ from itertools import product
 from typing import Any
 
 from trainer.base.errors import DataError, TrainerError, UsageError
+from trainer.tasks.text.template_watch import watched
 from trainer.tasks.types import Tokenizer
 
 Message = Mapping[str, Any]
@@ -160,11 +161,12 @@ def _limited() -> Iterator[None]:
     """Limit processor time and address space. The kernel counts both, whatever a template calls.
 
     The time is that of the processor, so a busy machine refuses no template. Python runs handlers of signals in the
-    main thread only, and a limit of memory holds for the whole process. A template in another thread, which reads
-    later rows of a stream, has no limit.
+    main thread only, and a limit of memory holds for the whole process: another thread, which reads later rows of a
+    stream, has a watcher.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with watched(_SECONDS, _BYTES, _SlowTemplateError):
+            yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGPROF, _stop_template)
