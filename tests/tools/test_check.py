@@ -200,9 +200,18 @@ def test_a_model_in_the_cache_of_the_hub_is_checked_without_the_hub(tmp_path, ca
     assert shown.endswith("checked   no problem was found\n")
     assert not constants.HF_HUB_OFFLINE
     os.remove(folder / "model.safetensors")
-    assert main(["check", str(recipe), "--json"]) == ExitCode.DONE
-    (unchecked,) = json.loads(capsys.readouterr().out)["unchecked"]
+    index = {
+        "metadata": {},
+        "weight_map": {"bert.embeddings.word_embeddings.weight": "model-00001-of-00002.safetensors"},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))  # without the files that it names
+    teacher = tmp_path / "hub" / "models--owner--teacher" / "snapshots" / "main"
+    teacher.mkdir(parents=True)
+    shutil.copy(folder / "config.json", teacher)
+    assert main(["check", str(recipe), "--json", "distillation.teacher=owner/teacher"]) == ExitCode.DONE
+    unchecked, of_teacher = json.loads(capsys.readouterr().out)["unchecked"]
     assert unchecked.startswith("`model.name_or_path` (weights): owner/name is neither")
+    assert of_teacher.startswith("`distillation.teacher` (weights, tokenizer): owner/teacher is neither")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from contextlib import suppress
@@ -54,9 +55,12 @@ class LocalParts:
         finds(model, _WEIGHTS, "weights")
         has_processor = not is_of_images or finds(model, _PROCESSOR, "image processor")
         has_tokenizer = is_of_images or finds(tokenizer, _VOCABULARY, "tokenizer and lengths of rows")
-        has_teacher = distillation is not None and finds(
-            _Place("distillation.teacher", distillation.teacher, distillation.revision), _CONFIGURATION, "the whole"
-        )
+        has_teacher = distillation is not None
+        if distillation is not None:
+            teacher = _Place("distillation.teacher", distillation.teacher, distillation.revision)
+            has_teacher = finds(teacher, _CONFIGURATION, "configuration")
+            finds(teacher, _WEIGHTS, "weights")
+            has_teacher = (is_of_images or finds(teacher, _VOCABULARY, "tokenizer")) and has_teacher
         has_data = not isinstance(data, HubData) or _has_rows(data)
         if isinstance(data, HubData) and not has_data:
             lacking[_Place("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
@@ -91,7 +95,7 @@ class _Place(NamedTuple):
         )
         with suppress(OSError):
             revision = (folder / "refs" / revision).read_text(encoding="utf-8")
-        return any((folder / "snapshots" / revision / file).is_file() for file in files)
+        return any(_is_whole(folder / "snapshots" / revision / file) for file in files)
 
     def unchecked(self, parts: list[str]) -> str:
         revision = f" --revision {self.revision}" if self.revision else ""
@@ -100,6 +104,21 @@ class _Place(NamedTuple):
             f"`{self.key}` ({', '.join(parts)}): {self.name} is neither a folder here nor in the hub's cache;"
             f" `{command}` fetches it, unless it is misspelt"
         )
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether there is a file and, if it is the index of weights, all files that it names."""
+    if not file.name.endswith(".index.json"):
+        return file.is_file()
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    except ValueError:  # the check that reads it has a message
+        return True
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    names = set(map(str, weights.values())) if isinstance(weights, dict) else set()
+    return all((file.parent / name).is_file() for name in names)
 
 
 def _has_rows(data: HubData) -> bool:
