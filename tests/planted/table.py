@@ -1579,7 +1579,7 @@ _CONVERT = [
         "global_batch_of_one_rank",
         "The global batch does not count the ranks.",
         "tools/convert/learning.py",
-        "size = rows * times * (1 if of_all else ranks)",
+        "size = rows * times * (1 if of_all else ranks or 1)",
         "size = rows * times",
         ("tools/convert/test_convert.py",),
     ),
