@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,13 +94,8 @@ class Prediction:
                 mesh.on_rank_zero(write)
                 bar.update(shown, completed=output.num_done)
             mesh.on_rank_zero(output.finish)
-            if mesh.rank == 0:
-                for note in predictor.notes():
-                    say(note, err=True)
-                if empty := rows.num_empty():
-                    say(f"skipped: {empty:,} empty lines of {request.where}", err=True)
-                if output.num_bad:
-                    say(f"bad: {output.num_bad:,} rows of {request.where} have an `error`", err=True)
+            for note in predictor.notes(rows.num_empty(), output.num_bad) if mesh.rank == 0 else ():
+                say(note, err=True)
 
 
 def _shared(chunk: Chunk, rows: InputRows) -> dict[str, Any]:
@@ -198,15 +193,16 @@ class Predictor:
 
         return gathered_rows(loader, begin, mesh, len(encoded)) or {}
 
-    def notes(self) -> list[str]:
-        """Return notes for the user on truncated rows, and on unknown tokens if most are."""
-        found, where = [], self._request.where
+    def notes(self, num_empty: int, num_bad: int) -> Iterator[str]:
+        """Yield notes for the user on truncated, empty and bad rows, and on unknown tokens if most are."""
+        where = self._request.where
         if self._num_cut:
             length = self._plan.recipe.data.max_length
-            found.append(f"truncated: {self._num_cut:,} rows of {where} have more than {length} tokens")
+            yield f"truncated: {self._num_cut:,} rows of {where} have more than {length} tokens"
         if self._num_unknown > MOST_UNKNOWN * self._num_tokens:
-            found.append(
-                f"unknown to the tokenizer: {self._num_unknown:,} of {self._num_tokens:,} tokens of {where}; the"
-                " predictions may be wrong"
-            )
-        return found
+            unknown = f"{self._num_unknown:,} of {self._num_tokens:,} tokens"
+            yield f"unknown to the tokenizer: {unknown} of {where}; the predictions may be wrong"
+        if num_empty:
+            yield f"skipped: {num_empty:,} empty lines of {where}"
+        if num_bad:
+            yield f"bad: {num_bad:,} rows of {where} have an `error`"

@@ -131,21 +131,15 @@ class Chunk:
         return [place for place in range(len(self.rows)) if place not in self.errors]
 
 
+@dataclass
 class InputRows:
-    """The rows of the input, in chunks.
+    """The rows of the input, in chunks."""
 
-    Args:
-        check: raises the error of rows that cannot be encoded, given their `columns` and the index of the first.
-    """
-
-    def __init__(
-        self, request: Request, data: Data, columns: tuple[str, ...], check: Callable[[Dataset, int], None]
-    ) -> None:
-        self._request = request
-        self._data = data
-        self._map: RowMap | None = None  # that of the first chunk
-        self._columns = columns
-        self._check = check
+    _request: Request
+    _data: Data
+    _columns: tuple[str, ...]  # which the task reads
+    _check: Callable[[Dataset, int], None]  # raises the error of rows that cannot be encoded; takes the first's index
+    _map: RowMap | None = None  # that of the first chunk
 
     def num_empty(self) -> int:
         """Return the number of empty lines of the input, which are no rows."""
