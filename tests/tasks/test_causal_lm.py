@@ -147,12 +147,14 @@ def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
         prompt = text.removesuffix("</s>")
         (ids,) = encode(task.without_labels(), rows_of(prompt=[prompt]), tokenizer)["input_ids"]
         assert ids == [*start, *body]
-        rows = rows_of(prompt=[prompt, ""], completion=[" n</s>", f"{text} n"])
+        rows = rows_of(prompt=[prompt, "", prompt], completion=[" n</s>", f"{text} n", "<s> n"])
         pair = encode(task, rows, tokenizer)
         completion = tokenizer(" n", add_special_tokens=False)["input_ids"]
         assert pair["input_ids"][0] == [*start, *body, *completion]
         assert pair["labels"][0] == [IGNORED_LABEL] * len(body) + [*completion, *end]
         assert pair["input_ids"][1].count(0) == 1
+        if prompt:
+            assert (pair["input_ids"][2], pair["labels"][2]) == (pair["input_ids"][0], pair["labels"][0])
 
 
 def test_packed_examples_are_never_split(tokenizer):

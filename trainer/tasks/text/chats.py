@@ -94,11 +94,14 @@ def require_apart(answers: Sequence[Sequence[int]], is_cut: bool, max_length: in
 def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
     """Return the tokens of a prompt, its completion and the end token.
 
-    The prompt has the tokens that it has alone, as when the model is asked to complete it.
+    The prompt has the tokens that it has alone, as when the model is asked to complete it. A completion behind it has
+    no start token.
     """
     if not completion.strip():
         raise DataError(f"{place} is an empty completion; fill it, or leave the row out")
     end = end_token(tokenizer)
+    if prompt and tokenizer.bos_token not in (None, tokenizer.eos_token):
+        completion = completion.removeprefix(tokenizer.bos_token)
     before, whole = framed([prompt, prompt + completion], tokenizer, has_end=False)
     whole = without_end(whole, end)
     if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
