@@ -212,7 +212,8 @@ def _damage(name: str, file: Path, files: list[Path], where: float) -> None:
         file.unlink()
     elif name == "swapped":
         others = [one for one in files if one.name == file.name and one != file]
-        other = others[int(where * len(others))] if others else files[0]
+        others = others or [one for one in files if one.name != "metrics.jsonl"]
+        other = others[int(where * len(others))]
         theirs = other.read_bytes()
         other.write_bytes(content)
         file.write_bytes(theirs)
