@@ -24,7 +24,7 @@ from tests.chaos.cases import Case, Tape, aim, damage, draw
 from tests.chaos.features import FEATURES, write_feature
 from tests.helpers import warm
 from trainer.checkpoint.format import open_verified
-from trainer.checkpoint.memory_folder import folder_of_run
+from trainer.features.host_memory.folder import folder_of_run
 from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.recipe.reading.trained import RECIPE_FILE
 

@@ -25,8 +25,8 @@ from tests.helpers.training import tiny_recipe
 from tests.launch.test_launchers import free_port
 from tests.launch.test_two_nodes import BIN, LAUNCHERS, assert_same, finish, numbers
 from trainer.base.errors import ExitCode
-from trainer.checkpoint.memory_folder import folder_of_run
 from trainer.checkpoint.store import CheckpointStore
+from trainer.features.host_memory.folder import folder_of_run
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.training import elastic

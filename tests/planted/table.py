@@ -1197,10 +1197,12 @@ _CHECKPOINT = [
     Defect(
         "incomplete_memory_taken",
         "A run resumes from a checkpoint in memory that lacks the share of a rank.",
-        "checkpoint/memory_folder.py",
+        "features/host_memory/folder.py",
         "if len(parts) == key[1] and max(parts) < key[1]}",
         "if parts}",
-        ("checkpoint/test_host_memory.py::TestSeveralHosts::test_a_share_of_an_incomplete_checkpoint_is_not_used",),
+        (
+            "features/host_memory/test_host_memory.py::TestSeveralHosts::test_a_share_of_an_incomplete_checkpoint_is_not_used",
+        ),
     ),
     Defect(
         "best_checkpoint_removed",

@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_DECODERS
-from trainer.checkpoint.memory_folder import folder_of_run
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
+from trainer.features.host_memory.folder import folder_of_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training import first_day, run_data
 

@@ -71,6 +71,7 @@ class World(Observer):
     saved: list[CheckpointRecord] = field(default_factory=list)
     logged_records: list[LoggedRecord] = field(default_factory=list)
     last: int | None = None
+    between: None = None  # no checkpoints in memory
     is_saved: bool = False  # whether the end waited for what was being written
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object]) -> Callable[[], StepResult]:

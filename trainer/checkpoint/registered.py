@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from torch import nn
+
 from trainer.base.extensions import registered, resolved
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.tier import Tier
 from trainer.parallel.mesh import ParallelMesh
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.joining import Rendezvous
 from trainer.recipe.schema import Recipe
 
 
@@ -29,7 +33,13 @@ class TierParts:
 
 
 class TierFeature:
-    """The builder of a registered tier."""
+    """The parts of a feature that keeps checkpoints in another place: its tier, and the questions before a run.
+
+    Attributes:
+        kept: the number of checkpoints that it keeps in the memory of each host.
+    """
+
+    kept = 0
 
     def build(self, parts: TierParts) -> Tier:
         """Return the tier of a run."""
@@ -50,8 +60,30 @@ class TierFeature:
         """
         return {}
 
+    def notes(self, recipe: Recipe, model: nn.Module | None) -> list[str]:
+        """Return notes of a check of this machine, which need not be one of the run; `model` is on `meta`."""
+        return []
+
+    def hand_over(
+        self, recipe: Recipe, meeting: Rendezvous, everyone: LaunchEnvironment, num_training: int, seconds: float
+    ) -> list[str]:
+        """Move what the first `num_training` ranks need from hosts of other ranks, and return notes. All ranks call it.
+
+        Raises:
+            TrainerError: A rank has gone for longer than `seconds`.
+        """
+        return []
+
+    def free(self, recipe: Recipe) -> None:
+        """Remove from this host what `hand_over` has kept, after the run."""
+
 
 def registered_tiers(recipe: Recipe) -> list[TierFeature]:
     """Return the features with a value at their keys; others are not imported."""
     rows = [row for row in registered("tier") if reduce(getattr, row.name.split("."), recipe) is not None]
     return [resolved(row.value)() for row in rows]
+
+
+def kept_in_memory(recipe: Recipe) -> int:
+    """Return the number of checkpoints that stay in the memory of each host."""
+    return sum(tier.kept for tier in registered_tiers(recipe))

@@ -21,6 +21,7 @@ from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.parallel.tensor.low_rank import is_start
+from trainer.recipe.schema.fields import Interval
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Saver:
     def last(self) -> int | None:
         """The step of the newest checkpoint that this run has loaded or completed where it lasts."""
         return next((tier.last for tier in self.tiers if tier.is_lasting and tier.last is not None), None)
+
+    @property
+    def between(self) -> Interval | None:
+        """How often to call `save_in_memory`; None: never."""
+        return next((tier.every for tier in self.tiers if tier.every is not None), None)
 
     @property
     def destinations(self) -> list[str]:

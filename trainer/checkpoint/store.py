@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_folder, replace_text
 from trainer.base.errors import storage_error
-from trainer.checkpoint.format import Facts, WrittenFile, seal
+from trainer.checkpoint.format import Facts, WrittenFile, read_facts, seal
 from trainer.ranks.roll_call import wait_until
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
@@ -111,6 +111,13 @@ class CheckpointStore:
             " its checkpoints in memory"
         )
         return key, [note] if is_damaged else []
+
+    def newest_facts(self) -> Facts | None:
+        """Return everything but the tensors of the newest checkpoint that can be read; None: there is none."""
+        for step in reversed(self.steps()):
+            with suppress(OSError, ValueError):
+                return read_facts(self.path(step), step)
+        return None
 
     def read_memory_key(self) -> str:
         """Return the name that `memory_key` has given; empty if there is none, or none that it can have given."""

@@ -15,6 +15,7 @@ from trainer.checkpoint.format import Facts, SavedBoxes
 from trainer.engine.engine import Engine
 from trainer.engine.state import EngineState
 from trainer.parallel.mesh import ParallelMesh
+from trainer.recipe.schema.fields import Interval
 
 Result = TypeVar("Result")
 Snapshot = Callable[[], tuple[Facts, Mapping[str, Tensor]]]
@@ -38,6 +39,8 @@ class Tier:
     """Whether its checkpoints are the run's own; others may be lost, and are freed at the end."""
     last: int | None = None
     """The step of the newest checkpoint that this run has loaded or completed here."""
+    every: Interval | None = None
+    """How often it gets a checkpoint of its own, between those of the run; None: never."""
     destination = ""
     """The place to which `deliver` uploads, as the user may see it; empty: it uploads nothing."""
 

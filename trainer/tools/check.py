@@ -6,20 +6,17 @@ model, on the meta device. Nothing is trained, and nothing is written outside of
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems, TrainerError
-from trainer.checkpoint.memory_folder import KEPT, room_in
+from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
-from trainer.engine.precision import rounded_by_autocast
 from trainer.models.configuration import load_config
 from trainer.models.hub_files import local_files_only
 from trainer.models.sentence_folder import embedding_notes
@@ -32,7 +29,6 @@ from trainer.training.row_encoding import Preparation, TextPreparation, load_pre
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 from trainer.training.teaching import check_teacher
 
-_FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_BYTES_OF_A_TOKEN = 16  # on average over a row
 MOST_ROWS = 10_000
 MOST_IMAGES = 200
@@ -91,38 +87,14 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             model = check_model(plan, data.task if data else None, problems)
             notes += model.notes
-    if recipe.checkpoint.memory is not None:
+    for tier in registered_tiers(recipe):
         with problems.collect():
-            notes += _memory_notes(recipe, model.whole if model else None)
+            notes += tier.notes(recipe, model.whole if model else None)
     if local.has_teacher:
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
             check_teacher(plan, data.task if data else build_task(recipe.task), own)
     return Checked(tuple(problems.messages), problems.error, tuple(notes), local.unchecked, model, data, most)
-
-
-def _memory_notes(recipe: Recipe, model: nn.Module | None) -> list[str]:
-    """Return a note if this machine cannot hold the checkpoints in memory; it need not be a machine of the run."""
-    assert recipe.checkpoint.memory is not None
-    folder = Path(recipe.checkpoint.memory.folder)
-    if not os.access(folder, os.W_OK):
-        return [f"`checkpoint.memory.folder` is {folder}, which cannot be written here; each host of the run needs it"]
-    if model is None or recipe.model.adapter is not None or recipe.model.freeze:
-        return []  # the weights in a checkpoint are few, or their number is unknown
-    in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
-    needed = KEPT * sum(
-        parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)
-        for name, parameter in model.named_parameters()
-    )
-    room, where = room_in(folder)
-    if needed <= room:
-        return []
-    return [
-        f"`checkpoint.memory.folder` is {folder}, with {room / 2**20:,.1f} MiB free {where} of this machine, but {KEPT}"
-        f" checkpoints need {needed / 2**20:,.1f} MiB for the weights alone, over all hosts; enlarge it (docker run"
-        " --shm-size, --memory), use more hosts, or set `checkpoint.memory` to null; `trainer plan` shows the bytes of"
-        " each host"
-    ]
 
 
 def _standing_in(recipe: Recipe, local: LocalParts) -> Preparation:

@@ -188,14 +188,11 @@ class Assembly:
         patience = min(FOLDER_SECONDS, self.recipe.parallel.join_timeout.seconds)
         store = CheckpointStore(Path(keys.folder), keys.keep, patience)
         disk = Disk(store, self.mesh, self.saved.model_files, keys.asynchronous, check_owner)
-        tiers: list[Tier] = [disk]
-        if saves and keys.memory is not None:
-            from trainer.checkpoint.host_memory import HostMemory
-
-            tiers.insert(0, HostMemory(Path(keys.memory.folder), store, self.mesh, note))
-        if saves:
-            parts = TierParts(self.recipe, disk, self.mesh, note, is_stopped)
-            tiers += [tier.build(parts) for tier in registered_tiers(self.recipe)]
+        parts = TierParts(self.recipe, disk, self.mesh, note, is_stopped)
+        others = [tier.build(parts) for tier in registered_tiers(self.recipe)] if saves else []
+        # The fastest first: memory, the disk, copies elsewhere.
+        fast, slow = ([tier for tier in others if tier.is_lasting == lasts] for lasts in (False, True))
+        tiers: list[Tier] = [*fast, disk, *slow]
         return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
 
     def info(self, environment: LaunchEnvironment, preview: Preview | None = None) -> RunInfo:

@@ -9,12 +9,11 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import ExitCode, LostPeerError, RecipeError
 from trainer.base.terminal import say
-from trainer.checkpoint.handover import free, hand_over
+from trainer.checkpoint.registered import registered_tiers
 from trainer.observe.callbacks import Callback
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
@@ -74,9 +73,9 @@ def _meet(
     if meeting is None or everyone.world_size == size:
         return meeting
     notes = [_spare_note(recipe, everyone, size)]
-    if kept := recipe.checkpoint.memory:
-        folders, seconds = (Path(kept.folder), Path(recipe.checkpoint.folder)), collective_timeout(recipe)
-        notes += hand_over(*folders, meeting, everyone, size, seconds.total_seconds())
+    seconds = collective_timeout(recipe).total_seconds()
+    for tier in registered_tiers(recipe):
+        notes += tier.hand_over(recipe, meeting, everyone, size, seconds)
     if everyone.rank == 0:
         say(*notes, err=True)
     return meeting
@@ -104,9 +103,9 @@ def wait_as_spare(recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment,
     code: int = ExitCode.FAILED
     try:
         code = meeting.dismissed()
-        kept = recipe.checkpoint.memory
-        if code in (ExitCode.DONE, ExitCode.STOPPED) and kept is not None and environment.local_rank == 0:
-            free(Path(kept.folder), Path(recipe.checkpoint.folder))  # `hand_over` may have kept it
+        if code in (ExitCode.DONE, ExitCode.STOPPED) and environment.local_rank == 0:
+            for tier in registered_tiers(recipe):
+                tier.free(recipe)
     finally:
         if code:
             time.sleep(_AGENT_SECONDS)  # for the agent, as above; a signal ends this process at once

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.format import read_facts
 from trainer.checkpoint.registered import registered_tiers
 from trainer.checkpoint.store import CheckpointStore
 from trainer.ranks.joining import Rendezvous
@@ -36,26 +35,11 @@ def _saved(recipe: Recipe) -> str | None:
     """Return the date in the newest checkpoint from which a run may resume."""
     if recipe.checkpoint.resume == "never":
         return None
-    for store in _stores(recipe):
-        for step in reversed(store.steps()):
-            with suppress(OSError, ValueError):
-                return _day_of(read_facts(store.path(step), step).origin)
+    store = CheckpointStore(Path(recipe.checkpoint.folder), recipe.checkpoint.keep)
+    if facts := store.newest_facts():
+        return _day_of(facts.origin)
     origins = (tier.newest_facts(recipe).get("origin") for tier in registered_tiers(recipe))
     return next(filter(None, map(_day_of, origins)), None)
-
-
-def _stores(recipe: Recipe) -> Iterator[CheckpointStore]:
-    """Yield the stores of checkpoints on the disk and in the memory of this host."""
-    keys = recipe.checkpoint
-    disk = CheckpointStore(Path(keys.folder), keys.keep)
-    yield disk
-    key = disk.read_memory_key()
-    if keys.memory is None or not key:
-        return
-    from trainer.checkpoint.memory_folder import KEPT, folder_of_run
-
-    for place in sorted((folder_of_run(Path(keys.memory.folder), Path(keys.folder)) / key).glob("rank-*")):
-        yield CheckpointStore(place, KEPT)
 
 
 def _day_of(origin: object) -> str | None:

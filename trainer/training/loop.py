@@ -154,7 +154,7 @@ class Loop:
                 with self.meter.during(CHECKPOINT):
                     self.saver.save()
                 self._report_checkpoint()
-            elif self.recipe.checkpoint.memory and self._due(self.recipe.checkpoint.memory.every):
+            elif self._due(self.saver.between):
                 self._read_begun()
                 self._doing("saving a checkpoint in memory")
                 with self.meter.during(CHECKPOINT):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trainer.base.extensions import registered, resolved
 from trainer.base.text import has_secret, leaves
 from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.paths import dotted, shown_value
@@ -47,7 +48,15 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     for name, section in sections.items():
         if isinstance(section, Section):
             yield from section.contradictions()
+            yield from _of_features(name, section)
         yield from _secrets(section.model_dump(mode="json") if isinstance(section, Section) else section, (name,))
+
+
+def _of_features(name: str, section: Section) -> Iterator[Contradiction]:
+    """Yield the contradictions of the keys that features have added to a section."""
+    for row in registered("keys"):
+        if row.name.partition(".")[0] == name:
+            yield from resolved(row.value).contradictions(section)
 
 
 def message(contradiction: Contradiction) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.checkpoint import Checkpoint, MemoryCheckpoint
+from trainer.recipe.schema.checkpoint import Checkpoint
 from trainer.recipe.schema.data import Data, FileData, FolderData, HubData
 from trainer.recipe.schema.data_map import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
 from trainer.recipe.schema.distillation import Distillation

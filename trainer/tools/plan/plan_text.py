@@ -14,7 +14,6 @@ from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import listed, size
-from trainer.checkpoint.memory_folder import KEPT
 from trainer.models.configuration import load_config
 from trainer.models.tensor_split import context_notes
 from trainer.recipe.plan import RunPlan
@@ -87,7 +86,7 @@ def _environment() -> jinja2.Environment:
         "as": format, "size": size, "duration": duration, "listed": listed, "with_sizes": _with_sizes
     }  # fmt: skip
     environment.globals |= {
-        "ACTION_COLOURS": ACTION_COLOURS, "ACTION_NAMES": ACTION_NAMES, "COMPONENTS": COMPONENTS, "KEPT": KEPT,
+        "ACTION_COLOURS": ACTION_COLOURS, "ACTION_NAMES": ACTION_NAMES, "COMPONENTS": COMPONENTS,
         "HOST_RESERVED": HOST_RESERVED, "MOST_SHOWN": MOST_SHOWN, "bytes_by_link": bytes_by_link, "spare": spare,
         "traffic_by_axis": traffic_by_axis, "traffic_by_module": traffic_by_module,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.checkpoint.memory_folder import KEPT
+from trainer.checkpoint.registered import kept_in_memory
 from trainer.models.weight_files import LARGEST_FILE_BYTES
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
@@ -61,7 +61,7 @@ class RecipePlan:
         collects the weights of one file. A rank copies its share of a checkpoint before it writes it to the disk, and
         another time before it writes it to memory. Checkpoints in memory stay there.
         """
-        copies = 2 if self.plan.recipe.checkpoint.memory else 1
+        copies = 2 if self.num_in_memory else 1
         most = 0
         for index, own in enumerate(self._hosts):
             stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
@@ -69,6 +69,11 @@ class RecipePlan:
             saving = stepping + max(exported, copies * sum(step.share for step in own))
             most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
         return most
+
+    @cached_property
+    def num_in_memory(self) -> int:
+        """The number of checkpoints that stay in the memory of each host."""
+        return kept_in_memory(self.plan.recipe)
 
     @cached_property
     def in_memory(self) -> int:
@@ -82,10 +87,8 @@ class RecipePlan:
         return [ranks[first : first + local] for first in range(0, len(ranks), local)]
 
     def _kept(self, host: int) -> int:
-        if self.plan.recipe.checkpoint.memory is None:
-            return 0
         before = self._hosts[host - 1] if len(self._hosts) > 1 else []  # each machine keeps copies of the one before
-        return KEPT * sum(step.share for step in (*self._hosts[host], *before))
+        return self.num_in_memory * sum(step.share for step in (*self._hosts[host], *before))
 
     @property
     def export_bytes(self) -> int:

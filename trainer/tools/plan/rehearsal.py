@@ -10,7 +10,6 @@ from typing import Any
 
 from trainer.base.errors import UsageError
 from trainer.checkpoint.format import WrittenFile, share_name
-from trainer.checkpoint.memory_folder import KEPT
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import RowChunk, partition
 from trainer.engine.precision import written_dtype
@@ -69,13 +68,15 @@ class Rehearsal:
 
     @property
     def in_memory(self) -> int:
-        """The bytes of `checkpoint.memory` on its host: its share of two checkpoints, and the copy of another rank's.
+        """The bytes of checkpoints in memory on its host: its share of two checkpoints, and the copy of another rank's.
 
         One host keeps no copies.
         """
-        if self.plan.recipe.checkpoint.memory is None:
-            return 0
-        return KEPT * self.state.written * (2 if self.plan.layout.world_size > self.local_ranks else 1)
+        return (
+            self.planned.num_in_memory
+            * self.state.written
+            * (2 if self.plan.layout.world_size > self.local_ranks else 1)
+        )
 
     @property
     def host(self) -> Mapping[str, int]:

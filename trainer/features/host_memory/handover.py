@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint.format import share_name
-from trainer.checkpoint.memory_folder import (
+from trainer.checkpoint.store import CheckpointStore
+from trainer.features.host_memory.folder import (
     HOST,
     KEPT,
     begin_share,
@@ -27,8 +28,7 @@ from trainer.checkpoint.memory_folder import (
     place_of,
     remove_unused,
 )
-from trainer.checkpoint.peers import Peers
-from trainer.checkpoint.store import CheckpointStore
+from trainer.features.host_memory.peers import Peers
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
 from trainer.ranks.roll_call import wait_until

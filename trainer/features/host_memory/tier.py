@@ -34,7 +34,11 @@ from trainer.checkpoint.format import (
     verify,
     write_share,
 )
-from trainer.checkpoint.memory_folder import (
+from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.tier import Background, Found, Snapshot, WritingTier, gather_shapes
+from trainer.engine.engine import Engine
+from trainer.engine.state import EngineState
+from trainer.features.host_memory.folder import (
     KEPT,
     begin_share,
     claim,
@@ -46,11 +50,7 @@ from trainer.checkpoint.memory_folder import (
     places,
     room_in,
 )
-from trainer.checkpoint.peers import Peers
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.tier import Background, Found, Snapshot, WritingTier, gather_shapes
-from trainer.engine.engine import Engine
-from trainer.engine.state import EngineState
+from trainer.features.host_memory.peers import Peers
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.boxes import own_share
 

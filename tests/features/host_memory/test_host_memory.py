@@ -24,18 +24,20 @@ from trainer.base.digests import file_digest
 from trainer.base.disk import remove
 from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.checkpoint import format as format_
-from trainer.checkpoint import handover, host_memory, memory_folder
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import WrittenFile, share_name, write_share
-from trainer.checkpoint.handover import hand_over
-from trainer.checkpoint.host_memory import HostMemory
 from trainer.checkpoint.identity import identity
-from trainer.checkpoint.memory_folder import complete_in, folder_of_run
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tier import FAILED
 from trainer.engine.state import EngineState, StateSource
+from trainer.features.host_memory import folder as memory_folder
+from trainer.features.host_memory import handover
+from trainer.features.host_memory import tier as host_memory
+from trainer.features.host_memory.folder import complete_in, folder_of_run
+from trainer.features.host_memory.handover import hand_over
+from trainer.features.host_memory.tier import HostMemory
 from trainer.features.mirror.tier import Mirror
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement

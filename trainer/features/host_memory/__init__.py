@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of the hosts, from which a run resumes after a failure."""
