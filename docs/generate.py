@@ -209,7 +209,7 @@ def _values(schema: Mapping[str, Any]) -> str:
         return "`null`"
     if kind == "string":
         rule = "path" if schema.get("format") == "path" else "text"
-        if schema.get("pattern") != NOT_BLANK:
+        if rule == "text" and schema.get("pattern") != NOT_BLANK:
             rule = str(schema.get("patternErrorMessage", rule))
         return rule.partition(" such as")[0]
     if kind == "array":

@@ -117,8 +117,18 @@ Minimal = dict[str, Any]
         ('task.text=["a", " "]', '`task.text[1]` must be text that is not blank, but is " "'),
         (
             "checkpoint.mirror=",
-            '`checkpoint.mirror` must be text that is not blank, or null, but is ""; write null, or set the variable'
-            " that was empty",
+            "`checkpoint.mirror` must be text that is not blank, without a variable such as ${HOME}, or null, but is"
+            ' ""; write null, or set the variable that was empty',
+        ),
+        (
+            "checkpoint.mirror=${SCRATCH}/a",
+            "`checkpoint.mirror` must be text that is not blank, without a variable such as ${HOME}, or null,"
+            ' but is "${SCRATCH}/a"; write its value, or set the key on the command line, where the shell fills it',
+        ),
+        (
+            "checkpoint.folder=$WORK/runs",
+            "`checkpoint.folder` must be text that is not blank, without a variable such as ${HOME}, but is"
+            ' "$WORK/runs"; write its value, or set the key on the command line, where the shell fills it',
         ),
         (
             'task.class_weights={"": 2.0, "b": 1.0}',
@@ -168,7 +178,8 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
         (
             "data",
             {"source": "folder"},
-            "`data.path` is missing; it must be text that is not blank (the folder)",
+            "`data.path` is missing; it must be text that is not blank, without a variable such as ${HOME} (the"
+            " folder)",
         ),
     ],
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 from trainer.recipe.schema import Recipe, Section
-from trainer.recipe.schema.fields import Name
+from trainer.recipe.schema.fields import PathOrUrl
 
 
 class MirrorKeys(Section):
     """The place of copies."""
 
-    mirror: Name | None = None
+    mirror: PathOrUrl | None = None
     """Place of copies of the checkpoints and the final model, for fsspec, such as `s3://bucket/run`. A run without a
     checkpoint in its folder resumes from there."""
 

@@ -254,6 +254,8 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
     if not value.strip():
         return "; write null, or set the variable that was empty" if "null" in types else ""
+    if "$" in value and any(branch.get("format") == "path" for branch in branches):
+        return "; write its value, or set the key on the command line, where the shell fills it"
     values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
     if near := _meant(value, [one for one in values if isinstance(one, str)]):
         return f"; did you mean {shown_value(near)}?"

@@ -100,15 +100,24 @@ class Place(Enum):
     RUN = auto()  # the current folder
 
 
-_Path = Annotated[str, text_pattern(NOT_BLANK, _RULE, format="path")]
+_NO_VARIABLE = r"([^$]|\$([^{A-Z]|$))"
+PathOrUrl = Annotated[
+    str,
+    text_pattern(
+        rf"^{_NO_VARIABLE}*[^$\s]{_NO_VARIABLE}*$",
+        f"{_RULE}, without a variable such as ${{HOME}}",
+        format="path",
+    ),
+]
+"""A place on this machine or elsewhere; `${SCRATCH}/runs` would be a folder of this very name."""
 
-PathField = Annotated[_Path, Place.RECIPE]
+PathField = Annotated[PathOrUrl, Place.RECIPE]
 
 
 HubOrPathField = Annotated[Name, Place.RECIPE_OR_HUB]
 
 
-RunPathField = Annotated[_Path, Place.RUN]
+RunPathField = Annotated[PathOrUrl, Place.RUN]
 
 
 Revision = Annotated[Name | None, Field(description="Branch, tag or commit of the hub repository.")]
