@@ -96,7 +96,7 @@ def test_two_processes_find_the_same(trained, tmp_path):
     [
         (["--range-max", "2"], None, "`--range-max` must be at least 3"),
         (["--margin", "nan"], None, "`--margin` must be a finite number"),
-        (["precision=bf16"], None, "`precision=bf16` has no effect"),
+        (["data.max_length=9"], None, "`data.max_length=9` has no effect"),
         ([], {"a": "word1", "b": " "}, "column `b`, row 1 of .* must be a text, but is empty"),
         ([], {"a": "word1"}, "has no column `b`"),
         ([], {"a": "word1", "b": "word2"}, "none of 1 pairs has so many among 1 documents; lower `--number`"),
@@ -131,3 +131,12 @@ def test_without_the_package_the_error_names_the_extra(trained, tmp_path, capsys
     command = ["mine", str(trained / "run"), "--input", str(trained / "train.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     assert main(command) == ExitCode.USER
     assert 'pip install "recipe-trainer[mining]"' in capsys.readouterr().err
+
+
+def test_a_launcher_is_refused(trained, tmp_path, capsys, monkeypatch):
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    command = ["mine", str(trained / "run"), "--input", str(trained / "train.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    assert main(command) == ExitCode.USER
+    assert "run it without a launcher" in capsys.readouterr().err

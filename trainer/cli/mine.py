@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainer.base.errors import UsageError
+from trainer.base.text import listed
 from trainer.cli.options import (
     ModelArgument,
     ModelRecipeOption,
@@ -17,6 +18,8 @@ from trainer.cli.options import (
     trained_recipe,
     value,
 )
+
+_READ = ("task.texts", "data.map", "data.encoding", "data.delimiter", "data.quotes")
 
 
 def mine(
@@ -43,16 +46,19 @@ def mine(
     """Find hard negatives of pairs of texts by a trained embedding, with sentence-transformers.
 
     The columns are the first two of `task.texts`. Candidates are the distinct texts of the second column. Overrides may
-    set `task.texts` and keys of `data`; the exported folder decides the rest.
+    set `task.texts`, `data.map` and how text files are read; the exported folder decides the rest.
     """
     from trainer.launch.local import number_of_ranks
+    from trainer.ranks.environment import detect
     from trainer.tools.mine import Limits
     from trainer.tools.mine import mine as mine_negatives
     from trainer.training.prediction_files import STANDARD, Request, spooled
 
+    if detect().has_ranks:
+        raise UsageError("`trainer mine` starts its own processes; run it without a launcher")
     for word in overrides or ():
-        if not word.startswith(("task.texts=", "data.")):
-            raise UsageError(f"`{word}` has no effect on `trainer mine`, which reads task.texts and data; remove it")
+        if not word.startswith(_READ):
+            raise UsageError(f"`{word}` has no effect on `trainer mine`, which reads {listed(_READ, 9)}; remove it")
     sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
     trained = trained_recipe(run, recipe, [*(overrides or ()), *sizes], 1, evaluates=False)
     with spooled(input_) as file:
