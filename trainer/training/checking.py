@@ -119,8 +119,9 @@ def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None 
                 require_fit(recipe, described.config)
         before = len(problems.messages)
         checked = _check(plan, described, problems, compares_sizes=task is not None)
-        if checked.whole is not None and len(problems.messages) == before:
-            notes = _rehearse(plan, described, checked.whole, task or build_task(recipe.task), problems)
+        if checked.whole is not None:
+            is_sound = len(problems.messages) == before
+            notes = _rehearse(plan, described, checked.whole, task or build_task(recipe.task), problems, is_sound)
             checked = replace(checked, notes=(*checked.notes, *notes))
     if found is None:
         problems.raise_all()
@@ -170,11 +171,14 @@ def _check(
 
 
 def _rehearse(
-    plan: RunPlan, described: ModelDescription, model: nn.Module, task: Task, problems: Problems
+    plan: RunPlan, described: ModelDescription, model: nn.Module, task: Task, problems: Problems, is_sound: bool
 ) -> list[str]:
     """Take the further steps with which a run builds a model, on `meta`, and return notes; collect the problems.
 
     A run takes them on all ranks: keyed dropout, the cut, the layers that keys need, and a comparison of rows.
+
+    Args:
+        is_sound: whether the checks before found no problem; else the model is not cut.
     """
     notes: list[str] = []
     keys = described.new_keys()
@@ -182,7 +186,8 @@ def _rehearse(
         described.make_invariant(model, keys)
         with problems.collect():
             notes += described.check_sample(keys)
-        check_built([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
+        if is_sound:
+            check_built([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
     return notes
 
 
