@@ -138,14 +138,15 @@ def test_a_planted_fault_is_caught_and_nothing_is_left(
     tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch, made: Callable[[str], Path], fault: str
 ) -> None:
     name, plant, message = GRAPH_FAULTS[fault]
+    sound = made(name)
 
     def copied(folder: Path, *others: Any) -> Path:
-        return Path(shutil.copy(made(name) / "graph" / "model.onnx", folder))
+        return Path(shutil.copy(sound / "graph" / "model.onnx", folder))
 
     monkeypatch.setattr(export_module, "to_onnx", copied)
     planted(monkeypatch, plant)
     with pytest.raises(NotTheTrainedModelError, match=message):
-        export(made(name) / "run", tmp_path / "out", verification=ASKED, to="onnx")
+        export(sound / "run", tmp_path / "out", verification=ASKED, to="onnx")
     assert not list(tmp_path.iterdir())
 
 

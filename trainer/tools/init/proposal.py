@@ -111,8 +111,9 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
 def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> Shape:
     """Return the task with the classes that it will read: a column of 1e5 and +1 holds numbers, or names of classes."""
     label = next((column for column in columns if column.name == shape.task.get("label")), None)
-    is_typed = format_of(draft.request.source) in ("csv", "excel") and shape.type == "sequence_classification"
-    if not is_typed or label is None or label.kind == "text" or shape.columns is not None:
+    is_typed = format_of(draft.request.source) in ("csv", "excel") and _has_one_label(shape)
+    names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
+    if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
         return shape
     read = columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)
     found = shapes(read, {key: shape.task[key] for key in ("text", "label")})
