@@ -458,6 +458,13 @@ def run_with_requests() -> tuple[str, list[int], list[str]]:
     return ending, after(world, "evaluate"), world.events
 
 
+def test_no_checkpoint_holds_a_step_whose_report_failed():
+    world = World(fails_at_step=2)
+    with pytest.raises(TrainerError, match="the callback"):
+        loop(world, logging={"every": "1 step"}, checkpoint={"every": "2 steps"}).run()
+    assert "save" not in world.events
+
+
 def run_with_an_error() -> str:
     world = World(fails_at_step=2 if dist.get_rank() == 1 else None)
     with pytest.raises(TrainerError) as error:

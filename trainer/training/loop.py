@@ -150,12 +150,14 @@ class Loop:
             ending = self._ending(out_of_patience, request, wanted.stop or after.stop)
             if ending or request == SAVE or wanted.save or after.save or self._due(self.recipe.checkpoint.every):
                 self._read_begun()  # a checkpoint holds the number of bad steps
+                self.mesh.on_every_rank(self._require_reports)
                 self._doing("saving a checkpoint")
                 with self.meter.during(CHECKPOINT):
                     self.saver.save()
                 self._report_checkpoint()
             elif self._due(self.saver.between):
                 self._read_begun()
+                self.mesh.on_every_rank(self._require_reports)
                 self._doing("saving a checkpoint in memory")
                 with self.meter.during(CHECKPOINT):
                     self.saver.save_in_memory()
@@ -234,9 +236,13 @@ class Loop:
             record = CheckpointRecord(step, store.path(step))
             self._report(lambda: self.observers.checkpoint(record))
 
-    def _flush(self) -> None:
+    def _require_reports(self) -> None:
+        """Refuse to go on after a failed report: a run that resumes behind it would never make it again."""
         if self._failure is not None:
             raise self._failure
+
+    def _flush(self) -> None:
+        self._require_reports()
         self.observers.flush()
 
     def _wait_for_rows(self) -> None:
