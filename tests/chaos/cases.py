@@ -191,18 +191,22 @@ def damage(case: Case, folder: Path) -> list[str]:
             continue
         file = files[int(which * len(files))]
         if file.name == "metrics.jsonl":
-            _tear(file, where)
-            done.append(f"last line of {file.relative_to(folder)} torn")
+            if _tear(file, where):
+                done.append(f"last line of {file.relative_to(folder)} torn")
             continue
         _damage(name, file, files, where)
         done.append(f"{file.relative_to(folder)} {name}")
     return done
 
 
-def _tear(file: Path, where: float) -> None:
-    """Leave a part of the last line, as a loss of power does."""
+def _tear(file: Path, where: float) -> bool:
+    """Leave a part of the last line, as a loss of power does; lines up to a checkpoint are stored with it."""
     *lines, last = file.read_bytes().splitlines(keepends=True)
+    saved = [int(place.name.rpartition("-")[2]) for place in (file.parent / "checkpoints").glob("step-*")]
+    if json.loads(last).get("step", 0) <= max(saved, default=-1):
+        return False
     file.write_bytes(b"".join(lines) + last[: int(where * len(last))])
+    return True
 
 
 def _damage(name: str, file: Path, files: list[Path], where: float) -> None:

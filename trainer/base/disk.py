@@ -200,8 +200,10 @@ def replace_folder(new: Path, place: Path) -> None:
             os.rename(aside, place)
         raise
     sync(place.parent)
-    with suppress(OSError):  # the new folder is in its place
-        remove(aside)
+    for _ in range(2):  # the new folder is in its place, and a fault may pass
+        with suppress(OSError):
+            remove(aside)
+            break
 
 
 def is_in_memory(folder: Path) -> bool:

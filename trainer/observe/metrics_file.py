@@ -104,10 +104,24 @@ class GrowingFile:
             TrainerError: the disk is full, or the folder was deleted.
         """
         rest = memoryview(f"{line}\n".encode())
-        try:
+        with self._writing():
             while rest:  # a nearly full disk accepts only a part
                 rest = rest[self._file.write(rest) :]
             self._path.stat()  # writes to a deleted file succeed
+
+    def store(self) -> None:
+        """Wait until the disk has stored all lines.
+
+        Raises:
+            TrainerError: the disk failed.
+        """
+        with self._writing():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise TrainerError(
                 f"{self._path} can no longer be written ({error.strerror}); make room or restore the folder, then start"
@@ -372,6 +386,10 @@ class MetricsFile(Observer):
     def bad_step(self, record: BadStepRecord) -> None:
         numbers = {"loss": encode_number(record.loss), "grad_norm": encode_number(record.grad_norm)}
         self._write({"step": record.step, "bad_step": {**numbers, "ranks": record.ranks, "rows": record.rows}})
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.store()
 
     def end(self, record: EndRecord) -> None:
         if self._file is None:  # it never started

@@ -98,7 +98,7 @@ class Observer:
         """Report a message to the user: one sentence without a line break."""
 
     def flush(self) -> None:
-        """Write all buffered output after the last step, and raise its errors."""
+        """Store all output before a checkpoint and after the last step, and raise its errors."""
 
     def end(self, record: EndRecord) -> None:
         """Report the end of the run and its outcome."""

@@ -150,7 +150,7 @@ class Loop:
             ending = self._ending(out_of_patience, request, wanted.stop or after.stop)
             if ending or request == SAVE or wanted.save or after.save or self._due(self.recipe.checkpoint.every):
                 self._read_begun()  # a checkpoint holds the number of bad steps
-                self.mesh.on_every_rank(self._require_reports)
+                self.mesh.on_every_rank(self._flush)
                 self._doing("saving a checkpoint")
                 with self.meter.during(CHECKPOINT):
                     self.saver.save()
