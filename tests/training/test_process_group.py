@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.base.errors import LaunchError
-from trainer.parallel.mesh import collectives_within
+from trainer.parallel.mesh import AXES, collectives_within
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
@@ -114,6 +115,31 @@ def test_groups_of_engines_have_the_limit_too(ranks: RankPools, world_size: int,
     for number, limits in pool.run(limits_of_new_groups, tiny_recipe(**sections)):
         assert number > 2
         assert limits == {timedelta(minutes=77)}
+
+
+def end_of_a_collective(axes: tuple[str, str]) -> str:
+    """On this rank: the end of a collective of the first axis for which its last rank comes too late."""
+    with collectives_within(timedelta(seconds=5)):
+        mesh = process_group.ParallelMesh(torch.device("cpu"), **dict.fromkeys(axes, 2))
+    if mesh.index(axes[0]) == 1:
+        time.sleep(8)
+    try:
+        dist.all_reduce(torch.ones(1), group=mesh.process_group(axes[0]))
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", AXES)
+def test_a_collective_of_an_axis_ends_at_the_limit(ranks: RankPools, axis: str):
+    pool = ranks(4)
+    pool.close()  # processes keep the groups of earlier calls
+    try:
+        found = pool.run(end_of_a_collective, (axis, "pp" if axis == "tp" else "tp"))
+    finally:
+        pool.close()
+    assert "imed out" in found[0], found
 
 
 @pytest.mark.parametrize("stall", ["5 seconds", "10 minutes", "3 hours"])
