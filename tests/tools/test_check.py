@@ -218,7 +218,8 @@ def test_a_model_in_the_cache_of_the_hub_is_checked_without_the_hub(tmp_path, ca
     ("template", "note"),
     [
         (
-            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} {% else %}{% generation %}{{ m.content }}"
+            "{% endgeneration %}{{ sep_token }}{% endif %}{% endfor %}",
             "the token '[SEP]' behind an answer is not trained",
         ),
         (
