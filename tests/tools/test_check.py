@@ -58,7 +58,7 @@ def test_a_sound_recipe_passes(tmp_path, capsys, monkeypatch):
     kept = ("check", str(tmp_path / "text" / "recipe.json"), 'checkpoint.memory={"every": "1 step"}')
     assert main([*kept]) == ExitCode.DONE
     assert "MiB free" not in capsys.readouterr().out
-    monkeypatch.setattr(check, "room_in", lambda folder: (2**10, "in the folder"))
+    monkeypatch.setattr("trainer.features.host_memory.feature.room_in", lambda folder: (2**10, "in the folder"))
     assert main([*kept]) == ExitCode.DONE
     assert "with 0.0 MiB free in the folder of this machine, but 2 checkpoints need" in capsys.readouterr().out
     long = ("training.micro_batch_size=null", "training.micro_batch_tokens=3")

@@ -79,11 +79,11 @@ def main(arguments: list[str]) -> None:
         return
     original = Assembly.export
 
-    def killed(self: Assembly, to: Path | str, compares: bool = False) -> None:
+    def killed(self: Assembly, to: Path | str, *checks: Any) -> None:
         if Path(to) == place:
-            show(place, lambda: original(self, to, compares))
+            show(place, lambda: original(self, to, *checks))
         else:
-            original(self, to, compares)
+            original(self, to, *checks)
 
     train(source, 1)
     remove(place.parent / "checkpoints")
