@@ -22,13 +22,11 @@ def task_name(keys: type[Section]) -> str:
     """
     if not (isinstance(keys, type) and issubclass(keys, TextKeys | ImageKeys)):
         raise UsageError(f"the keys of a task must be a subclass of TextKeys or ImageKeys, but are {keys!r}")
-    names = get_args(keys.model_fields["type"].annotation)
-    if len(names) != 1 or not isinstance(names[0], str):
-        raise UsageError(f'`type` of {keys.__name__} must be Literal["NAME"], with the name of the task')
+    name = _literal(keys, "type", "task")
     metrics = keys.model_fields.get("metrics")
     if metrics is None or not metrics.get_default(call_default_factory=True):
         raise UsageError(f"{keys.__name__} must have the key `metrics`, a list with at least one metric as default")
-    return names[0]
+    return name
 
 
 def optimizer_name(keys: type[OptimizerKeys]) -> str:
@@ -39,24 +37,43 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
     """
     if not (isinstance(keys, type) and issubclass(keys, OptimizerKeys)):
         raise UsageError(f"the keys of an optimizer must be a subclass of OptimizerKeys, but are {keys!r}")
-    names = get_args(keys.model_fields["name"].annotation)
-    if len(names) != 1 or not isinstance(names[0], str):
-        raise UsageError(f'`name` of {keys.__name__} must be Literal["NAME"], with the name of the optimizer')
+    name = _literal(keys, "name", "optimizer")
     if not getattr(keys, "implementation", None):
         raise UsageError(f'{keys.__name__} must have `implementation`, the text "module:class" of its EngineOptimizer')
+    return name
+
+
+def _literal(keys: type[Section], key: str, kind: str) -> str:
+    """Return the only value of the key that names a kind of section."""
+    names = get_args(keys.model_fields[key].annotation)
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise UsageError(f'`{key}` of {keys.__name__} must be Literal["NAME"], with the name of the {kind}')
     return names[0]
 
 
 def task_sections() -> dict[str, type[TaskKeys]]:
     """Return the sections of shipped and registered tasks, by their types."""
-    sections = get_args(Recipe.model_fields["task"].annotation)
-    return {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
+    return _sections("task")
 
 
 def optimizer_sections() -> dict[str, type[OptimizerKeys]]:
     """Return the sections of all optimizers, shipped and registered, by name."""
-    sections = get_args(Recipe.model_fields["optimizer"].annotation)
-    return {get_args(section.model_fields["name"].annotation)[0]: section for section in sections}
+    return _sections("optimizer")
+
+
+def _sections(name: str) -> dict[str, Any]:
+    """Return the kinds of a section of the recipe, by the value of their discriminator."""
+    field = Recipe.model_fields[name]
+    key = str(field.discriminator)
+    return {get_args(kind.model_fields[key].annotation)[0]: kind for kind in get_args(field.annotation)}
+
+
+def _add_section(name: str, registration: Registration, kind: type[Section]) -> None:
+    """Add a kind to a section of the recipe, or replace one that was registered before."""
+    if registration.name in _SHIPPED[name]:
+        raise UsageError(f"the {name} {registration.name!r} ships with trainer; register yours under another name")
+    Recipe.model_fields[name].annotation = reduce(or_, {**_sections(name), registration.name: kind}.values())
+    Recipe.model_rebuild(force=True)
 
 
 def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
@@ -64,25 +81,16 @@ def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
     return get_args(literal)
 
 
-_SHIPPED = tuple(task_sections())
-_SHIPPED_OPTIMIZERS = tuple(optimizer_sections())
+_SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer")}
 _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _metric_names(section))
 
 
 def _add_task(registration: Registration) -> None:
-    if registration.name in _SHIPPED:
-        raise UsageError(f"the task {registration.name!r} ships with trainer; register yours under another name")
-    sections = {**task_sections(), registration.name: registration.value.keys}
-    Recipe.model_fields["task"].annotation = reduce(or_, sections.values())
-    Recipe.model_rebuild(force=True)
+    _add_section("task", registration, registration.value.keys)
 
 
 def _add_optimizer(registration: Registration) -> None:
-    if registration.name in _SHIPPED_OPTIMIZERS:
-        raise UsageError(f"the optimizer {registration.name!r} ships with trainer; register yours under another name")
-    sections = {**optimizer_sections(), registration.name: resolved(registration.value)}
-    Recipe.model_fields["optimizer"].annotation = reduce(or_, sections.values())
-    Recipe.model_rebuild(force=True)
+    _add_section("optimizer", registration, resolved(registration.value))
 
 
 def _add_keys(registration: Registration) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.optimizer import ExclusionRow, OptimizerKeys
+from trainer.recipe.schema.optimizer import ExclusionRow, OptimizerKeys, needs_whole_weights
 
 
 class Adafactor(OptimizerKeys):
@@ -14,17 +15,8 @@ class Adafactor(OptimizerKeys):
 
     implementation: ClassVar[str] = "trainer.features.adafactor.optimizer:Adafactor"
     difference: ClassVar[str] = "steps are relative to the weights; those of transformers are absolute"
-    exclusions: ClassVar[tuple[ExclusionRow, ...]] = (
-        (
-            {"parallel.strategy": "zero"},
-            "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
-            "use adamw or sgd, or fsdp",
-        ),
-        (
-            {"parallel.offload": ["parameters"]},
-            "matrices cannot be gathered from CPU memory",
-            'use adamw or sgd, or "none"',
-        ),
+    exclusions: ClassVar[Sequence[ExclusionRow]] = needs_whole_weights(
+        "the update of a matrix needs all of it", "matrices cannot be gathered", "adamw or sgd"
     )
 
     name: Literal["adafactor"]

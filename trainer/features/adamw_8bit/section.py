@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from trainer.recipe.schema.optimizer import AdamWKeys, ExclusionRow
+from trainer.recipe.schema.optimizer import AdamWKeys, ExclusionRow, needs_whole_weights
 
 
 class AdamW8bit(AdamWKeys):
@@ -16,17 +17,8 @@ class AdamW8bit(AdamWKeys):
     difference: ClassVar[str] = (
         "blocks are those of whole weights, embeddings have 8 bits too, and no second moment is rounded to 0"
     )
-    exclusions: ClassVar[tuple[ExclusionRow, ...]] = (
-        (
-            {"parallel.strategy": "zero"},
-            "DeepSpeed flattens and cuts weights, but a scale belongs to a block of a whole weight",
-            "use adamw, or fsdp",
-        ),
-        (
-            {"parallel.offload": ["parameters"]},
-            "ranks cannot exchange scales from CPU memory",
-            'use adamw, or "none"',
-        ),
+    exclusions: ClassVar[Sequence[ExclusionRow]] = needs_whole_weights(
+        "a scale belongs to a block of a whole weight", "ranks cannot exchange scales", "adamw"
     )
 
     name: Literal["adamw_8bit"]

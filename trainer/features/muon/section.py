@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.recipe.schema.optimizer import AdamWKeys, ExclusionRow
+from trainer.recipe.schema.optimizer import AdamWKeys, ExclusionRow, needs_whole_weights
 
 
 class Muon(AdamWKeys):
@@ -18,17 +19,8 @@ class Muon(AdamWKeys):
     implementation: ClassVar[str] = "trainer.features.muon.optimizer:Muon"
     needs_layers: ClassVar[bool] = True
     tolerances: ClassVar[tuple[float, float] | None] = (1e-4, 1e-3)  # in fp32; its iterations are in bf16
-    exclusions: ClassVar[tuple[ExclusionRow, ...]] = (
-        (
-            {"parallel.strategy": "zero"},
-            "DeepSpeed flattens and cuts weights, but the update of a matrix needs all of it",
-            "use adamw or sgd, or fsdp",
-        ),
-        (
-            {"parallel.offload": ["parameters"]},
-            "matrices cannot be gathered from CPU memory",
-            'use adamw or sgd, or "none"',
-        ),
+    exclusions: ClassVar[Sequence[ExclusionRow]] = needs_whole_weights(
+        "the update of a matrix needs all of it", "matrices cannot be gathered", "adamw or sgd"
     )
 
     name: Literal["muon"]

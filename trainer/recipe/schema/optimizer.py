@@ -26,6 +26,24 @@ ExclusionRow = tuple[Mapping[str, Sequence[Any] | str], str, str]
 """A condition on another key as in `recipe/exclusions.json`, the reason and the remedy."""
 
 
+def needs_whole_weights(update: str, offloaded: str, others: str) -> tuple[ExclusionRow, ...]:
+    """Return the rows of an optimizer that cannot update parts of flattened weights.
+
+    Args:
+        update: the reason against DeepSpeed, after "but".
+        offloaded: the reason against weights in CPU memory.
+        others: the optimizers to use instead.
+    """
+    return (
+        (
+            {"parallel.strategy": "zero"},
+            f"DeepSpeed flattens and cuts weights, but {update}",
+            f"use {others}, or fsdp",
+        ),
+        ({"parallel.offload": ["parameters"]}, f"{offloaded} from CPU memory", f'use {others}, or "none"'),
+    )
+
+
 class OptimizerKeys(Section):
     """The keys of every optimizer. A subclass has `name: Literal["NAME"]` and its own keys."""
 
