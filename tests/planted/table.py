@@ -1010,10 +1010,10 @@ _ENGINE = [
     Defect(
         "bad_step_averaged",
         "A bad step moves the averages of the weights.",
-        "engine/optimizers/averaging.py",
+        "features/averages/optimizer.py",
         "share = share * (1 - self.found_inf)",
         "share = share * (1 - 0 * self.found_inf)",
-        ("engine/optimizers/test_averaging.py::test_a_bad_step_changes_no_average",),
+        ("features/averages/test_averages.py::test_a_bad_step_changes_no_average",),
     ),
     Defect(
         "filler_is_trained",

@@ -23,8 +23,23 @@ from trainer.base.errors import UsageError
 
 GROUP = "trainer.extensions"
 
-Kind = Literal["task", "metric", "optimizer", "family", "recipes", "keys", "tier", "logging", "run", "launch"]
-"""`keys`: further keys of a section, by their first key; `tier`: places of checkpoints, by the key that names them;
+Kind = Literal[
+    "task",
+    "metric",
+    "optimizer",
+    "family",
+    "recipes",
+    "keys",
+    "exclusions",
+    "update",
+    "tier",
+    "card",
+    "logging",
+    "run",
+    "launch",
+]
+"""`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`. By the
+key that asks for it: `update`: an `OptimizerUpdate`; `tier`: a place of checkpoints; `card`: a line of the model card.
 `logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 from torch import nn
 
-from trainer.base.extensions import registered, resolved
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.tier import Tier
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
+from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
 
 
@@ -80,8 +79,7 @@ class TierFeature:
 
 def registered_tiers(recipe: Recipe) -> list[TierFeature]:
     """Return the features with a value at their keys; others are not imported."""
-    rows = [row for row in registered("tier") if reduce(getattr, row.name.split("."), recipe) is not None]
-    return [resolved(row.value)() for row in rows]
+    return [tier() for tier in asked_for("tier", recipe)]
 
 
 def kept_in_memory(recipe: Recipe) -> int:

@@ -1,8 +1,8 @@
 """The table of pairs of keys that exclude each other, with reasons; read by `trainer check` and the documentation.
 
-Reasons against a strategy are in `strategies.py`, those against an optimizer in its section. The other rows are in
-`exclusions.json`: a first condition, and for each other one a reason and a remedy, in which `{able}`, `{one}` and
-`{all}` are the other strategies or schedules.
+Reasons against a strategy are in `strategies.py`, those against an optimizer in its section, those against the key of
+a feature in its `extension.json`. The other rows are in `exclusions.json`: a first condition, and for each other one a
+reason and a remedy, in which `{able}`, `{one}` and `{all}` are the other strategies or schedules.
 Rules with more than two conditions are in `recipe/reading/rules.py`.
 """
 
@@ -48,7 +48,8 @@ class Condition:
         return self.key.partition(".")[0]
 
     def value(self, sections: Mapping[str, Any]) -> Any:
-        return reduce(getattr, self.key.split(".")[1:], sections[self.section])
+        """Return the value of the key; None if no folder registers it."""
+        return reduce(lambda part, key: getattr(part, key, None), self.key.split(".")[1:], sections[self.section])
 
 
 @dataclass(frozen=True)
@@ -173,3 +174,4 @@ def _add_optimizer(row: Registration) -> None:
 
 
 consume("optimizer", _add_optimizer)
+consume("exclusions", lambda row: EXCLUSIONS.extend(_of_groups([row.value])))

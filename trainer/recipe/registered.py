@@ -7,11 +7,11 @@ from operator import getitem, or_
 from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, consume, resolved
+from trainer.base.extensions import Kind, Registration, consume, registered, resolved
 from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TaskKeys, TextKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
-__all__ = ["file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
+__all__ = ["asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -124,6 +124,17 @@ def _add_metric(registration: Registration) -> None:
             field.annotation = list[item]
             sections[name].model_rebuild(force=True)
     Recipe.model_rebuild(force=True)
+
+
+def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
+    """Return the values of a kind that are registered under keys of the recipe with another value than by default."""
+    return [resolved(row.value) for row in registered(kind) if _is_set(recipe, row.name)]
+
+
+def _is_set(recipe: Recipe, name: str) -> bool:
+    *sections, key = name.split(".")
+    section: Section = reduce(getattr, sections, recipe)
+    return bool(section.changed(key))
 
 
 consume("task", _add_task)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import replace_folder
+from trainer.base.extensions import registered
 from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
@@ -106,7 +107,7 @@ def _card(
         has_pipeline=tag is not None and facts.has_pipeline,
         progress=progress,
         best=f"{_plain(best.name)} {best.value:.6g} at step {best.step:,}" if best else "none",
-        decay=_part(recipe, "training").get("ema_decay"),
+        features=[*_of_features(recipe)],
         layout=_layout(recipe, _part(origin, "layout")),
         versions=sorted(_part(origin, "versions").items()),
     )
@@ -126,6 +127,14 @@ def _template() -> Any:
     environment = templates(Path(__file__).parent)
     environment.filters |= {"plain": _plain, "number": "{:,}".format}
     return environment.get_template("model_card.md.jinja")
+
+
+def _of_features(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of features for the values of their keys."""
+    for row in registered("card"):
+        section, _, key = row.name.rpartition(".")
+        if (value := _part(recipe, section).get(key)) is not None:
+            yield row.value.format(value=_plain(value))
 
 
 def _part(values: Any, key: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import TensorPart, tensor_part, whole_part
 from trainer.parallel.shards.gathering import local_part
+from trainer.recipe.schema import Recipe
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -150,3 +151,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             dtype = self.state_dtypes[key]
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+class OptimizerUpdate(EngineOptimizer):
+    """A change of the update of other optimizers: a base class before theirs, so `super` calls their methods.
+
+    A feature registers it under the key of a recipe that asks for it.
+    """
+
+    recipe: Recipe

@@ -71,7 +71,7 @@ class TrainedParameters:
     rounding_seed: int | None = None
     # learning rates and weight decays that differ from those of the optimizer, by name
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
-    ema_decay: float | None = None  # the decay of the averages of the weights; None: there are none
+    recipe: Recipe | None = None  # the recipe, which may ask for updates of features; None: it asks for none
 
     @classmethod
     def of(
@@ -94,7 +94,7 @@ class TrainedParameters:
             WholeAccess({parameter: placements[name] for name, parameter in named.items()}, mesh),
             recipe.training.seed if recipe.weights == "bf16_stochastic" else None,
             {name: rules[placements[name].name] for name in named if rules},
-            recipe.training.ema_decay,
+            recipe,
         )
 
     @property

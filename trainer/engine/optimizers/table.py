@@ -5,18 +5,19 @@ from __future__ import annotations
 from trainer.base.extensions import resolved
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import TrainedParameters
+from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import OptimizerKeys
 
 
-def optimizer_class(section: OptimizerKeys, ema_decay: float | None = None) -> type[EngineOptimizer]:
-    """Return the class of a recipe's optimizer, with averages of the weights if they have a decay."""
+def optimizer_class(section: OptimizerKeys) -> type[EngineOptimizer]:
+    """Return the class that the section of a recipe names."""
     plain: type[EngineOptimizer] = resolved(section.implementation)
-    if ema_decay is None:
-        return plain
-    from trainer.engine.optimizers.averaging import averaged
-
-    return averaged(plain, ema_decay)
+    return plain
 
 
 def build_optimizer(section: OptimizerKeys, trained: TrainedParameters) -> EngineOptimizer:
-    return optimizer_class(section, trained.ema_decay).build(section, trained)
+    """Return the optimizer of a section, with the updates that the recipe of its parameters asks for."""
+    kind = optimizer_class(section)
+    if updates := asked_for("update", trained.recipe) if trained.recipe else ():
+        kind = type(kind.__name__, (*updates, kind), {"recipe": trained.recipe})
+    return kind.build(section, trained)

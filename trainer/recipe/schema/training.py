@@ -29,9 +29,6 @@ class Training(Section):
     `data.packing`."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global gradient norm; null: no clipping."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Average the weights after each step, with this share of the old average, such as 0.999, for evaluations and
-    exports."""
     check_replicas: IntervalField | None = None
     """How often to check that replicas of weights are bitwise equal; null: never."""
     max_bad_steps: Annotated[int, Field(ge=0)] = 0

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.optimizers.base import EngineOptimizer
+from trainer.engine.optimizers.base import OptimizerUpdate
 from trainer.engine.optimizers.tensor_batches import stepped
+from trainer.features.averages.section import AverageKeys
 from trainer.parallel.shards.gathering import local_part
 
 _OTHER = "other_weights"
 """The key of the state: the averages while parameters hold the trained weights, and the other way round."""
 
 
-def averaged(optimizer: type[EngineOptimizer], decay: float) -> type[EngineOptimizer]:
-    """Return the class of an optimizer that averages the weights after each step, as `torch.optim.swa_utils` does.
+class Averages(OptimizerUpdate):
+    """Averages the weights after each step of an optimizer, as `torch.optim.swa_utils` does.
 
     The first step sets the average. Evaluations, checkpoints and exports have the averages. A bad step changes none.
-
-    Args:
-        decay: the share of the old average in the new one.
     """
-    return type(optimizer.__name__, (_Averaged, optimizer), {"decay": decay})
 
-
-class _Averaged(EngineOptimizer):
-    decay: float
     _is_shown = False
+
+    @property
+    def decay(self) -> float:
+        """The share of the old average in the new one."""
+        decay = cast(AverageKeys, self.recipe.training).ema_decay
+        assert decay is not None
+        return decay
 
     def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]
         text = (

@@ -1,0 +1,1 @@
+"""Exponential moving averages of the weights."""
