@@ -337,6 +337,22 @@ def test_classes_that_look_like_one(tmp_path):
     assert other["f1"] == pytest.approx(0.8), "precision 1, recall 2/3"
 
 
+@pytest.mark.parametrize(
+    ("labels", "shown"),
+    [
+        (["Crime; Drama", "Drama", "Comedy; Crime"], "Comedy; Crime"),
+        (["['a']", "['a', 'b']"], "['a', 'b']"),
+        (["Arts, Crafts", "Arts", "Food"], None),
+    ],
+)
+def test_classes_that_are_lists_in_texts(tmp_path, labels, shown):
+    recipe = write_tiny_run(tmp_path)
+    for name in ("train.jsonl", "validation.jsonl"):
+        write_rows(tmp_path / name, [{"text": f"word{row}", "label": labels[row % len(labels)]} for row in range(9)])
+    found = [note for note in prepare_data(load_recipe(str(recipe)).recipe).data_notes if "looks like a list" in note]
+    assert [note.partition(" looks")[0] for note in found] == ([f"the class {shown!r}"] if shown else [])
+
+
 def test_configurations_that_cannot_be_built(tmp_path, capsys):
     config = {**TINY_BERT, "hidden_act": "os.system"}
     found = errors(capsys, "check", str(write_tiny_run(tmp_path, model={"config": config})))

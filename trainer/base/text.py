@@ -23,6 +23,8 @@ _WITH_PASSWORD = r":/{1,2}[^/?#\s:@]*:(?!\d+[/?#])\S*@"
 _PASSWORD = re.compile(rf"{_WITH_PASSWORD}|(?:(?<=http)|(?<=https)):/{{1,2}}[^/?#\s]*@")
 _USER = re.compile(rf"://[^/?#\s]*@|{_PASSWORD.pattern}")
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
+LITERAL = re.compile(r"""\s*(\[\s*(['"\[{\d-].*)?\]|\{\s*(['"].*)?\})\s*""", re.DOTALL)
+"""Lists and objects in the notation of JSON or Python, as spreadsheets and CSV files hold them."""
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 

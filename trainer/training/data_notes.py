@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.base.text import listed
+from trainer.base.text import LITERAL, listed
 from trainer.data.order import Mixture
 from trainer.data.sources import Splits
 from trainer.data.split import EncodedSplit
@@ -204,6 +205,11 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
                 f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
                 " labels"
             )
+    if joined := _joined([name for name, _ in counts]):
+        notes.append(
+            f"the class {joined!r} looks like a list of classes in one text; for several labels a row, write lists as"
+            " JSON Lines or Parquet, and set `task.multi_label`"
+        )
     if single := [name for name, count in counts if count == 1]:
         kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
         notes.append(f"the {kind} one training row; a typo in a label creates such a class")
@@ -219,6 +225,21 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
         value = validation.scalars["labels"].flat[0]
         notes.append(f"all validation labels are {value:g}, so correlations are undefined, and shown as 0")
     return notes + _repetitions(train, validation)
+
+
+def _joined(names: Sequence[str]) -> str | None:
+    """Return the first name that is a list as text, or joins names by a mark, most of which are in other names too."""
+    lists = [name for name in names if LITERAL.fullmatch(name)]
+    if lists or not names:
+        return next(iter(lists), None)
+    for mark in "|;,":
+        parts = {name: {part.strip() for part in name.split(mark)} for name in names}
+        uses = Counter(part for inner in parts.values() for part in inner)
+        joined = [name for name, inner in parts.items() if len(inner) > 1]
+        shared = sum(all(uses[part] > 1 for part in parts[name]) for name in joined)
+        if shared and 2 * shared >= len(joined):
+            return joined[0]
+    return None
 
 
 def _repetitions(train: EncodedSplit, validation: EncodedSplit) -> list[str]:

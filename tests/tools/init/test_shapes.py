@@ -130,6 +130,8 @@ FLAGS = rows_of(30, id=tuple(range(30)), comment="c", toxic=(0, 1, 0), rude=(0, 
         (rows_of(30, text="t", mail=("a@b.de", "b@b.de")), {"type": "causal_lm"}, None),
         (rows_of(30, text="t", day=("2024-01-02", "2024-01-03")), {"type": "causal_lm"}, None),
         (rows_of(30, text="t", label=("007", "01", "10")), {"type": CLASSES, "label": "label"}, None),
+        (rows_of(30, text="t", labels=("['a', 'b']", "[]", '{"a": 1}')), {"type": "causal_lm"}, None),
+        (rows_of(30, text="t", label=("[POS]", "[NEG]")), {"type": CLASSES, "label": "label"}, None),
     ],
 )  # fmt: skip
 def test_labels_in_other_forms(rows: list[dict[str, Any]], task: dict[str, Any], made: Any) -> None:
@@ -181,6 +183,17 @@ def test_a_given_label_is_taken_and_others_are_named() -> None:
         ({"label": ("a",), "x": ("a", "b")}, "x", "`label` is not taken as the label, since it has one value or none"),
         ({"label": ("a", "b", " ")}, "label", "`label` is blank in 10 rows, so blank is a class"),
         ({"label": ("a", "b")}, "label", "the task does not read title (text, 30 distinct)"),
+        (
+            {"label": ("a", "b"), "Split": ("train", "test")},
+            "label",
+            "the rows of test, train in `Split` are taken tog",
+        ),
+        (
+            {"label": (0, 1, -1)},
+            "label",
+            "`label` is -1 in 10 rows, which is a class; if it marks rows without a label",
+        ),
+        ({"label": ("a", "b"), "box": ("[1, 2]", "[]")}, "label", "`box` holds lists or objects written as texts"),
         (
             {"emotion_label": (0, 1), "emotion_name": ("a", "b")},
             "emotion_label",

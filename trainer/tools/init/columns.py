@@ -11,7 +11,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal
 
-from trainer.base.text import number_in
+from trainer.base.text import LITERAL, number_in
 
 Kind = Literal[
     "text", "integer", "number", "boolean", "date", "image", "texts", "numbers", "chat", "objects", "object", "empty"
@@ -76,7 +76,7 @@ class Column:
 
     @cached_property
     def notation(self) -> str | None:
-        """The kind of the values of texts that are numbers, dates or addresses in a form that is not read as such."""
+        """The kind of texts that are numbers, dates, addresses or lists in a form that is not read as such."""
         texts = [text for value in self.values if (text := value.strip())] if self.kind == "text" else []
         others = [text for text in texts if number_in(text) is None]
         if not others:
@@ -97,13 +97,14 @@ class Column:
 SCALARS: tuple[Kind, ...] = ("text", "integer", "number", "boolean")
 _FIGURES = r"[+-]?(\d+|\d{1,3}([.,' ]\d{3})+)([.,]\d+)?"
 _MONEY = "[$€£¥₹]|EUR|USD|GBP|CHF"
-DATES, ADDRESSES = "dates", "addresses or identifiers"
+DATES, ADDRESSES, LISTS = "dates", "addresses or identifiers", "lists or objects written as texts"
 _NOTATIONS = {
     DATES: re.compile(r"\d{4}([-/.]\d{1,2}){2}([T ]\d.*)?|\d{1,2}([-/.]\d{1,2})[-/.]\d{2,4}( \d.*)?"),
     "percentages": re.compile(rf"{_FIGURES} ?%"),
     "amounts of money": re.compile(rf"({_MONEY}) ?{_FIGURES}|{_FIGURES} ?({_MONEY})"),
     "numbers with separators of thousands, or with a decimal comma": re.compile(_FIGURES),
     ADDRESSES: re.compile(r"@\w+|\S+@\S+\.\w+|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE),
+    LISTS: LITERAL,
 }
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?")
 _GROUPS_ALONE = re.compile(r"[+-]?\d{1,3}([,.]\d{3})*")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.base.text import listed
-from trainer.tools.init.columns import ADDRESSES, DATES, SCALARS, Column, Kind
+from trainer.tools.init.columns import ADDRESSES, DATES, LISTS, SCALARS, Column, Kind
 
 _TEXT: tuple[Kind, ...] = ("text",)
 _ANSWERS: tuple[Kind, ...] = ("text", "chat")
@@ -48,6 +48,7 @@ _OTHER_WORDS = frozenset((
     "path",
 ))  # fmt: skip
 """Words of the names of columns that identify or count rows, or say where they are from."""
+_SPLITS = frozenset(("train", "training", "valid", "validation", "val", "dev", "test", "testing", "eval"))
 _MOST_SHOWN = 5
 
 
@@ -291,7 +292,9 @@ def _may_label(column: Column) -> bool:
     if column.names:
         return True
     is_short = bool(column.words & _LABEL_WORDS) or column.characters <= _NAME_CHARACTERS
-    is_right = column.kind != "text" or (column.repeats and is_short and column.notation not in (DATES, ADDRESSES))
+    is_right = column.kind != "text" or (
+        column.repeats and is_short and column.notation not in (DATES, ADDRESSES, LISTS)
+    )
     return is_right and len(column.distinct) > 1
 
 
@@ -360,14 +363,27 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
     """Yield notes on columns that are not read as they look, and on other columns that may be the label."""
     for column in columns:
         if column.notation not in (None, DATES, ADDRESSES):
+            fix = (
+                "to read them as such, write the rows as JSON Lines or Parquet"
+                if column.notation == LISTS
+                else "to learn numbers, write them plainly, such as 1234.5, and leave out other rows"
+            )
+            yield f"`{column.name}` holds {column.notation}, which are read as texts; {fix}"
+        splits = column.distinct if column.kind == "text" else []
+        if len(splits) > 1 and {name.strip().lower() for name in splits} <= _SPLITS:
             yield (
-                f"`{column.name}` holds {column.notation}, which are read as texts; to learn numbers, write them"
-                " plainly, such as 1234.5, and leave out other rows"
+                f"the rows of {listed(splits, _MOST_SHOWN)} in `{column.name}` are taken together; to keep them apart,"
+                " write each split into a file"
             )
     taken = {shape.task.get("label"), *(column.name for column in shape.labels)}
     for column in columns if "label" in shape.task else ():
         if column.name in taken:
             blank = sum(isinstance(value, str) and not value.strip() for value in column.values)
+            if column.kind == "integer" and {-1, 0, 1} <= set(column.distinct) and column.distinct[0] == -1:
+                yield (
+                    f"`{column.name}` is -1 in {column.values.count(-1):,} rows, which is a class; if it marks rows"
+                    f" without a label, set `data.map.where` to {json.dumps([f'{column.name} != -1'])}"
+                )
             if blank:
                 yield f"`{column.name}` is blank in {blank:,} rows, so blank is a class; leave these out or fill them"
         elif column.name.strip().lower() in _LABELS and len(column.distinct) < 2:
