@@ -74,11 +74,11 @@ FLAGS = {
     "all keys": Flags(),
     "causal": Flags(causal=True),
     "causal, no dropout": Flags(causal=True, dropout=0.0),
-    "joined rows": Flags(joined=True, window=64),
-    "joined rows, no window": Flags(joined=True),
-    "joined rows, causal": Flags(joined=True, causal=True),
-    "joined rows, causal, no dropout": Flags(joined=True, causal=True, dropout=0.0),
-    "joined rows, causal, window": Flags(joined=True, causal=True, window=64),
+    "flat rows": Flags(joined=True, window=64),
+    "flat rows, no window": Flags(joined=True),
+    "flat rows, causal": Flags(joined=True, causal=True),
+    "flat rows, causal, no dropout": Flags(joined=True, causal=True, dropout=0.0),
+    "flat rows, causal, window": Flags(joined=True, causal=True, window=64),
     "additive mask": Flags(torch.float32),
     "bias": Flags(torch.bool, has_bias=True),
     "bias, short rows": Flags(torch.bool, has_bias=True, length=128),
@@ -144,7 +144,7 @@ def _grid() -> Iterator[tuple[str, Case]]:
     yield "keys of rows", Case(find_keys)
     for name, flags in (
         ("a residual", (False, True, 0)),
-        ("joined rows", (True, True, 0)),
+        ("flat rows", (True, True, 0)),
         ("a part", (False, False, 6)),
     ):
         for kind in ("bf16", "fp16", "fp32"):

@@ -55,9 +55,9 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "classification": ("bert_sample",),
     "images": ("vit_sample",),
     "texts": ("t5_sample",),
-    "answers_in_rows": ("sft_sample", 'task.packing="none"', "data.packing=true"),
+    "answers_in_rows": ("sft_sample", 'task.packing="none"', "data.padding_free=true"),
     "llama": ("gpt2_sample", LLAMA),
-    "llama_in_rows": ("sft_sample", 'task.packing="none"', "data.packing=true", LLAMA),
+    "llama_in_rows": ("sft_sample", 'task.packing="none"', "data.padding_free=true", LLAMA),
     "mixtral": ("gpt2_sample", MIXTRAL),
     "gemma2": ("gpt2_sample", GEMMA),
     "preferences": ("dpo_sample",),
@@ -137,7 +137,7 @@ def checks() -> list[Part]:
 
 def measurements(is_long: bool) -> list[Part]:
     """Return the parts that run alone, the most valuable first."""
-    variants = ("short rows", "short rows, packed", "compiled")
+    variants = ("short rows", "short rows without padding", "compiled")
     figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
     profile = Part("profile", ("-m", "tests.benchmarks.gpu_profile", "--json", "{out}/profile.json"), 90)
     if not is_long:

@@ -94,9 +94,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no dropout": {"model": {"dropout": 0.0}},
     "compiled": {"compile": True},
     "short rows": {},
-    "short rows, packed": {"data": {"packing": True}},
+    "short rows without padding": {"data": {"padding_free": True}},
     "short rows, no dropout": {"model": {"dropout": 0.0}},
-    "short rows, packed, no dropout": {"data": {"packing": True}, "model": {"dropout": 0.0}},
+    "short rows without padding, no dropout": {"data": {"padding_free": True}, "model": {"dropout": 0.0}},
 }
 SHORT_ROWS = tuple(name for name in VARIANTS if name.startswith("short rows"))
 """The variants with rows of a quarter of the length up to all of it. The others have no padding."""
@@ -198,7 +198,8 @@ def _shortened(microbatch: Microbatch, generator: torch.Generator) -> Microbatch
     lengths = torch.randint(max(1, width // 4), width + 1, (rows,), generator=generator)
     lengths[0] = width
     mask = (torch.arange(width) < lengths[:, None]).long()
-    return replace(microbatch, inputs={**microbatch.inputs, "attention_mask": mask}, packed=None)  # the engine packs
+    # the engine joins the rows
+    return replace(microbatch, inputs={**microbatch.inputs, "attention_mask": mask}, flat=None)
 
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")

@@ -42,10 +42,10 @@ BY_DEFAULT = "transformers' Trainer, defaults"
 OURS = {"ours": [], TORCHS_DROPOUT: ["training.layout_invariant_dropout=false"]}
 SHARDED = {"ours, fsdp": ["parallel.strategy=fsdp"], "ours, zero1": ["parallel.strategy=zero1"]}
 FURTHER = {
-    "packed": ["data.packing=true"],
+    "without padding": ["data.padding_free=true"],
     "compiled": ["compile=true"],
     "rows in random order": ["data.group_by_length=false"],
-    "rows in random order, packed": ["data.group_by_length=false", "data.packing=true"],
+    "rows in random order, without padding": ["data.group_by_length=false", "data.padding_free=true"],
 }
 """The keys of our trainings beside those of the setting: always, on several processes, and on request."""
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.training import TINY_TASKS
 from tests.tools.plan.measured import recipe_of
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.simulated_step import plan_step
 
@@ -31,7 +31,7 @@ MICROBATCHES = 4
     [
         ({}, {}),
         # A row joined without padding goes to a place of its own, so that each sum has one term.
-        ({"data": {"packing": True}}, {"index_add": MICROBATCHES, "index_copy": MICROBATCHES}),
+        ({"data": {"padding_free": True}}, {"index_add": MICROBATCHES, "index_copy": MICROBATCHES}),
         # The sum of the losses, which no gradient needs.
         (
             {"task": TINY_TASKS["question_answering"].keys},
@@ -49,5 +49,5 @@ def test_a_step_has_few_of_them(keys: dict[str, Any], expected: dict[str, int]):
 
 
 def test_joined_tokens_go_to_places_of_their_own():
-    packed = PackedTokens.of([3, 7, 1, 6, 7], 8, torch.device("cpu"))
+    packed = FlatRows.of([3, 7, 1, 6, 7], 8, torch.device("cpu"))
     assert len(set(packed.places.tolist())) == 24

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.models.attention import PACKED_ATTENTION, keyed_attention
+from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -88,19 +88,19 @@ class Keyed:
         model = nn.ModuleDict({"attention": Attention()})
         key_dropout(model, self.keys)
         self.module = model["attention"]
-        self.packed = PackedTokens.of(sizes.lengths, max(sizes.lengths), device) if sizes.lengths else None
+        self.flat = FlatRows.of(sizes.lengths, max(sizes.lengths), device) if sizes.lengths else None
         self.window = sizes.window + 1 if sizes.mask == "window" else None
         num_rows = len(sizes.lengths) or sizes.batch
-        self.key = MicrobatchKey(1, torch.arange(num_rows, device=device) + 3, self.packed)
+        self.key = MicrobatchKey(1, torch.arange(num_rows, device=device) + 3, self.flat)
         self.mask = None if sizes.lengths else sizes.masked(device)
         self.is_causal = sizes.mask == "causal"
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, dropout: float = 0.1):
         options: dict[str, Any] = {"dropout": dropout, "is_causal": self.is_causal}
         with self.keys.use(self.key):
-            if self.packed is not None:
-                options |= {"packed": self.packed, "sliding_window": self.window}
-                return ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION](self.module, query, key, value, None, **options)[0]
+            if self.flat is not None:
+                options |= {"flat": self.flat, "sliding_window": self.window}
+                return ALL_ATTENTION_FUNCTIONS[FLAT_ATTENTION](self.module, query, key, value, None, **options)[0]
             return keyed_attention(self.module, query, key, value, self.mask, position_bias=bias, **options)[0]
 
 
@@ -292,14 +292,14 @@ def speeds(sizes: Sizes, device: torch.device, timer: Callable[[Callable[[], obj
 def speeds_of_rows(
     sizes: Sizes, device: torch.device, timer: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """Return the milliseconds of both passes of one layer over joined rows, by the way of computing attention."""
+    """Return the milliseconds of both passes of one layer over flat rows, by the way of computing attention."""
     attend, tensors = Keyed(sizes, device), sizes.tensors(torch.bfloat16, device)
-    packed = attend.packed
-    assert packed is not None
+    flat = attend.flat
+    assert flat is not None
 
     def padded(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         outputs = []
-        for group in packed.groups:
+        for group in flat.groups:
             rows = [group.pad(states.transpose(1, 2)).transpose(1, 2) for states in (query, key, value)]
             mask, keys = group.mask(None, False), attend.key.rows[group.rows]
             found = keyed_attention(attend.module, *rows, mask, dropout, is_causal=False, row_keys=keys)[0]
@@ -316,7 +316,7 @@ def speeds_of_rows(
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_speed_of_joined_rows(dim):
+def test_speed_of_flat_rows(dim):
     """The lengths are spread evenly from a quarter of the longest up to it."""
     for length in LENGTHS:
         number = max(2, TOKENS // length)

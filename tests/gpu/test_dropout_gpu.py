@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey, _Streams
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_dropout, kernel_support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -43,11 +43,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "shared": ((6, 20), {"shared_from": 0}),
     "shared, three dimensions": ((2, 6, 20), {"shared_from": 0}),
     "no rows": ((2, 0, 20), {}),
-    "joined rows": ((1, 10, 18), {"packed": True}),
-    "joined rows, features of a rank": ((1, 10, 18), {"packed": True, "cut_dim": -1, "part": 3}),
-    "joined rows of a rank, padded": (
+    "flat rows": ((1, 10, 18), {"flat": True}),
+    "flat rows, features of a rank": ((1, 10, 18), {"flat": True, "cut_dim": -1, "part": 3}),
+    "flat rows of a rank, padded": (
         (1, 10, 18),
-        {"packed": True, "cut_dim": 1, "sequence": SimpleNamespace(start=4)},
+        {"flat": True, "cut_dim": 1, "sequence": SimpleNamespace(start=4)},
     ),
 }
 
@@ -70,11 +70,11 @@ def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = to
 
 
 def drop(x: Tensor, p: float = 0.3, residual: Tensor | None = None, **site: Any) -> Tensor:
-    """Return the result of a site's first call in a microbatch, of joined rows if the site is packed."""
-    packed = PackedTokens.of(LENGTHS, max(LENGTHS), x.device) if site.get("packed") else None
-    num_rows = len(ROWS) if packed else x.shape[0]
+    """Return the result of a site's first call in a microbatch, of flat rows if the site is flat."""
+    flat = FlatRows.of(LENGTHS, max(LENGTHS), x.device) if site.get("flat") else None
+    num_rows = len(ROWS) if flat else x.shape[0]
     keys = DropoutKeys(1)
-    with keys.use(MicrobatchKey(2, torch.tensor(ROWS[:num_rows], device=x.device), packed)):
+    with keys.use(MicrobatchKey(2, torch.tensor(ROWS[:num_rows], device=x.device), flat)):
         return DropoutSite(keys, "site", **site).drop(x, p, residual=residual)
 
 

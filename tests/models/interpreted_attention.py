@@ -22,13 +22,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.gpu import test_attention_gpu
 from tests.helpers.families import CONFIGS, build, inputs_of
-from trainer.models.attention import PACKED_ATTENTION, keyed_attention
+from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of
 from trainer.models.families.table import layers_of
 from trainer.parallel.context.ring_attention import Block, BlockAttention, BlockMask, Sums
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_attention, kernel_support
 from trainer.parallel.random import element_keys, keep_mask
 from trainer.tools.plan.work import FLOPS
@@ -251,7 +251,7 @@ JOINED = {
 def test_joined_rows_are_padded_rows(name: str):
     """All rows in one call: outputs and gradients of padded rows, in fp64 and in the same type."""
     case, random = JOINED[name], torch.Generator().manual_seed(0)
-    packed = PackedTokens.of(case.lengths, max(case.lengths), torch.device("cpu"))
+    flat = FlatRows.of(case.lengths, max(case.lengths), torch.device("cpu"))
     states = [
         torch.randn(1, sum(case.lengths), heads, dim, generator=random).to(case.dtype).transpose(1, 2)
         for heads, dim in ((case.heads[0], case.dims[0]), *((case.heads[1], dim) for dim in case.dims))
@@ -265,12 +265,12 @@ def test_joined_rows_are_padded_rows(name: str):
         options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
         options["sliding_window"] = None if case.window is None else case.window + 1
         module.num_key_value_groups = case.heads[0] // case.heads[1]
-        with keys.use(MicrobatchKey(2, rows, packed)):
-            output, _ = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION](module, *inputs, None, packed=packed, **options)
+        with keys.use(MicrobatchKey(2, rows, flat)):
+            output, _ = ALL_ATTENTION_FUNCTIONS[FLAT_ATTENTION](module, *inputs, None, flat=flat, **options)
         weights = torch.linspace(-1, 1, output.numel()).to(output.dtype).view_as(output)
         return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
-    with mock.patch.object(PackedTokens, "groups", mock.PropertyMock(side_effect=AssertionError("padded"))):
+    with mock.patch.object(FlatRows, "groups", mock.PropertyMock(side_effect=AssertionError("padded"))):
         found = attend(case.dtype)
     with eager():
         exact, own = attend(torch.float64), attend(case.dtype)

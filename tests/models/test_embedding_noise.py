@@ -84,9 +84,9 @@ def test_other_tasks_are_refused():
 @pytest.mark.parametrize("config", [{**TINY_BERT, "is_decoder": True}, TINY_DECODERS["gpt2"]], ids=["bert", "gpt2"])
 def test_it_is_the_same_without_padding(config: dict[str, Any]):
     losses = []
-    for packing in (False, True):
+    for padding_free in (False, True):
         model = {"config": config, "neftune_alpha": 5.0}
-        data = {"packing": packing, "group_by_length": False}
+        data = {"padding_free": padding_free, "group_by_length": False}
         keys = {"task": TINY_TASKS["causal_lm"].keys, "data": data, "training": {"max_steps": 2}}
         losses.append(train_tiny(tiny_recipe(model=model, **keys), num_rows=24).losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -15,7 +15,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.models import attention
-from trainer.models.attention import KEYED_ATTENTION, PACKED_ATTENTION, RING_ATTENTION, attention_notes
+from trainer.models.attention import FLAT_ATTENTION, KEYED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel.kernels import fused_attention, kernel_support
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.hardware import parse_devices
@@ -92,19 +92,19 @@ class TestNotes:
 
     def of_rows(self, monkeypatch, flash: bool = True, **options):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-        return self.notes(monkeypatch, implementation=PACKED_ATTENTION, **options)
+        return self.notes(monkeypatch, implementation=FLAT_ATTENTION, **options)
 
-    def test_joined_rows(self, monkeypatch):
+    def test_flat_rows(self, monkeypatch):
         """Without keyed dropout, a model has none of its sites."""
-        without = "attention reads joined rows without padding in the fused kernel, where it has no dropout"
-        padded = "attention pads joined rows for torch's dropout: only layout-invariant dropout has a kernel"
-        torchs = "without dropout in 16 bits, torch's variable-length attention reads joined rows"
+        without = "attention reads flat rows without padding in the fused kernel, where it has no dropout"
+        padded = "attention pads flat rows for torch's dropout: only layout-invariant dropout has a kernel"
+        torchs = "without dropout in 16 bits, torch's variable-length attention reads flat rows"
         assert self.of_rows(monkeypatch) == [padded, without, torchs]
         assert self.of_rows(monkeypatch, flash=False) == [padded, without]
         monkeypatch.setattr("trainer.models.attention.has_site", lambda module: True)
-        assert self.of_rows(monkeypatch) == ["attention reads joined rows without padding in the fused kernel", torchs]
+        assert self.of_rows(monkeypatch) == ["attention reads flat rows without padding in the fused kernel", torchs]
         reason = "the GPU Tesla T4 is older than compute capability 8.0"
-        assert self.of_rows(monkeypatch, capability=(7, 5)) == [f"attention pads joined rows, because {reason}"]
+        assert self.of_rows(monkeypatch, capability=(7, 5)) == [f"attention pads flat rows, because {reason}"]
 
     def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):
         assert self.notes(monkeypatch, implementation="sdpa") == []
@@ -117,8 +117,8 @@ class TestPlans:
 
     @classmethod
     @cache
-    def step(cls, cuda: bool, fused: bool = True, packing: bool = False):
-        data = cls.RECIPE.data.model_copy(update={"packing": packing})
+    def step(cls, cuda: bool, fused: bool = True, padding_free: bool = False):
+        data = cls.RECIPE.data.model_copy(update={"padding_free": padding_free})
         return plan_step(plan_run(cls.RECIPE.model_copy(update={"data": data}), 1), 0, cls.LENGTH, cuda, fused)
 
     @property
@@ -143,14 +143,14 @@ class TestPlans:
         microbatches = 4
         assert fused - eager == microbatches * 3 * 2 * self.pairs * head_dim
 
-    def test_of_packed_rows_on_a_gpu_pad_nothing(self):
+    def test_of_flat_rows_on_a_gpu_pad_nothing(self):
         """Attention keeps as much as that of padded rows without padding, and computes the same products."""
         found, padded = self.step(True, True, True), self.step(True, True)
         indices = 2 * 8 * self.RECIPE.training.micro_batch_size * self.LENGTH  # rows and positions of the tokens
         assert found.peak.by_component[ACTIVATIONS] < padded.peak.by_component[ACTIVATIONS] + 4 * indices
         assert sum(found.totals.flops.values()) == sum(padded.totals.flops.values())
 
-    def test_of_packed_rows_with_a_window_count_its_pairs(self):
+    def test_of_flat_rows_with_a_window_count_its_pairs(self):
         """Of three layers, two see a window, forward in two products of matrices and backward in seven."""
 
         length = 24
@@ -162,7 +162,7 @@ class TestPlans:
                 "num_hidden_layers": 3,
                 "local_attention": window,
             }
-            keys = {"model": {"config": config, "tokenizer": "none"}, "data": {"packing": True}}
+            keys = {"model": {"config": config, "tokenizer": "none"}, "data": {"padding_free": True}}
             return sum(plan_step(plan_run(recipe_of(keys), 1), 0, length).totals.flops.values())
 
         places = torch.arange(length)

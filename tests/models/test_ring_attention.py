@@ -29,7 +29,7 @@ from trainer.models.tensor_split import split_model
 from trainer.parallel.context import ring_attention
 from trainer.parallel.context.ring_attention import Block, BlockAttention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
@@ -50,7 +50,7 @@ class Case:
     causal: bool = False
     dropout: float = 0.3
     dtype: torch.dtype = torch.float64
-    packed: bool = False
+    flat: bool = False
 
     def states(self) -> list[Tensor]:
         random = torch.Generator().manual_seed(1)
@@ -92,11 +92,11 @@ CASES = [
     Case(causal=True, heads=1, key_heads=1, length=1),
     Case(heads=5, key_heads=5, length=31),
     Case(mask="causal", heads=4, key_heads=2, dtype=torch.bfloat16),
-    Case(mask="bidirectional", packed=True),
-    Case(mask="bidirectional", heads=4, key_heads=2, length=8, pads=False, packed=True),
-    Case(mask="window", heads=5, key_heads=5, packed=True),
-    Case(mask="bidirectional", heads=2, key_heads=2, length=2, packed=True),
-    Case(causal=True, heads=4, key_heads=2, packed=True),
+    Case(mask="bidirectional", flat=True),
+    Case(mask="bidirectional", heads=4, key_heads=2, length=8, pads=False, flat=True),
+    Case(mask="window", heads=5, key_heads=5, flat=True),
+    Case(mask="bidirectional", heads=2, key_heads=2, length=2, flat=True),
+    Case(causal=True, heads=4, key_heads=2, flat=True),
 ]
 
 
@@ -108,8 +108,8 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
     module.num_key_value_groups = case.heads // case.key_heads
     states = [tensor.requires_grad_() for tensor in case.states()]
     lengths = [case.length // 2, case.length, 0] if case.pads else [case.length] * BATCH
-    packed = PackedTokens.of(lengths, case.length, torch.device("cpu")) if case.packed else None
-    with keys.use(replace(KEY, packed=packed)):
+    flat = FlatRows.of(lengths, case.length, torch.device("cpu")) if case.flat else None
+    with keys.use(replace(KEY, flat=flat)):
         options = {"dropout": case.dropout, "scaling": 0.4, "is_causal": case.causal}
         if cut is None:
             mask = case.masked(sdpa_mask)
@@ -118,20 +118,20 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
             move_site(module, lambda site: replace(site, cut_dim=1, part=cut.head_part))
             share_heads(module, cut)
             wholes = [tensor.transpose(1, 2).flatten(2) for tensor in states]
-            parts = [cut.split(packed.pack(whole) if packed else whole) for whole in wholes]
+            parts = [cut.split(flat.join(whole) if flat else whole) for whole in wholes]
             parts = [part.unflatten(2, (-1, WIDTH)).transpose(1, 2) for part in parts]
             mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION] if cut.of_heads.ring > 1 else sdpa_mask)
             if case.mask == "window":
                 options |= {"sliding_window": 5, "is_causal": True}
-            options |= {"packed": packed}
+            options |= {"flat": flat}
             output, _ = ALL_ATTENTION_FUNCTIONS[RING_ATTENTION](module, *parts, mask, **options)
             output = cut.join(output.flatten(2))
-            output = (packed.unpack(output) if packed else output).unflatten(2, (-1, WIDTH))
+            output = (flat.pad(output) if flat else output).unflatten(2, (-1, WIDTH))
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
     visible = torch.ones(BATCH, case.length, 1, 1, dtype=torch.bool)
     if case.mask in ("bidirectional", "causal") and case.pads:
         visible[2] = False  # its queries see no key
-    if case.packed:
+    if case.flat:
         visible = (torch.arange(case.length) < torch.tensor(lengths)[:, None])[..., None, None]
     output = output * visible
     (output * weights).sum().backward()

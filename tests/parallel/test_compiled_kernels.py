@@ -30,7 +30,7 @@ def kept_kernels(pytestconfig: pytest.Config) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
 
 
-@pytest.mark.parametrize("name", ["padding", "causal", "joined rows", "bias"])
+@pytest.mark.parametrize("name", ["padding", "causal", "flat rows", "bias"])
 def test_batches_of_other_sizes_need_no_other_kernels(name):
     """A compilation takes seconds. One kernel reads aligned strides, one all others."""
     with specialised_for((9, 0)) as found:
@@ -46,7 +46,7 @@ def test_batches_of_other_sizes_need_no_other_kernels(name):
     assert {kernel: len(keys) for kernel, keys in found.items() if len(keys) > most} == {}
 
 
-@pytest.mark.parametrize("name", ["padding", "joined rows", "bias"])
+@pytest.mark.parametrize("name", ["padding", "flat rows", "bias"])
 def test_heads_with_strides_that_are_not_aligned_have_the_kernels_of_larger_ones(name):
     """Heads of 72 spilled 808 bytes, where those of 80 spill 48."""
     kernels = []
@@ -71,7 +71,7 @@ def test_the_kernels_of_most_trainings(capability):
     names = ["attention, bf16, heads of 64, padding, short rows"]
     if capability == (9, 0):
         names += ["keys of rows", "dropout, bf16, a residual", f"8-bit AdamW, fp32, rows of {BLOCK}"]
-        names += ["attention, bf16, heads of 64, padding", "attention, bf16, heads of 128, joined rows, causal"]
+        names += ["attention, bf16, heads of 64, padding", "attention, bf16, heads of 128, flat rows, causal"]
     assert [problem for name in names for problem in problems(name, capability)] == []
 
 

@@ -101,7 +101,7 @@ class Drawn:
             found += ["sequence"] * bool(parallel.get("sequence"))
             context = parallel.get("context", 1)
             found += [f"context {context}"] * (context > 1)
-            found += ["packing"] * ("data" in part.sections)
+            found += ["without padding"] * ("data" in part.sections)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
             found += ["DeepSpeed keys"] * bool(parallel.get("deepspeed"))
@@ -189,10 +189,10 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     if known and known.tensor and known.tensor.context_parallel:
         for part in parts:
             _replace_tensor_ranks(random, part.sections["parallel"])
-    if known and known.packs:
+    if known and known.padding_free:
         for part in parts:
             if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
-                part.sections["data"] = {"packing": True}
+                part.sections["data"] = {"padding_free": True}
     return Drawn(recipe, data, num_rows, drawn_tokens, parts, family)
 
 

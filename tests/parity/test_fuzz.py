@@ -34,7 +34,7 @@ def test_the_cases_hold_every_task_and_strategy():
     assert {f"strategy {strategy}" for strategy in RANK_STRATEGIES} <= traits
     assert {"precision fp32", "precision bf16", "precision fp16", "adapter", "stopped and resumed"} <= traits
     assert {"data duplicates", "added tokens", "end token </s>", "special tokens last", "no separator"} <= traits
-    assert {"chat marked without its end", "packing", "other evaluation batches"} <= traits
+    assert {"chat marked without its end", "without padding", "other evaluation batches"} <= traits
     assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
 
 

@@ -57,7 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         3,
         {
             "parallel": {"strategy": "fsdp"},
-            "data": {"packing": True},
+            "data": {"padding_free": True},
             "training": {"micro_batch_size": None, "micro_batch_tokens": 40},
         },
     ),

@@ -177,20 +177,20 @@ def test_blocks_of_the_vocabulary_in_bf16(task: str):
 
 LORA = {"config": TINY_TASKS["preference"].model["config"], "tokenizer": "none", "dropout": 0.1,
         "adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}}  # fmt: skip
-PACKED = {"data": {"packing": True}}
+FLAT = {"data": {"padding_free": True}}
 PREFERENCES: dict[str, tuple[int, dict[str, Any]]] = {
-    "hsdp-packed": (2, {**PACKED, "parallel": {"strategy": "hsdp", "shard": 1}}),
-    "zero1-packed": (2, {**PACKED, "parallel": {"strategy": "zero1"}, "training": {"micro_batch_size": 2}}),
+    "hsdp-flat": (2, {**FLAT, "parallel": {"strategy": "hsdp", "shard": 1}}),
+    "zero1-flat": (2, {**FLAT, "parallel": {"strategy": "zero1"}, "training": {"micro_batch_size": 2}}),
     "zero2": (2, {"parallel": {"strategy": "zero2"}}),
-    "zero3-packed": (2, {**PACKED, "parallel": {"strategy": "zero3"}}),
-    "context-packed": (2, {**PACKED, "parallel": {"context": 2}}),
-    "ring-packed": (3, {**PACKED, "parallel": {"context": 3}, "training": {"micro_batch_size": 5}}),
-    "tensor-packed-adapter": (2, {**PACKED, "model": LORA, "parallel": {"tensor": 2, "sequence": True}}),
+    "zero3-flat": (2, {**FLAT, "parallel": {"strategy": "zero3"}}),
+    "context-flat": (2, {**FLAT, "parallel": {"context": 2}}),
+    "ring-flat": (3, {**FLAT, "parallel": {"context": 3}, "training": {"micro_batch_size": 5}}),
+    "tensor-flat-adapter": (2, {**FLAT, "model": LORA, "parallel": {"tensor": 2, "sequence": True}}),
     "zero3-adapter": (2, {"model": LORA, "parallel": {"strategy": "zero3"}}),
     "stages-adapter": (2, {"model": LORA, "parallel": {"pipeline": {"stages": 2}}}),
 }
 """Layouts of preferences that `LAYOUTS` has not; with an adapter, the reference has the weights beneath it."""
-RARE = ("zero2", "ring-packed", "zero3-adapter")
+RARE = ("zero2", "ring-flat", "zero3-adapter")
 
 
 def adapter_reference() -> tuple[Curve, Curve]:
@@ -210,7 +210,7 @@ def test_preferences_without_padding_and_with_an_adapter(ranks: RankPools, layou
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", ["reward_model", "preference_orpo", "preference_kto"])
-@pytest.mark.parametrize("layout", ["hsdp-packed", "zero1-packed", "zero2", "zero3-packed"])
+@pytest.mark.parametrize("layout", ["hsdp-flat", "zero1-flat", "zero2", "zero3-flat"])
 def test_rewards_and_other_losses_of_preferences(ranks: RankPools, layout: str, task: str):
     for found in ranks(2).run(train, task, PREFERENCES[layout][1]):
         assert_same_training(found, reference(task))

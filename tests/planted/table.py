@@ -384,8 +384,8 @@ _PARALLEL = [
         "ring_of_rows_in_another_order",
         "Around a ring, packed rows drop by the masks of the microbatch's order, and not by their own.",
         "models/attention.py",
-        "row_keys = row_keys if row_keys is None else row_keys[packed.order]",
-        "row_keys = row_keys if row_keys is None else row_keys[packed.order.sort().values]",
+        "row_keys = row_keys if row_keys is None else row_keys[flat.order]",
+        "row_keys = row_keys if row_keys is None else row_keys[flat.order.sort().values]",
         ("models/test_ring_attention.py",),
     ),
     Defect(
@@ -422,7 +422,7 @@ _PARALLEL = [
     ),
     Defect(
         "joined_rows_share_a_mask_in_the_kernel",
-        "The dropout kernel draws the mask of the first row for the tokens of all joined rows.",
+        "The dropout kernel draws the mask of the first row for the tokens of all flat rows.",
         "parallel/kernels/dropout_kernels.py",
         "tl.load(token_rows + token, mask=exists, other=0)",
         "0",
@@ -458,7 +458,7 @@ _PARALLEL = [
         "models/attention.py",
         "window = None if sliding_window is None else sliding_window - 1",
         "window = None if sliding_window is None else sliding_window",
-        ("parity/test_packing.py::test_every_family_that_packs[modernbert]",),
+        ("parity/test_padding_free.py::test_every_family_without_padding[modernbert]",),
     ),
     Defect(
         "causal_kernel_hides_the_token_itself",

@@ -158,7 +158,7 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
     [
         ({"type": "sequence_classification", "text": "x"}, {"x": "word1 " * 20}, True),
         ({**NER, "words": "w", "tags": "t"}, {"w": ["word1"] * 20, "t": ["O", "B-x"] * 10}, False),
-        ({"type": "causal_lm", "text": "x", "packing": True}, {"x": "word1 " * 60}, False),
+        ({"type": "causal_lm", "text": "x", "padding_free": True}, {"x": "word1 " * 60}, False),
         ({"type": "causal_lm", "prompt": "x", "completion": "y"}, {"x": "word1 " * 8, "y": "word2"}, True),
         (
             {"type": "question_answering"},
@@ -171,7 +171,7 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
 def test_a_tokenizer_that_stands_in_gives_no_advice(tmp_path, capsys, task, row, keeps_rows):
     recipe = json.loads(write_tiny_run(tmp_path, data={"max_length": 32}).read_text())
     task = dict(task)
-    recipe["data"]["packing"] = task.pop("packing", False)
+    recipe["data"]["padding_free"] = task.pop("padding_free", False)
     (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "task": task, "model": HUB}))
     for name in ("train", "validation"):
         write_rows(tmp_path / f"{name}.jsonl", [{**row, "label": "ab"[number % 2]} for number in range(16)])

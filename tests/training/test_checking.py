@@ -51,8 +51,8 @@ AXES: dict[str, dict[str, Any]] = {
         "model": {"adapter": {"type": "lora", "rank": 2}, "quantization": "nf4"},
         "parallel": {"pipeline": {"stages": 2}},
     },
-    "unpadded": {"data": {"packing": True}},
-    "unpadded over tensor ranks": {"data": {"packing": True}, "parallel": {"tensor": 2}},
+    "unpadded": {"data": {"padding_free": True}},
+    "unpadded over tensor ranks": {"data": {"padding_free": True}, "parallel": {"tensor": 2}},
     "frozen": {"model": {"freeze": ["*layer*.0", "*layers*.0", "*embed*"]}, "parallel": {"pipeline": {"stages": 2}}},
 }
 QUICK = {("gemma2", "tensor"), ("phi3", "stages"), ("gpt_neox", "context"), ("opt", "none"), ("gpt_oss", "fsdp")}

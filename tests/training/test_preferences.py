@@ -27,7 +27,7 @@ def test_an_evaluation_has_the_reference_of_the_training(tmp_path: Path, capfd: 
         tmp_path,
         task={"type": "preference", "metrics": ["reward_margin", "reward_accuracy", "chosen_logps"]},
         model={"adapter": {"type": "lora", "dropout": 0.3}, "name_or_path": str(start), "dropout": 0.3},
-        data={"packing": True},
+        data={"padding_free": True},
         optimizer={"learning_rate": 0.03},
     )
     recipe = json.loads(file.read_text())
@@ -56,7 +56,7 @@ def test_an_evaluation_has_the_reference_of_the_training(tmp_path: Path, capfd: 
 
     (tmp_path / "train.jsonl").unlink()
     capfd.readouterr()
-    for keys in ([], ["data.packing=false", f"data.cache={tmp_path / 'other'}"]):
+    for keys in ([], ["data.padding_free=false", f"data.cache={tmp_path / 'other'}"]):
         assert main(["evaluate", str(tmp_path / "run" / "model"), "--json", *keys]) == 0
         assert json.loads(capfd.readouterr().out)["metrics"] == pytest.approx(last, abs=1e-5)
 
@@ -69,6 +69,6 @@ def test_an_evaluation_has_the_reference_of_the_training(tmp_path: Path, capfd: 
 
 def test_packing_beside_packed_documents_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = {"type": "causal_lm", "packing": "documents", "metrics": ["perplexity"]}
-    file = write_tiny_run(tmp_path, task=task, data={"packing": True})
+    file = write_tiny_run(tmp_path, task=task, data={"padding_free": True})
     assert main(["check", str(file), "--quick"]) == 2
-    assert "`data.packing` is true, but rows of several documents" in " ".join(capfd.readouterr().err.split())
+    assert "`data.padding_free` is true, but rows of several documents" in " ".join(capfd.readouterr().err.split())

@@ -172,9 +172,9 @@ class TrainLoader:
     def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
         plan = self.plan
         if plan.micro_batch_tokens is not None:
-            widths = split.widths(row_ids, padded=not plan.packs)
+            widths = split.widths(row_ids, padded=not plan.padding_free)
             return partition_by_tokens(
-                widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.packs
+                widths, self.data_rank, plan.data_parallel_size, plan.micro_batch_tokens, plan.padding_free
             )
         shortest = int(split.lengths_of(row_ids).argmin())  # the cheapest row to repeat
         return partition(len(row_ids), self.data_rank, plan.data_parallel_size, plan.micro_batch_size, shortest)
@@ -235,7 +235,8 @@ def require_fitting_rows(split: EncodedSplit, plan: BatchPlan, row_ids: IndexArr
     """
     if plan.micro_batch_tokens is None:
         return
-    tokens = split.widths(np.arange(len(split)) if row_ids is None else row_ids, padded=not plan.packs).sum(axis=1)
+    rows = np.arange(len(split)) if row_ids is None else row_ids
+    tokens = split.widths(rows, padded=not plan.padding_free).sum(axis=1)
     longest = int(tokens.argmax())
     if tokens[longest] > plan.micro_batch_tokens:
         raise UsageError(

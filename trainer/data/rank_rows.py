@@ -37,7 +37,7 @@ def partition(
 
 
 def partition_by_tokens(
-    widths: IndexArray, data_rank: int, data_parallel_size: int, most_tokens: int, packs: bool
+    widths: IndexArray, data_rank: int, data_parallel_size: int, most_tokens: int, padding_free: bool
 ) -> list[RowChunk]:
     """Return the microbatches of one rank, with about equal tokens over all ranks and microbatches.
 
@@ -48,11 +48,11 @@ def partition_by_tokens(
     Args:
         widths: the tokens of each row of the global batch in each padded column, of shape `[rows, columns]`.
         most_tokens: the maximum number of tokens of one microbatch, at least those of the longest row.
-        packs: whether layers process tokens without padding.
+        padding_free: whether layers process tokens without padding.
     """
     lengths = widths.sum(axis=1)
     longest_first = np.argsort(-lengths, kind="stable")
-    if packs:
+    if padding_free:
         bins = _balanced(lengths, longest_first, data_parallel_size, most_tokens)
     else:
         bins = _runs(widths, longest_first, data_parallel_size, most_tokens)

@@ -100,8 +100,8 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
 
 def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
     """Refuse a task that generates texts over pipeline stages or context ranks, or without padding."""
-    if task.generates and plan.recipe.data.packing:
-        raise UsageError("`data.packing` must be false to generate texts one token at a time, but is true; remove it")
+    if task.generates and plan.recipe.data.padding_free:
+        raise UsageError("`data.padding_free` must be false to generate texts token by token, but is true; remove it")
     parallel = plan.recipe.parallel
     for key, degree, needed in (
         ("parallel.pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),

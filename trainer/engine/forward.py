@@ -17,19 +17,19 @@ from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
-from trainer.models.attention import PACKED, padding_known
+from trainer.models.attention import FLAT, padding_known
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.embedding_noise import add_noise
 from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
 from trainer.models.generation import generate
-from trainer.models.layer_hooks import pack_layers
+from trainer.models.layer_hooks import flatten_layers
 from trainer.models.place import PlacedModel
 from trainer.models.rotary import CheapRotation
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
 from trainer.parallel.random import seed_generator, stream_key
@@ -52,8 +52,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
     """
     if plan.recipe.model.neftune_alpha is not None:
         add_noise(built, plan.recipe.model.neftune_alpha)
-    if plan.recipe.data.packing:
-        pack_layers(built.model)
+    if plan.recipe.data.padding_free:
+        flatten_layers(built.model)
     how = plan.recipe.activation_checkpointing
     if how != "none":
         checkpoint_layers(layers_of(built.model, CHECKPOINTING).values(), how, built.dropout_keys)
@@ -149,7 +149,7 @@ class ModelForward:
         self._seed = plan.recipe.training.seed
         # Whether each forward pass is a collective of the data-parallel ranks.
         self._synced = plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1
-        self._packs = plan.recipe.data.packing  # the layers of the model process tokens without padding
+        self._padding_free = plan.recipe.data.padding_free  # the layers of the model process tokens without padding
         self._constants = without_cache(built.model)
         self._step = 0
         self._num_rows = 0
@@ -243,7 +243,7 @@ class ModelForward:
     def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
         mask = microbatch.inputs.get("attention_mask")
-        key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.packed, mask)
+        key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.flat, mask)
         with self._watch, self._rotation, self._keys.use(key) if self._keys else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
         self._end_first_pass()
@@ -302,11 +302,11 @@ class ModelForward:
         is_padded = has_padding(microbatch.hidden) if microbatch.is_padded is None else microbatch.is_padded
         num_labels = self._num_labels(microbatch) if self._head else None
         ready = replace(microbatch.to(self.mesh.device), is_padded=is_padded, num_labels=num_labels)
-        if not self._packs or ready.packed is not None:
+        if not self._padding_free or ready.flat is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]
-        packed = PackedTokens.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self.mesh.device)
-        return replace(ready, packed=packed)
+        flat = FlatRows.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self.mesh.device)
+        return replace(ready, flat=flat)
 
     def _num_labels(self, microbatch: Microbatch) -> int | None:
         """Return the number of labelled tokens; None if they are on a GPU, for which the host would wait."""
@@ -315,10 +315,10 @@ class ModelForward:
         return int((microbatch.labels != IGNORED_LABEL).sum())
 
     def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
-        inputs, packed = microbatch.inputs, {PACKED: microbatch.packed} if self._packs else {}
+        inputs, flat = microbatch.inputs, {FLAT: microbatch.flat} if self._padding_free else {}
         head = self._head.use(labels, microbatch.num_labels) if self._head and labels is not None else nullcontext()
         with head, padding_known(microbatch.is_padded):
-            output = call(**self._task.model_inputs(inputs), **self._constants, **packed)
+            output = call(**self._task.model_inputs(inputs), **self._constants, **flat)
         return self._task.scores(output, inputs, labels)
 
     def _set_training(self, mode: bool) -> None:

@@ -27,7 +27,7 @@ from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
 from trainer.parallel.context.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 from trainer.parallel.random import LANES
 from trainer.parallel.sharded_sequence import ContextCut
@@ -38,10 +38,10 @@ OWN_ATTENTION = "trainer_own"
 """The attention function of the model's own file in transformers, with keyed dropout."""
 RING_ATTENTION = "trainer_ring"
 """The same function, with masks that are computed block by block."""
-PACKED_ATTENTION = "trainer_packed"
+FLAT_ATTENTION = "trainer_packed"
 """The same function for rows that are always joined; the model makes no mask."""
-PACKED = "packed"
-"""The argument of models, layers and attention with the `PackedTokens` of their hidden states."""
+FLAT = "flat"
+"""The argument of models, layers and attention with the `FlatRows` of their hidden states."""
 
 _CUT = "context_cut"
 
@@ -231,16 +231,16 @@ def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
-    """Return notes on the functions that compute attention around a ring, with dropout or of joined rows, on a GPU.
+    """Return notes on the functions that compute attention around a ring, with dropout or of flat rows, on a GPU.
 
     There are none for other models.
     """
     config = getattr(model, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, PACKED_ATTENTION):
+    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, FLAT_ATTENTION):
         return []
     obstacle = kernel_support.obstacle(device)
-    if implementation == PACKED_ATTENTION:
+    if implementation == FLAT_ATTENTION:
         return _notes_of_rows(model, device, obstacle)
     is_ring = implementation == RING_ATTENTION
     if obstacle is None:
@@ -254,14 +254,14 @@ def _notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None)
     is_keyed = any(map(has_site, model.modules()))
     notes = []
     if not is_keyed:
-        notes.append("attention pads joined rows for torch's dropout: only layout-invariant dropout has a kernel")
+        notes.append("attention pads flat rows for torch's dropout: only layout-invariant dropout has a kernel")
     if obstacle is None:
-        reads = "attention reads joined rows without padding in the fused kernel"
+        reads = "attention reads flat rows without padding in the fused kernel"
         notes.append(reads if is_keyed else f"{reads}, where it has no dropout")
     else:
-        notes.append(f"attention pads joined rows, because {obstacle}")
+        notes.append(f"attention pads flat rows, because {obstacle}")
     if varlen.obstacle_of_device(device) is None:
-        notes.append("without dropout in 16 bits, torch's variable-length attention reads joined rows")
+        notes.append("without dropout in 16 bits, torch's variable-length attention reads flat rows")
     return notes
 
 
@@ -271,12 +271,12 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    packed: PackedTokens | None = None,
+    flat: FlatRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `keyed_attention`, also for tokens without padding.
 
-    With `packed`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
+    With `flat`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
     of the rows, and `attention_mask` is not read. No probabilities are returned.
 
     After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
@@ -286,9 +286,9 @@ def _attention(
         query, key, value = (cut.to_heads(states) for states in (query, key, value))
     probabilities = None
     if cut is not None and cut.of_heads.ring > 1:
-        output = _around_ring(cut, module, query, key, value, attention_mask, packed, **options)
-    elif packed is not None:
-        output = _of_rows(module, query, key, value, packed, **options)
+        output = _around_ring(cut, module, query, key, value, attention_mask, flat, **options)
+    elif flat is not None:
+        output = _of_rows(module, query, key, value, flat, **options)
     else:
         output, probabilities = keyed_attention(module, query, key, value, attention_mask, **options)
     if cut is None:
@@ -297,10 +297,10 @@ def _attention(
 
 
 def _attention_of_rows(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, *, packed: PackedTokens, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, *, flat: FlatRows, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `_attention` for joined rows, which need no mask: each token sees those of its row."""
-    return _attention(module, query, key, value, None, packed, **options)
+    """Compute `_attention` for flat rows, which need no mask: each token sees those of its row."""
+    return _attention(module, query, key, value, None, flat, **options)
 
 
 def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -311,10 +311,10 @@ def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Ten
     return output
 
 
-def _row_keys(module: nn.Module, query: Tensor, packed: PackedTokens | None) -> Tensor:
+def _row_keys(module: nn.Module, query: Tensor, flat: FlatRows | None) -> Tensor:
     """Return the keys of the rows of a microbatch for the next call of attention, int64 `[batch]`."""
     site = site_of(module)
-    shape = query.shape if packed is None else (packed.shape[0], query.shape[1], *packed.shape[1:] * 2)
+    shape = query.shape if flat is None else (flat.shape[0], query.shape[1], *flat.shape[1:] * 2)
     return site.keys.row_keys(site.name, shape)
 
 
@@ -323,42 +323,42 @@ def _of_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: PackedTokens,
+    flat: FlatRows,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `packed`.
+    """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `flat`.
 
-    The fused kernel and torch's variable-length attention read the joined rows. Where neither runs, rows are padded: on
+    The fused kernel and torch's variable-length attention read the flat rows. Where neither runs, rows are padded: on
     a CPU in groups of similar length, and for torch's dropout, which neither draws.
     """
     if variant := _variant(kwargs):
         raise UsageError(
-            f"this model's attention uses {variant}, which has no form for rows without padding; set `data.packing` to"
-            " false"
+            f"this model's attention uses {variant}, which has no form for rows without padding; set"
+            " `data.padding_free` to false"
         )
-    row_keys = _row_keys(module, query, packed) if dropout and has_site(module) else None
+    row_keys = _row_keys(module, query, flat) if dropout and has_site(module) else None
     scale, causal = _scale(query, scaling), _is_causal(module, is_causal)
     window = None if sliding_window is None else sliding_window - 1  # transformers counts the query too
     states = (_autocast(query), _autocast(key), _autocast(value))
     if not dropout and varlen.obstacle(*states) is None:
-        return varlen.attention(*states, packed.starts, max(packed.lengths), scale, causal, window)
+        return varlen.attention(*states, flat.starts, max(flat.lengths), scale, causal, window)
     if kernel_support.obstacle(query.device) is None and (row_keys is not None or not dropout):
         obstacle = _obstacle_of_states(*states)
         if obstacle is None:
             first_head = site_of(module).offsets(query.shape)[1] if row_keys is not None else 0
-            keys = packed.order if row_keys is None else row_keys[packed.order]  # none are read without dropout
+            keys = flat.order if row_keys is None else row_keys[flat.order]  # none are read without dropout
             output: Tensor = fused_attention.fused_attention(
                 *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
-                packed.starts, packed.lengths, window,
+                flat.starts, flat.lengths, window,
             )[0]  # fmt: skip
             return output
-        warnings.warn(f"attention pads joined rows, because {obstacle}", stacklevel=2)
+        warnings.warn(f"attention pads flat rows, because {obstacle}", stacklevel=2)
     outputs = []
-    for group in packed.groups:
+    for group in flat.groups:
         rows = [group.pad(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
         padded, _ = keyed_attention(
             module, rows[0], rows[1], rows[2], group.mask(window, causal), dropout, scaling, is_causal,
@@ -375,7 +375,7 @@ def _around_ring(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
-    packed: PackedTokens | None = None,
+    flat: FlatRows | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -395,7 +395,7 @@ def _around_ring(
     row_keys = None
     if dropout:
         assert has_site(module), "context ranks need keyed dropout"
-        row_keys = _row_keys(module, query, packed)
+        row_keys = _row_keys(module, query, flat)
     fused = kernel_support.obstacle(query.device) is None
     if fused and (obstacle := _obstacle_of_states(query, key, value)):
         warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
@@ -405,10 +405,10 @@ def _around_ring(
         if attention_mask is None or isinstance(attention_mask, BlockMask)
         else BlockMask.of(attention_mask)
     )
-    if packed is not None:
+    if flat is not None:
         assert not isinstance(attention_mask, Tensor), "a whole mask is that of padded rows"
         mask = mask and mask.of_tokens
-        row_keys = row_keys if row_keys is None else row_keys[packed.order]
+        row_keys = row_keys if row_keys is None else row_keys[flat.order]
     options = BlockAttention(
         _scale(query, scaling),
         dropout,
@@ -417,7 +417,7 @@ def _around_ring(
         cut.head_part * query.shape[1],
         fused,
     )
-    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks, packed.lengths if packed else None)
+    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks, flat.lengths if flat else None)
     # Selective recomputation would keep the scores of each block, which are products of matrices.
     return not_recorded(ring_attention)(query, key, value, row_keys, options, ring)  # type: ignore[no-any-return]
 
@@ -500,5 +500,5 @@ ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, eager_mask)
 ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
-ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _attention_of_rows)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, lambda *_, **__: None)
+ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _attention_of_rows)
+ALL_MASK_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, lambda *_, **__: None)

@@ -5,7 +5,7 @@ hidden states. Embeddings, poolers and heads see all positions on every rank.
 
 Tokens without padding: the first layer gets the tokens of all rows of a microbatch as one sequence `[1, tokens,
 hidden]`, and the last layer returns padded rows. Embeddings and heads are those of padded rows, so positions, token
-types and pooling stay as they are. transformers passes the argument `PACKED` of the model on to each layer and to the
+types and pooling stay as they are. transformers passes the argument `FLAT` of the model on to each layer and to the
 attention function, which finds the rows: tokens see their own row only.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.models.attention import PACKED, PACKED_ATTENTION, RING_ATTENTION
+from trainer.models.attention import FLAT, FLAT_ATTENTION, RING_ATTENTION
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import owner_of, prefixes
 from trainer.parallel.communication import Group
 from trainer.parallel.dropout import KeyedDropout
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.sharded_sequence import ContextCut, SequenceCut
 
 HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
@@ -101,50 +101,50 @@ def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
     return kwargs if rotations is None else kwargs | {_ROTATIONS: tuple(map(change, rotations))}
 
 
-def check_packing(model: Any) -> None:
+def check_padding_free(model: Any) -> None:
     """Refuse a model with layers that need padding."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
-    if family is None or not family.packs:
-        able = ", ".join(sorted(name for name, family in FAMILIES.items() if family.packs))
+    if family is None or not family.padding_free:
+        able = ", ".join(sorted(name for name, family in FAMILIES.items() if family.padding_free))
         raise UsageError(
-            f"`data.packing` is true, which works for the model types {able}, but the model is of type {model_type};"
-            " set it to false, and `data.group_by_length` to true, which needs less padding"
+            f"`data.padding_free` is true, which works for the model types {able}, but the model is of type"
+            f" {model_type}; set it to false, and `data.group_by_length` to true, which needs less padding"
         )
 
 
-def pack_layers(model: Any) -> None:
-    """Make the layers of a model process tokens without padding, whenever it is called with `PACKED`.
+def flatten_layers(model: Any) -> None:
+    """Make the layers of a model process tokens without padding, whenever it is called with `FLAT`.
 
     The model is cut over tensor ranks before, and no strategy has wrapped it.
 
     Raises:
-        UsageError: `check_packing` refuses the model.
+        UsageError: `check_padding_free` refuses the model.
     """
-    check_packing(model)
+    check_padding_free(model)
     if model.config._attn_implementation != RING_ATTENTION:
-        model.config._attn_implementation = PACKED_ATTENTION
+        model.config._attn_implementation = FLAT_ATTENTION
     layers = list(layers_of(model).values())
     for layer in layers:
         layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, KeyedDropout):
-                module.site = replace(module.site, packed=True)
-    # The input is packed before it is split over tensor or context ranks, and unpacked after the parts are joined.
+                module.site = replace(module.site, flat=True)
+    # Rows are joined before they are split over tensor or context ranks, and padded after the parts are joined.
     layers[0].register_forward_pre_hook(_pack_input, with_kwargs=True, prepend=True)
     layers[-1].register_forward_hook(_unpack_output, with_kwargs=True)
 
 
 def _pack_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    packed: PackedTokens | None = kwargs.get(PACKED)
-    return (packed.pack(args[0]), *args[1:]) if packed else args, kwargs
+    flat: FlatRows | None = kwargs.get(FLAT)
+    return (flat.join(args[0]), *args[1:]) if flat else args, kwargs
 
 
 def _pack_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    packed: PackedTokens | None = kwargs.get(PACKED)
-    return args, _change_rotations(kwargs, packed.pack) if packed else kwargs
+    flat: FlatRows | None = kwargs.get(FLAT)
+    return args, _change_rotations(kwargs, flat.join) if flat else kwargs
 
 
 def _unpack_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
-    packed: PackedTokens | None = kwargs.get(PACKED)
-    return packed.unpack(output) if packed else output
+    flat: FlatRows | None = kwargs.get(FLAT)
+    return flat.pad(output) if flat else output

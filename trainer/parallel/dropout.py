@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_dropout, kernel_support
 from trainer.parallel.kernels.launching import operation
 from trainer.parallel.random import (
@@ -45,13 +45,13 @@ REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's o
 class MicrobatchKey:
     """The key of the masks of one microbatch: the optimizer step, and the indices `[batch]` (int64) of its rows.
 
-    `packed` are the tokens of the rows, if layers process them without padding. `mask` is 1 for the tokens of each row
+    `flat` are the tokens of the rows, if layers process them without padding. `mask` is 1 for the tokens of each row
     and 0 for its padding, `[batch, positions]`; None: rows have no padding.
     """
 
     step: int
     rows: Tensor
-    packed: PackedTokens | None = None
+    flat: FlatRows | None = None
     mask: Tensor | None = None
 
 
@@ -238,9 +238,9 @@ class DropoutKeys:
         return keys
 
     @property
-    def packed(self) -> PackedTokens | None:
+    def flat(self) -> FlatRows | None:
         """The tokens of the current microbatch, if layers process them without padding."""
-        return self._now.draws.key.packed if self._now.draws else None
+        return self._now.draws.key.flat if self._now.draws else None
 
     @property
     def mask(self) -> Tensor | None:
@@ -312,7 +312,7 @@ class _Streams(NamedTuple):
     shape: tuple[int, ...]  # the shape of the activations, `[batch, ..., features]`
     offsets: list[int]  # the start of each dimension in that of one process
     row_keys: Tensor  # the keys of the rows, int64 `[batch]`
-    # the row and the position of each token of joined rows, int64 `[tokens]`; the batch is then 1
+    # the row and the position of each token of flat rows, int64 `[tokens]`; the batch is then 1
     tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def mask(self, probability: float) -> Tensor:
@@ -333,7 +333,7 @@ class DropoutSite:
     (embeddings of relative positions). All microbatches of a step then have the same mask, as in one process that takes
     the step in one microbatch. None: they always have a batch.
 
-    `packed` is set if the activations are `[1, tokens, features]` in a microbatch without padding.
+    `flat` is set if the activations are `[1, tokens, features]` in a microbatch without padding.
     """
 
     keys: DropoutKeys
@@ -342,7 +342,7 @@ class DropoutSite:
     part: int = 0
     sequence: SequenceCut | None = None
     shared_from: int | None = None
-    packed: bool = False
+    flat: bool = False
 
     def drop(self, x: Tensor, probability: float, keys: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """Drop elements of `x` `[batch, ..., features]`, scale the kept ones by 1 / (share kept), and add a residual.
@@ -364,10 +364,10 @@ class DropoutSite:
         return self._streams(shape, keys).mask(probability).view(tuple(shape))
 
     def _streams(self, shape: Sequence[int], keys: Tensor | None) -> _Streams:
-        packed = self.keys.packed if self.packed else None
-        if packed is not None:
-            keys = self.keys.row_keys(self.name, (packed.shape[0], *shape[1:]))
-            return _Streams(tuple(shape), self.offsets(shape), keys, (packed.rows, packed.positions))
+        flat = self.keys.flat if self.flat else None
+        if flat is not None:
+            keys = self.keys.row_keys(self.name, (flat.shape[0], *shape[1:]))
+            return _Streams(tuple(shape), self.offsets(shape), keys, (flat.rows, flat.positions))
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
         assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
         whole = (1, *shape) if is_shared else tuple(shape)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 
 IGNORED_LABEL = -100
 """The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""
@@ -25,7 +25,7 @@ class Microbatch:
     several texts; `labels` are `[batch]` or `[batch, sequence]`, or `[batch, 0]` for rows without labels;
     `rows` `[batch]` (int64) is the index of each row in its global batch, which keys its dropout masks. A `filler`
     repeats a row so that a rank without rows joins the collectives; it adds nothing to loss, gradients or metrics.
-    `packed` are the tokens of the rows on the device of the model, if its layers process them without padding.
+    `flat` are the tokens of the rows on the device of the model, if its layers process them without padding.
     `ahead` is a copy on that device that was begun before. `is_padded` is the result of `has_padding`, if it is known,
     and `num_labels` the number of labelled tokens.
     """
@@ -34,7 +34,7 @@ class Microbatch:
     labels: Tensor
     rows: Tensor
     filler: bool = False
-    packed: PackedTokens | None = None
+    flat: FlatRows | None = None
     ahead: BegunCopy | None = None
     is_padded: bool | None = None
     num_labels: int | None = None

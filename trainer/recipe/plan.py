@@ -55,7 +55,7 @@ class BatchPlan:
     equal_widths: bool = False  # pad all microbatches of a step to one length, as pipeline stages require
     micro_batch_tokens: int | None = None  # maximum tokens in one forward pass; the two numbers above are for the
     # longest rows, and a step of shorter rows has fewer microbatches
-    packs: bool = False  # count tokens without padding
+    padding_free: bool = False  # count tokens without padding
 
     @property
     def microbatches_per_pass(self) -> int:
@@ -72,7 +72,7 @@ class BatchPlan:
             return (
                 f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
                 f" x at most {_counted(self.num_microbatches, 'microbatch', 'es')} of at most"
-                f" {self.micro_batch_tokens:,} tokens, {'without' if self.packs else 'with'} padding"
+                f" {self.micro_batch_tokens:,} tokens, {'without' if self.padding_free else 'with'} padding"
             )
         return (
             f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
@@ -224,7 +224,7 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
         num_passes,
         equal_widths=layout.pp > 1,
         micro_batch_tokens=recipe.training.micro_batch_tokens,
-        packs=recipe.data.packing,
+        padding_free=recipe.data.padding_free,
     )
     return RunPlan(recipe, layout, batch, pipeline)
 

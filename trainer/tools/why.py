@@ -206,7 +206,7 @@ class _Advisor:
             left = max(0.0, (rows + steps) * old / new - steps if old else rows / new - steps)
             yield f"data.num_workers={new}", rows - left, "rows are prepared while a step runs"
         if self._parts.padded:
-            yield "data.packing=true", self._parts.padded, "the measured padding"
+            yield "data.padding_free=true", self._parts.padded, "the measured padding"
             if (multiple := recipe.data.pad_to) > 1 and self._length:
                 gain = self._parts.padded * min(1.0, (multiple - 1) / 2 / (self._length * (self._parts.padding or 1.0)))
                 yield "data.pad_to=1", gain, "the padding to a multiple, if widths are spread evenly"

@@ -16,7 +16,7 @@ from trainer.models.adapter_starts import require_package
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
-from trainer.models.layer_hooks import check_packing
+from trainer.models.layer_hooks import check_padding_free
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import every_cut, place
 from trainer.models.stage_split import split_stages, stage_sizes
@@ -155,9 +155,9 @@ def _check(
         groups = described.groups(model)
         late = sum(model.get_parameter(name).numel() for name in groups.late)
         notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
-    if recipe.data.packing:
+    if recipe.data.padding_free:
         with problems.collect():
-            check_packing(model)
+            check_padding_free(model)
     if parallel.tensor_ranks > 1:
         with problems.collect():
             check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)

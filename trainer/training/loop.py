@@ -258,7 +258,7 @@ class Loop:
         self.progress.tokens += batch.num_tokens
         self.progress.place = batch.place
         self.meter.add(batch.num_rows, batch.num_tokens)
-        if not self.recipe.data.packing:
+        if not self.recipe.data.padding_free:
             hidden, places = positions(batch.microbatches)
             self._hidden, self._places = self._hidden + hidden, self._places + places
 

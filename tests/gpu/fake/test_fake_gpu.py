@@ -36,7 +36,7 @@ from tests.helpers.training import (
 )
 from trainer.models.attention import padding_known
 from trainer.models.generation import generate, set_generation
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
@@ -174,7 +174,7 @@ def batch_on_host(*arguments: Any) -> RankBatch:
     """Return a blank batch on the host; the engine copies it. Joined rows are listed on the device, as a run does."""
     batch = blank_batch(*arguments)
     ones = [
-        one if one.packed is None else replace(one, packed=PackedTokens.of(one.packed.lengths, LENGTH, GPU))
+        one if one.flat is None else replace(one, flat=FlatRows.of(one.flat.lengths, LENGTH, GPU))
         for one in batch.microbatches
     ]
     return replace(batch, microbatches=ones)
@@ -233,7 +233,7 @@ LLAMA = {"config": TINY_DECODERS["llama"], "tokenizer": "none"}
 RECIPES: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
-    "joined rows": {"data": {"packing": True}},
+    "flat rows": {"data": {"padding_free": True}},
     "microbatches": {"training": {"global_batch_size": 12, "micro_batch_size": 4}},
     "torch's dropout": {"training": {"layout_invariant_dropout": False}},
     "averages": {"training": {"ema_decay": 0.9}},

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.models.attention import PACKED_ATTENTION
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.models.attention import FLAT_ATTENTION
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import varlen
 
 LENGTHS = (9, 2, 5)
@@ -45,12 +45,12 @@ def torchs(
 @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("sliding_window", [None, 3])
 def test_without_dropout_its_call_is_that_of_padded_rows(monkeypatch, sliding_window, is_causal):
-    packed = PackedTokens.of([2, 9, 0, 5], 12, torch.device("cpu"))
-    packed = PackedTokens.of(LENGTHS, 12, torch.device("cpu")) if is_causal else packed
+    flat = FlatRows.of([2, 9, 0, 5], 12, torch.device("cpu"))
+    flat = FlatRows.of(LENGTHS, 12, torch.device("cpu")) if is_causal else flat
     options: dict[str, Any] = {"sliding_window": sliding_window, "is_causal": is_causal, "scaling": 0.3}
 
     def attend() -> Tensor:
-        return ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION](nn.Module(), *states(), None, packed=packed, **options)[0]
+        return ALL_ATTENTION_FUNCTIONS[FLAT_ATTENTION](nn.Module(), *states(), None, flat=flat, **options)[0]
 
     expected = attend()
     monkeypatch.setattr(varlen, "obstacle", lambda *_: None)
@@ -59,10 +59,10 @@ def test_without_dropout_its_call_is_that_of_padded_rows(monkeypatch, sliding_wi
 
 
 def test_torch_takes_the_call():
-    packed = PackedTokens.of(LENGTHS, 12, torch.device("cpu"))
+    flat = FlatRows.of(LENGTHS, 12, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = [torch.empty(1, 2, 16, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        output = varlen.attention(*inputs, packed.starts, 9, 0.3, False, 2)
+        output = varlen.attention(*inputs, flat.starts, 9, 0.3, False, 2)
         assert output.shape == (1, 16, 2, 8)
         assert [x.shape for x in torch.autograd.grad(output.sum(), inputs)] == [x.shape for x in inputs]
 

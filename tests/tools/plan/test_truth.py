@@ -64,10 +64,10 @@ TWO: dict[str, dict[str, Any]] = {
         "task": TINY_TASKS["causal_lm"].keys,
         "model": {"config": {**TINY_DECODERS["llama"], "num_key_value_heads": 1}, "tokenizer": "none"},
     },
-    "context packed": {"parallel": {"strategy": "ddp", "context": 2}, "data": {"packing": True}},
+    "context packed": {"parallel": {"strategy": "ddp", "context": 2}, "data": {"padding_free": True}},
     "context ring packed": {
         "parallel": {"strategy": "ddp", "context": 2},
-        "data": {"packing": True},
+        "data": {"padding_free": True},
         "model": {"config": {**SMALL_BERT, "num_attention_heads": 1}, "tokenizer": "none"},
     },
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},

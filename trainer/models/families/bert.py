@@ -15,7 +15,7 @@ def _like_bert(model_type: str, *, vocabulary_heads: tuple[str, ...], whole: tup
     return ModelFamily(
         model_type,
         layers=_LAYERS,
-        packs=True,
+        padding_free=True,
         tensor=TensorPlan(
             columns={f"{_LAYERS}.(attention.self.(query|key|value)|intermediate.dense)": 1},
             rows=(f"{_LAYERS}.(attention.output|output).dense",),

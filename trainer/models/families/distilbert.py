@@ -9,7 +9,7 @@ _LAYERS = "transformer.layer.*"
 DISTILBERT = ModelFamily(
     "distilbert",
     layers=_LAYERS,
-    packs=True,
+    padding_free=True,
     tensor=TensorPlan(
         columns={f"{_LAYERS}.(attention.(q_lin|k_lin|v_lin)|ffn.lin1)": 1},
         rows=(f"{_LAYERS}.attention.out_lin", f"{_LAYERS}.ffn.lin2"),

@@ -94,7 +94,8 @@ class ModelFamily:
     # Methods of modules that multiply such a tensor by weights of their linear layers.
     shared_products: Mapping[str, str] = field(default_factory=dict)
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
-    packs: bool = False  # whether layers hand unknown arguments on to the attention function, and may omit padding
+    # whether layers hand unknown arguments on to the attention function, and may omit padding
+    padding_free: bool = False
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 
 

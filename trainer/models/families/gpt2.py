@@ -9,7 +9,7 @@ _LAYERS = "h.*"
 GPT2 = ModelFamily(
     "gpt2",
     layers=_LAYERS,
-    packs=True,
+    padding_free=True,
     tensor=TensorPlan(
         columns={f"{_LAYERS}.attn.c_attn": 3, f"{_LAYERS}.mlp.c_fc": 1},
         rows=(f"{_LAYERS}.attn.c_proj", f"{_LAYERS}.mlp.c_proj"),

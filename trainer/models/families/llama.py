@@ -11,7 +11,7 @@ def _like_llama(model_type: str, *, partial: tuple[str, ...] = ()) -> ModelFamil
     return ModelFamily(
         model_type,
         layers=_LAYERS,
-        packs=True,
+        padding_free=True,
         tensor=TensorPlan(
             columns={f"{_LAYERS}.(self_attn.(q_proj|k_proj|v_proj)|mlp.(gate_proj|up_proj))": 1},
             rows=(f"{_LAYERS}.self_attn.o_proj", f"{_LAYERS}.mlp.down_proj"),

@@ -9,7 +9,7 @@ _LAYERS = "layers.*"
 MODERNBERT = ModelFamily(
     "modernbert",
     layers=_LAYERS,
-    packs=True,
+    padding_free=True,
     tensor=TensorPlan(
         columns={f"{_LAYERS}.attn.Wqkv": 3, f"{_LAYERS}.mlp.Wi": 2},  # Wi: input and gate
         rows=(f"{_LAYERS}.attn.Wo", f"{_LAYERS}.mlp.Wo"),

@@ -47,7 +47,7 @@ class BlockMask:
             scores. It is broadcastable to `[batch, heads, queries, keys]`.
         on_host: returns the same mask in the memory of the host, so that a look at it waits for no device; None: only
             the device has it.
-        of_tokens: the mask of each row without its padding, for joined rows; None: its queries see all its keys.
+        of_tokens: the mask of each row without its padding, for flat rows; None: its queries see all its keys.
     """
 
     def __init__(

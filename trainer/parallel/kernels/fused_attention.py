@@ -405,8 +405,8 @@ class _Call:
         self.rows, self.queries, self.keys = query.shape[0], query.shape[2], key.shape[2]
         if rows.joined:
             assert self.rows == 1, "rows are joined in a batch of 1"
-            assert mask is bias is None, "joined rows have a window only"
-            assert not any(offsets[1:]), "joined rows are whole"
+            assert mask is bias is None, "flat rows have a window only"
+            assert not any(offsets[1:]), "flat rows are whole"
             assert rows.tokens == self.queries == self.keys, "each token has a row"
             self.rows, self.queries = rows.joined, rows.longest
             self.keys = self.queries

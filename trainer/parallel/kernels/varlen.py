@@ -1,4 +1,4 @@
-"""Attention inside of joined rows without dropout, by torch's variable-length attention.
+"""Attention inside of flat rows without dropout, by torch's variable-length attention.
 
 It runs the FlashAttention that is part of torch's builds for CUDA, or a newer version that the user activates in torch.
 """

@@ -96,7 +96,7 @@ def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradictio
 
 def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if isinstance(task, ImageKeys):
-        for key in data.changed("max_length", "group_by_length", "pad_to", "packing"):
+        for key in data.changed("max_length", "group_by_length", "pad_to", "padding_free"):
             yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
     else:
         yield from _padded_lengths(task, data)
@@ -106,9 +106,9 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if stride is not None and stride >= data.max_length:
         rule = f"must be below `data.max_length` {data.max_length}, the size of the windows that share these tokens"
         yield clash(f"{rule}, but is {stride}", "task.stride", "data.max_length")
-    if data.packing and getattr(task, "packing", "none") == "documents":
+    if data.padding_free and getattr(task, "packing", "none") == "documents":
         text = 'is true, but rows of several documents (`task.packing` "documents") have no padding; set it to false'
-        yield clash(text, "data.packing", "task.packing")
+        yield clash(text, "data.padding_free", "task.packing")
     if isinstance(data, FileData) and data.streaming:
         yield from _of_streams(task)
     weights = getattr(task, "class_weights", None)

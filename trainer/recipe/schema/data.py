@@ -36,7 +36,7 @@ class _DataKeys(Section):
     """Batch texts of similar length, for less padding."""
     pad_to: int = Field(1, ge=1)
     """Pad microbatches to a multiple of this many tokens, such as 8 or 64."""
-    packing: bool = False
+    padding_free: bool = False
     """Compute the layers without padding, with equal results."""
     num_workers: int = Field(0, ge=0, le=64)
     """Processes per rank that prepare batches; 0: the rank itself."""

@@ -26,7 +26,7 @@ class Training(Section):
     """Maximum examples in one forward pass of a rank; accumulation follows. null: see `micro_batch_tokens`."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum tokens in one forward pass of a rank, instead of `micro_batch_size`; padding counts, except with
-    `data.packing`."""
+    `data.padding_free`."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global gradient norm; null: no clipping."""
     check_replicas: IntervalField | None = None

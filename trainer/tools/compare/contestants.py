@@ -23,7 +23,7 @@ Kind = Literal["layout", "precision", "training"]
 """The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
-_UNREAD_DATA = {"cache", "num_workers", "pad_to", "packing"}  # which change no training
+_UNREAD_DATA = {"cache", "num_workers", "pad_to", "padding_free"}  # which change no training
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import BatchPlan
 from trainer.recipe.schema import Recipe
@@ -56,11 +56,11 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
         if (getattr(config, "type_vocab_size", None) or 0) > 1:
             inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.long)
     further, labels = task.empty_batch(shape)
-    packed = None
-    if recipe.data.packing:  # the padding of a blank mask cannot be read
-        packed = PackedTokens.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
+    flat = None
+    if recipe.data.padding_free:  # the padding of a blank mask cannot be read
+        flat = FlatRows.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
     inputs |= further
-    return Microbatch(inputs, labels, torch.arange(start, start + rows), packed=packed, num_labels=labels.numel())
+    return Microbatch(inputs, labels, torch.arange(start, start + rows), flat=flat, num_labels=labels.numel())
 
 
 def copied_ahead(batch: RankBatch, ledger: Ledger) -> RankBatch:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.parallel import joined_rows
+from trainer.parallel import flat_rows
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
-from trainer.parallel.joined_rows import PackedTokens
+from trainer.parallel.flat_rows import FlatRows
 
 CPU = torch.device("cpu")
 
@@ -17,18 +17,18 @@ def is_token(lengths: list[int], width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lengths", [[3, 7, 1, 6, 7], [1, 1], [4], [2, 0, 5]], ids=str)
-def test_packing_keeps_every_token_and_no_padding(lengths: list[int]):
-    packed = PackedTokens.of(lengths, 8, CPU)
+def test_joining_keeps_every_token_and_no_padding(lengths: list[int]):
+    flat = FlatRows.of(lengths, 8, CPU)
     x = torch.randn(len(lengths), 8, 3)
-    joined = packed.pack(x)
+    joined = flat.join(x)
     assert joined.shape == (1, sum(lengths), 3)
-    assert packed.rows.tolist() == [row for row in packed.order.tolist() for _ in range(lengths[row])]
-    assert packed.lengths == tuple(lengths[row] for row in packed.order.tolist())
+    assert flat.rows.tolist() == [row for row in flat.order.tolist() for _ in range(lengths[row])]
+    assert flat.lengths == tuple(lengths[row] for row in flat.order.tolist())
     expected = x * is_token(lengths, 8)[..., None]
-    assert torch.equal(packed.unpack(joined), expected)
-    assert torch.equal(joined[0], x[packed.rows, packed.positions])
+    assert torch.equal(flat.pad(joined), expected)
+    assert torch.equal(joined[0], x[flat.rows, flat.positions])
     rows = torch.zeros_like(x)
-    for group in packed.groups:
+    for group in flat.groups:
         padded = group.pad(joined)
         rows[group.rows, : group.width] = padded
         assert torch.equal(group.join(padded), joined[0, group.tokens])
@@ -36,8 +36,8 @@ def test_packing_keeps_every_token_and_no_padding(lengths: list[int]):
 
 
 def test_groups_have_rows_of_similar_length():
-    packed = PackedTokens.of([8, 3, 8, 7, 4, 1], 8, CPU)
-    assert [(group.rows.tolist(), group.width, group.places is None) for group in packed.groups] == [
+    flat = FlatRows.of([8, 3, 8, 7, 4, 1], 8, CPU)
+    assert [(group.rows.tolist(), group.width, group.places is None) for group in flat.groups] == [
         ([0, 2, 3], 8, False),
         ([4, 1], 4, False),
         ([5], 1, True),
@@ -47,14 +47,14 @@ def test_groups_have_rows_of_similar_length():
 @pytest.mark.parametrize("cut", [{}, {"cut_dim": -1, "part": 1}], ids=["whole", "features"])
 def test_masks_are_those_of_the_padded_rows(cut: dict[str, int]):
     lengths, key = [3, 7, 1], torch.tensor([5, 2, 9])
-    packed = PackedTokens.of(lengths, 8, CPU)
+    flat = FlatRows.of(lengths, 8, CPU)
     site = DropoutSite(DropoutKeys(1), "site", **cut)
     x = torch.randn(3, 8, 16)
     with site.keys.use(MicrobatchKey(4, key)):
         padded = site.drop(x, 0.5)
-    with site.keys.use(MicrobatchKey(4, key, packed)):
-        joined = replace(site, packed=True).drop(packed.pack(x), 0.5)
-    assert torch.equal(joined, packed.pack(padded))
+    with site.keys.use(MicrobatchKey(4, key, flat)):
+        joined = replace(site, flat=True).drop(flat.join(x), 0.5)
+    assert torch.equal(joined, flat.join(padded))
 
 
 def test_joined_rows_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch):
@@ -65,14 +65,14 @@ def test_joined_rows_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPat
         copied.append(tensor.shape)
         return tensor
 
-    monkeypatch.setattr(joined_rows, "to_device", to_device)
-    packed = PackedTokens.of([5] * 7 + [4] * 9, 8, CPU)
+    monkeypatch.setattr(flat_rows, "to_device", to_device)
+    flat = FlatRows.of([5] * 7 + [4] * 9, 8, CPU)
     x = torch.randn(16, 8, 3)
     for _ in range(3):  # layers
-        joined = packed.pack(x)
-        packed.unpack(joined)
-        assert len(packed.starts) == 17
-        (group,) = packed.groups
+        joined = flat.join(x)
+        flat.pad(joined)
+        assert len(flat.starts) == 17
+        (group,) = flat.groups
         group.join(group.pad(joined))
     # Rows, positions, places and order; starts; places and mask of the group.
     assert len(copied) == 4 + 1 + 2

@@ -1,4 +1,4 @@
-"""Parity of `data.packing`, `data.pad_to` and `training.micro_batch_tokens`: the training is that of padded rows."""
+"""Parity of `data.padding_free`, `data.pad_to` and `training.micro_batch_tokens`: equal to that of padded rows."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from tests.parity.test_tasks import train as train_task
 from trainer.data.split import EncodedSplit
 from trainer.models.families.table import FAMILIES, layers_of
 
-PACKED = {"data": {"packing": True}}
+FLAT = {"data": {"padding_free": True}}
 WIDE = {"data": {"pad_to": 16}}  # of at most 32 positions
 BY_TOKENS = {"training": {"micro_batch_size": None, "micro_batch_tokens": 90}}
 STEPS = 6
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ddp-accumulated": (2, {**PACKED, "training": {"micro_batch_size": 2}}),
+    "ddp-accumulated": (2, {**FLAT, "training": {"micro_batch_size": 2}}),
     "ddp-tokens-padded": (2, {**BY_TOKENS}),
     "sequence-widths": (2, {**WIDE, "training": {"micro_batch_size": 2}, "parallel": {"tensor": 2, "sequence": True}}),
     "stages-widths": (2, {**WIDE, "parallel": {"pipeline": {"stages": 2}}}),
-    "fsdp-tokens": (3, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "fsdp"}}),
-    "hsdp-tokens": (2, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "hsdp", "shard": 1}}),
-    "zero2": (2, {**PACKED, "parallel": {"strategy": "zero2"}}),
-    "zero3-tokens": (2, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "zero3"}}),
-    "tensor-tokens": (2, {**PACKED, **BY_TOKENS, "parallel": {"tensor": 2}}),
+    "fsdp-tokens": (3, {**FLAT, **BY_TOKENS, "parallel": {"strategy": "fsdp"}}),
+    "hsdp-tokens": (2, {**FLAT, **BY_TOKENS, "parallel": {"strategy": "hsdp", "shard": 1}}),
+    "zero2": (2, {**FLAT, "parallel": {"strategy": "zero2"}}),
+    "zero3-tokens": (2, {**FLAT, **BY_TOKENS, "parallel": {"strategy": "zero3"}}),
+    "tensor-tokens": (2, {**FLAT, **BY_TOKENS, "parallel": {"tensor": 2}}),
     "sequence-recomputed": (
         2,
-        {**PACKED, "parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "full"},
+        {**FLAT, "parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "full"},
     ),
-    "context": (2, {**PACKED, "parallel": {"context": 2}, "activation_checkpointing": "selective"}),
-    "fsdp-context-tokens": (4, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "fsdp", "context": 2}}),
-    "zero2-context": (4, {**PACKED, "parallel": {"strategy": "zero2", "context": 2}}),
-    "zero3-context-tokens": (4, {**PACKED, **BY_TOKENS, "parallel": {"strategy": "zero3", "context": 2}}),
-    "ring": (3, {**PACKED, "training": {"micro_batch_size": 3}, "parallel": {"context": 3}}),
+    "context": (2, {**FLAT, "parallel": {"context": 2}, "activation_checkpointing": "selective"}),
+    "fsdp-context-tokens": (4, {**FLAT, **BY_TOKENS, "parallel": {"strategy": "fsdp", "context": 2}}),
+    "zero2-context": (4, {**FLAT, "parallel": {"strategy": "zero2", "context": 2}}),
+    "zero3-context-tokens": (4, {**FLAT, **BY_TOKENS, "parallel": {"strategy": "zero3", "context": 2}}),
+    "ring": (3, {**FLAT, "training": {"micro_batch_size": 3}, "parallel": {"context": 3}}),
     "hsdp-ring-recomputed": (
         6,
         {
-            **PACKED,
+            **FLAT,
             **BY_TOKENS,
             "parallel": {"strategy": "hsdp", "shard": 1, "context": 3},
             "activation_checkpointing": "full",
@@ -91,7 +91,7 @@ def test_any_layout_is_one_process_with_padding(ranks: RankPools, layout: str):
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_16_bits_on_one_process(precision: str):
-    recipe = tiny_recipe(model={"dropout": 0.1}, precision=precision, **PACKED)
+    recipe = tiny_recipe(model={"dropout": 0.1}, precision=precision, **FLAT)
     found = train_tiny(recipe, num_steps=3)
     assert_same_curve(found, reference(precision, 0.1).curve, TOLERANCES[precision])
 
@@ -101,16 +101,16 @@ def test_16_bits_on_one_process(precision: str):
     [
         pytest.param(name, marks=pytest.mark.slow if name in NEAR_FAMILIES else ())
         for name, family in FAMILIES.items()
-        if family.packs
+        if family.padding_free
     ],
 )
-def test_every_family_that_packs(family: str):
+def test_every_family_without_padding(family: str):
     config = model_config(family)
     if family == "modernbert":  # local attention, and every dropout
         names = ("attention_dropout", "mlp_dropout", "embedding_dropout")
         config = {**config, "local_attention": 6, "initializer_range": 0.2, **dict.fromkeys(names, 0.1)}
     model = {"config": config, "dropout": None if family == "modernbert" else 0.1}
-    expected, found = (train_tiny(tiny_recipe(model=model, **keys), num_steps=3) for keys in ({}, PACKED))
+    expected, found = (train_tiny(tiny_recipe(model=model, **keys), num_steps=3) for keys in ({}, FLAT))
     assert_same_curve(found, expected)
 
 
@@ -126,12 +126,12 @@ def test_every_family_that_packs(family: str):
 )
 def test_every_kind_of_head(task: str):
     tokens = {"micro_batch_size": None, "micro_batch_tokens": 120}
-    assert_same_training(train_task(task, {**PACKED, "training": tokens}), reference_of_task(task))
+    assert_same_training(train_task(task, {**FLAT, "training": tokens}), reference_of_task(task))
 
 
 def test_without_keyed_dropout():
     keys = {"model": {"dropout": 0.0}, "training": {"layout_invariant_dropout": False}}
-    assert_same_curve(train_tiny(tiny_recipe(**keys, **PACKED), num_steps=3), reference("fp32", 0.0).curve)
+    assert_same_curve(train_tiny(tiny_recipe(**keys, **FLAT), num_steps=3), reference("fp32", 0.0).curve)
 
 
 def split_of(lengths: list[int]) -> EncodedSplit:
@@ -153,7 +153,7 @@ def test_seven_rows(monkeypatch: pytest.MonkeyPatch, lengths: list[int]):
     tokens = {"micro_batch_size": None, "micro_batch_tokens": 31}
     padded, *others = (
         train_tiny(tiny_recipe(model={"dropout": 0.1}, **keys), num_steps=2)
-        for keys in ({}, PACKED, {**PACKED, "training": tokens}, {"training": tokens})
+        for keys in ({}, FLAT, {**FLAT, "training": tokens}, {"training": tokens})
     )
     for other in others:
         assert_same_curve(other, padded)
@@ -163,7 +163,7 @@ def test_seven_rows(monkeypatch: pytest.MonkeyPatch, lengths: list[int]):
 def test_layers_process_tokens_only(checkpointing: str):
     """Also counts the microbatches of `training.micro_batch_tokens`."""
     shapes: list[tuple[int, ...]] = []
-    keys = {**PACKED, **BY_TOKENS, "activation_checkpointing": checkpointing}
+    keys = {**FLAT, **BY_TOKENS, "activation_checkpointing": checkpointing}
     with tiny_training(tiny_recipe(**keys)) as training:
         for layer in layers_of(training.model).values():
             layer.output.dense.register_forward_hook(lambda _, args, output: shapes.append(tuple(output.shape)))
@@ -182,6 +182,6 @@ def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, cont
     """Use 13 rows in batches of 12: the second step has one row, and two of three ranks have only a filler."""
     keys = {"model": {"dropout": 0.1}}
     expected = train_tiny(tiny_recipe(**keys), num_rows=13, num_steps=4)
-    recipe = tiny_recipe(**keys, **PACKED, **BY_TOKENS, parallel={"strategy": "fsdp", "context": context})
+    recipe = tiny_recipe(**keys, **FLAT, **BY_TOKENS, parallel={"strategy": "fsdp", "context": context})
     for curve in ranks(3 * context).run(train_tiny, recipe, num_rows=13, num_steps=4):
         assert_same_curve(curve, expected)

@@ -67,7 +67,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class PackedTokens:
+class FlatRows:
     """The tokens of a microbatch as one sequence, row after row."""
 
     rows: Tensor  # the row of each token, int64 `[tokens]`
@@ -78,7 +78,7 @@ class PackedTokens:
     lengths: tuple[int, ...]  # their numbers of tokens
 
     @classmethod
-    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> PackedTokens:
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> FlatRows:
         """Return the tokens of a microbatch.
 
         The longest rows come first.
@@ -126,12 +126,12 @@ class PackedTokens:
             )
         return tuple(groups)
 
-    def pack(self, x: Tensor) -> Tensor:
+    def join(self, x: Tensor) -> Tensor:
         """Return the tokens `[1, tokens, ...]` of `x` `[batch, positions, ...]`; a batch of 1 stands for all rows."""
         x = x.expand(self.shape[0], *x.shape[1:])
         return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """Return the padded rows `[batch, positions, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
         shape = (*self.shape, *x.shape[2:])
         return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x[0]).view(shape)
