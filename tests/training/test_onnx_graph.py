@@ -27,8 +27,8 @@ from trainer.training import export as export_module
 from trainer.training import onnx_graph, verifying
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.export import export
+from trainer.training.folder_reader import open_onnx
 from trainer.training.onnx_graph import _sample, require_onnx, to_onnx
-from trainer.training.plain_reader import open_onnx
 
 
 @pytest.fixture

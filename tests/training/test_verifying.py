@@ -17,9 +17,9 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.few_rows import FewRows
+from trainer.tools.checked_export import ComparedRows
 from trainer.training import export as export_module
-from trainer.training import plain_reader, verifying
+from trainer.training import folder_reader, verifying
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.export import export
 from trainer.training.run import run
@@ -48,7 +48,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def answered_here(request: dict[str, Any], place: Path) -> dict[str, Any]:
     """Answer a request in this process, which has the imports."""
     (place / "request.json").write_text(json.dumps(request))
-    plain_reader.main(place)
+    folder_reader.main(place)
     reply: dict[str, Any] = json.loads((place / "reply.json").read_text())
     return reply
 
@@ -135,9 +135,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]) -> None:
     """Change each new folder before it is compared."""
-    compare, verify = FewRows.compare, export_module.verify
+    compare, verify = ComparedRows.compare, export_module.verify
 
-    def compare_planted(self: FewRows, folder: Path) -> Any:
+    def compare_planted(self: ComparedRows, folder: Path) -> Any:
         plant(folder)
         return compare(self, folder)
 
@@ -145,7 +145,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]) -> N
         plant(folder)
         return verify(folder, *others)
 
-    monkeypatch.setattr(FewRows, "compare", compare_planted)
+    monkeypatch.setattr(ComparedRows, "compare", compare_planted)
     monkeypatch.setattr(export_module, "verify", verify_planted)
 
 
@@ -233,7 +233,7 @@ def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained, to):
     assert "--rows 4`" in (tmp_path / "out" / "README.md").read_text()
 
 
-class TestFewRows:
+class TestComparedRows:
     def test_the_end_of_a_run_compares_and_says_so_in_the_card(self, tmp_path):
         train(write_tiny_run(tmp_path), "evaluation.verify_export=3")
         card = (tmp_path / "run" / "model" / "README.md").read_text()

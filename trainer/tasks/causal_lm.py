@@ -33,7 +33,7 @@ from trainer.tasks.text.chats import (
 from trainer.tasks.text.columns import cell, cells_of, framed, is_text, require_columns, require_kind
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
-from trainer.tasks.text.token_ids import LABELS, MASK, TRAINED, beside_ids, holds_ids, read_ids
+from trainer.tasks.text.token_ids import LABELS, MASK, TRAINED, columns_of_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -87,7 +87,7 @@ class CausalLMTask(TokenLabels):
         return not {"completion", "messages"} & self.sources.keys()
 
     @property
-    def beside_rows(self) -> tuple[str, ...]:
+    def unencoded_fields(self) -> tuple[str, ...]:
         return (
             "metric_names",
             "vocabulary",
@@ -143,7 +143,7 @@ class CausalLMTask(TokenLabels):
         self.check_columns(train.features, where)
         if not self._has_ids(train.features):
             return self
-        return replace(self, beside=beside_ids(train.features, MASK, LABELS, *TRAINED))
+        return replace(self, beside=columns_of_ids(train.features, MASK, LABELS, *TRAINED))
 
     @property
     def _labels(self) -> str | None:

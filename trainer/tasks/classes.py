@@ -249,7 +249,7 @@ class RowClasses(NamedClasses):
     label_smoothing: float = 0.0
     positive: str | None = None
 
-    beside_rows = ("metric_names", "class_weights", "label_smoothing", "positive")
+    unencoded_fields = ("metric_names", "class_weights", "label_smoothing", "positive")
 
     @property
     def rows_are_labels(self) -> bool:

@@ -119,7 +119,7 @@ class EmbeddingTask(SeveralTexts):
     recipe_type = "embedding"
     auto_class_name = "AutoModel"
     card = Card("feature-extraction", peft_type="FEATURE_EXTRACTION", program="sentence-transformers", usage=_USAGE)
-    beside_rows = (
+    unencoded_fields = (
         "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense"
     )  # fmt: skip
     rows_are_labels = True
@@ -313,7 +313,7 @@ class EmbeddingTask(SeveralTexts):
             found, others = _cosines(embeddings), labels.numpy()
         return {name: METRICS[name].compute(found, others) for name in self.metric_names}
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         if self.score_column is not None:
             return {}
         shape = (len(split.rows), len(self.text_columns), _RANDOM_SIZE)

@@ -16,7 +16,7 @@ from trainer.tasks.exported import Card
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
 from trainer.tasks.text.masking import Masking
-from trainer.tasks.text.token_ids import MASK, beside_ids, holds_ids, read_ids
+from trainer.tasks.text.token_ids import MASK, columns_of_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -47,7 +47,7 @@ class MaskedLMTask(TokenLabels):
 
     auto_class_name = "AutoModelForMaskedLM"
     card = Card("fill-mask")
-    beside_rows = (
+    unencoded_fields = (
         "mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores", "num_tokens"
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ class MaskedLMTask(TokenLabels):
 
     def resolve(self, train: Dataset, where: str) -> MaskedLMTask:
         self.check_columns(train.features, where)
-        return replace(self, beside=beside_ids(train.features, MASK) if self._has_ids(train.features) else ())
+        return replace(self, beside=columns_of_ids(train.features, MASK) if self._has_ids(train.features) else ())
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if not self._has_ids(features):

@@ -35,7 +35,7 @@ class MultiLabelTask(NamedClasses, TextTask):
     threshold: float | Mapping[str, float] = 0.5
 
     auto_class_name = "AutoModelForSequenceClassification"
-    beside_rows = ("metric_names", "threshold")
+    unencoded_fields = ("metric_names", "threshold")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class MultiLabelTask(NamedClasses, TextTask):
         predicted = at_least_fp32(logits).sigmoid() > self._thresholds.to(logits.device)
         return {"predictions": predicted.long(), "labels": labels.long()}
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         labels = np.asarray(split.encoded.arrays["labels"], np.int64)
         sets, counts = np.unique(labels, axis=0, return_counts=True)
         constant = np.broadcast_to(sets[counts.argmax()], labels.shape).copy()

@@ -68,8 +68,8 @@ class MultipleChoiceTask(TextTask):
         usage=_USAGE,
         graph="inputs = {name: tensor[None] for name, tensor in inputs.items()}",
     )
-    beside_rows = ("metric_names",)
-    beside_inputs = (_NUM_CHOICES,)
+    unencoded_fields = ("metric_names",)
+    extra_columns = (_NUM_CHOICES,)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -91,8 +91,16 @@ class PreferenceTask(TokenLabels):
     auto_class_name = "AutoModelForCausalLM"
     card = GENERATION
     rows_are_labels = True
-    beside_inputs = (_ANSWER, _REFERENCE, DESIRABLE)
-    beside_rows = ("loss", "metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores", "others")
+    extra_columns = (_ANSWER, _REFERENCE, DESIRABLE)
+    unencoded_fields = (
+        "loss",
+        "metric_names",
+        "settings",
+        "vocabulary",
+        "vocabulary_chunk",
+        "takes_token_scores",
+        "others",
+    )
 
     @classmethod
     def of(cls, section: TaskKeys, **given: Any) -> Task:

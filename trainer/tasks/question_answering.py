@@ -96,8 +96,8 @@ class QuestionAnsweringTask(TextTask):
 
     auto_class_name = "AutoModelForQuestionAnswering"
     card = Card("question-answering", has_pipeline=False, peft_type="QUESTION_ANS")
-    beside_rows = ("n_best", "max_answer_length", "null_threshold", "metric_names")
-    beside_inputs = (WINDOW,)
+    unencoded_fields = ("n_best", "max_answer_length", "null_threshold", "metric_names")
+    extra_columns = (WINDOW,)
     cut_targets = "answers that no window holds as a whole, learned as no answer"
 
     @property
@@ -188,7 +188,7 @@ class QuestionAnsweringTask(TextTask):
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
         return self._computed(self._answered(predictions, split))
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         return self._computed(("", self._accepted(row, split.where, number)) for number, row in enumerate(split.rows))
 
     def _computed(self, answered: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:

@@ -64,7 +64,7 @@ class RerankerTask(ScoredTexts):
 
     recipe_type = "reranker"
     card = Card("text-ranking", has_pipeline=False, peft_type="SEQ_CLS", program="cross-encoder", usage=_USAGE)
-    beside_rows = ("metric_names", "positive_weight", "scale", "activation")
+    unencoded_fields = ("metric_names", "positive_weight", "scale", "activation")
 
     @property
     def rows_are_labels(self) -> bool:
@@ -235,7 +235,7 @@ class RerankerTask(ScoredTexts):
         )
         return {name: METRICS[name].compute(scores, relevances) for name in self.metric_names}
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         own, rows = self.for_split(split.rows, 0), split.rows
         labels = torch.from_numpy(np.stack(own._labels(rows, self.documents_of(rows), split.where, 0))).float()
         return mean_of_draws(lambda draw: own.split_metrics({"scores": draw, "labels": labels}, split), labels.shape)

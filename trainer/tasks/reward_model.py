@@ -45,7 +45,7 @@ class RewardModelTask(ScoredTexts):
 
     recipe_type = "reward_model"
     card = TEXT_CLASSIFICATION
-    beside_rows = ("metric_names", "center_coefficient")
+    unencoded_fields = ("metric_names", "center_coefficient")
 
     @property
     def preview(self) -> RowPreview:

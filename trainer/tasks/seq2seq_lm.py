@@ -58,7 +58,7 @@ class Seq2SeqLMTask(TokenLabels):
         usage=_USAGE,
         graph='inputs["decoder_input_ids"] = [[FIRST_TOKEN]]  # and the tokens that were generated so far',
     )
-    beside_rows = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
+    unencoded_fields = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
     own_lengths = ("decoder_input_ids", "labels")
 
     @classmethod

@@ -28,7 +28,7 @@ class SequenceRegressionTask(TextTask):
 
     auto_class_name = "AutoModelForSequenceClassification"
     card = TEXT_CLASSIFICATION
-    beside_rows = ("metric_names",)
+    unencoded_fields = ("metric_names",)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ _KEYS = {
 class Loss(ABC):
     """From the inputs of a microbatch to its loss: the part of a task that an engine calls in a step."""
 
-    beside_inputs: tuple[str, ...] = ()
+    extra_columns: tuple[str, ...] = ()
     """The encoded columns that the model does not take."""
 
     @property
@@ -67,7 +67,7 @@ class Loss(ABC):
 
     def model_inputs(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the keyword arguments of the model for the inputs of a microbatch."""
-        return {name: tensor for name, tensor in inputs.items() if name not in self.beside_inputs}
+        return {name: tensor for name, tensor in inputs.items() if name not in self.extra_columns}
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the tensor that `loss_sum` and `predictions` take as `logits`.
@@ -194,7 +194,7 @@ class Scores(ABC):
         """
         return {}
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         """Return `baselines` of tasks with metrics that need the split; a ranking is one at random."""
         return {}
 
@@ -302,7 +302,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
             `AutoModelForSequenceClassification`.
         card: the facts of the model card.
         cut_targets: the start of a note on the targets that `encode` cuts.
-        beside_rows: the attributes of the instance that encoded rows do not depend on.
+        unencoded_fields: the attributes of the instance that encoded rows do not depend on.
         unused_modules: modules of the base model that do not take part in the loss; they are frozen if the model has
             them.
         own_lengths: the encoded columns with one list of integers for each row that is not as long as its `input_ids`.
@@ -337,7 +337,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         return changed
 
     @property
-    def beside_rows(self) -> tuple[str, ...]:
+    def unencoded_fields(self) -> tuple[str, ...]:
         return ()
 
     @property
@@ -397,10 +397,10 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
     def fingerprint(self) -> str:
         """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
 
-        The default covers all attributes of the instance but those that `beside_rows` names. The key of prepared rows
-        covers the source file of the class, too.
+        The default covers all attributes of the instance but `unencoded_fields`. The key of prepared rows covers the
+        source file of the class, too.
         """
-        return digest_of({name: value for name, value in vars(self).items() if name not in self.beside_rows})
+        return digest_of({name: value for name, value in vars(self).items() if name not in self.unencoded_fields})
 
     @abstractmethod
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:

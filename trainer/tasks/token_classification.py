@@ -76,8 +76,8 @@ class TokenClassificationTask(NamedClasses, TextTask):
 
     auto_class_name = "AutoModelForTokenClassification"
     card = Card("token-classification", peft_type="TOKEN_CLS")
-    beside_rows = ("metric_names",)
-    beside_inputs = (WORD, ROW)
+    unencoded_fields = ("metric_names",)
+    extra_columns = (WORD, ROW)
     rows_are_labels = False
     common_names = (OUTSIDE,)
 
@@ -261,7 +261,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
         num_words, true = self._labelled_words(split)
         return self._computed(self._predicted(predictions, split.encoded, num_words), true, num_words)
 
-    def untaught(self, split: EvaluatedSplit) -> dict[str, float]:
+    def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         num_words, true = self._labelled_words(split)
         names = self._known_class_names
         constant = names.index("O") if "O" in names else np.bincount(true[true != _NO_CLASS]).argmax()

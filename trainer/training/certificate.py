@@ -134,7 +134,7 @@ def require_same_labels(own: Mapping[Any, str], there: Mapping[Any, str]) -> Non
 
 
 def require_same_tokens(texts: Sequence[Sequence[str]], own: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Require the same tokens of two tokenizers; arguments are texts and results of `plain_reader.tokens_of`."""
+    """Require the same tokens of two tokenizers; arguments are texts and results of `folder_reader.tokens_of`."""
     for text, expected, found in zip(texts, own["ids"], there["ids"], strict=True):
         if expected != found:
             raise NotTheTrainedModelError(_other_tokens(text, expected, found))

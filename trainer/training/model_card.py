@@ -25,7 +25,7 @@ from trainer.recipe.reading.trained import RECIPE_FILE
 from trainer.tasks.exported import Card
 from trainer.tasks.registry import card_of
 from trainer.training.certificate import Certificate
-from trainer.training.plain_reader import ONNX_NAME
+from trainer.training.folder_reader import ONNX_NAME
 
 CARD_NAME = "README.md"
 

@@ -25,7 +25,7 @@ from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import POOLED
 from trainer.tasks.registry import build_task
 from trainer.training.certificate import OUTPUTS
-from trainer.training.plain_reader import EMBEDDINGS, ONNX_NAME
+from trainer.training.folder_reader import EMBEDDINGS, ONNX_NAME
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
 _SAMPLE_TARGET = 4  # tokens; another number than that of the inputs, or the exporter would tie both

@@ -134,7 +134,7 @@ def _baselines(data: PreparedData, models: Sequence[nn.Module]) -> dict[str, flo
     config = getattr(models[0], "config", None)
     found = task.baselines(labels, getattr(config, "vocab_size", None))
     if data.evaluated is not None:
-        found |= task.untaught(data.evaluated)
+        found |= task.split_baselines(data.evaluated)
     return {name: value for name, value in found.items() if isfinite(value)}  # a constant has no correlation
 
 

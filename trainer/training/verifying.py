@@ -36,7 +36,7 @@ from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
 from trainer.recipe.schema import Recipe
 from trainer.recipe.sentence import POOLED
 from trainer.tasks.task import Task
-from trainer.training import plain_reader
+from trainer.training import folder_reader
 from trainer.training.certificate import (
     OUTPUTS,
     Certificate,
@@ -48,7 +48,7 @@ from trainer.training.certificate import (
     texts_of,
 )
 from trainer.training.evaluate import with_class_names
-from trainer.training.plain_reader import EMBEDDINGS
+from trainer.training.folder_reader import EMBEDDINGS
 from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.whole_split import RowTensors, in_row_order
@@ -126,7 +126,7 @@ def verify(
         reply = _answered(request, place)
         require_same_labels(data.preparation.config.id2label, reply["labels"])
         if "tokens" in reply:
-            own = plain_reader.tokens_of(data.evaluated.tokenizer, request["texts"])
+            own = folder_reader.tokens_of(data.evaluated.tokenizer, request["texts"])
             require_same_tokens(request["texts"], own, reply["tokens"])
         found = _outputs(data, opened, expected, place)
         there: Sequence[Mapping[str, Tensor]] = expected.outputs
@@ -267,8 +267,8 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
         NotTheTrainedModelError: it cannot open the folder.
     """
     (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    script = place / "plain_reader.py"
-    shutil.copyfile(plain_reader.__file__, script)
+    script = place / "folder_reader.py"
+    shutil.copyfile(folder_reader.__file__, script)
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, str(script), str(place)]
     try:

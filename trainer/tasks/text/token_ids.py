@@ -23,7 +23,7 @@ def holds_ids(feature: Any) -> bool:
     return (dtype_in_list(feature) or "").lstrip("u").startswith("int")
 
 
-def beside_ids(features: Any, *names: str) -> tuple[str, ...]:
+def columns_of_ids(features: Any, *names: str) -> tuple[str, ...]:
     """Return those of the columns that a split has, with lists of integers."""
     return tuple(name for name in names if holds_ids(features.get(name)))
 

@@ -29,7 +29,7 @@ def _harmonic(number: int) -> float:
 def test_of_samples(tmp_path: Path, recipe: str, metric: str, expected: float, within: float):
     data = prepare_data(load_recipe(recipe).recipe, 60, tmp_path)
     assert data.evaluated is not None
-    assert data.task.untaught(data.evaluated)[metric] == pytest.approx(expected, abs=within)
+    assert data.task.split_baselines(data.evaluated)[metric] == pytest.approx(expected, abs=within)
 
 
 def test_the_most_frequent_labels(tmp_path: Path):
@@ -41,6 +41,6 @@ def test_the_most_frequent_labels(tmp_path: Path):
     recipe.write_text(json.dumps({**json.loads(recipe.read_text()), "task": task}))
     data = prepare_data(load_recipe(str(recipe)).recipe)
     assert data.evaluated is not None
-    found = data.task.untaught(data.evaluated)
+    found = data.task.split_baselines(data.evaluated)
     assert found["accuracy"] == pytest.approx(8 / 12)
     assert found["f1_micro"] == pytest.approx(2 * 16 / (24 + 20))

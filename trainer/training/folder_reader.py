@@ -1,6 +1,6 @@
 """Open an exported folder as any user would, and write the outputs of its model.
 
-Another process runs this file as a script: `python plain_reader.py FOLDER_OF_A_REQUEST`. It must not import this
+Another process runs this file as a script: `python folder_reader.py FOLDER_OF_A_REQUEST`. It must not import this
 project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on, or images. The reply is
 `reply.json` and `outputs-0.npz` and so on.
 """

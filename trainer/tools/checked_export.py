@@ -23,7 +23,7 @@ from trainer.models.fill import without_report
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
-from trainer.training import plain_reader
+from trainer.training import folder_reader
 from trainer.training.assembly import Assembly
 from trainer.training.certificate import (
     REFUSED,
@@ -47,17 +47,17 @@ class CheckedExport(RunTool):
     """The check of the model that the end of a run exports, on `evaluation.verify_export` rows."""
 
     def export_check(self, parts: Assembly) -> ExportCheck:
-        return RefusedOrKept(FewRows.of(parts.recipe, parts.data, parts.engine, parts.mesh))
+        return RefusedOrKept(ComparedRows.of(parts.recipe, parts.data, parts.engine, parts.mesh))
 
 
 @dataclass(frozen=True)
 class RefusedOrKept:
     """A check that leaves a file beside a folder that it refuses."""
 
-    rows: FewRows | None
+    rows: ComparedRows | None
 
     def compare(self, folder: Path) -> Certificate | None:
-        """Compare the folder; see `FewRows.compare`."""
+        """Compare the folder; see `ComparedRows.compare`."""
         refused = folder.with_name(REFUSED)
         refused.unlink(missing_ok=True)
         try:
@@ -69,7 +69,7 @@ class RefusedOrKept:
 
 
 @dataclass(frozen=True)
-class FewRows:
+class ComparedRows:
     """A few rows, with the loss and the predictions of the trained model for them."""
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class FewRows:
     predictions: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh) -> FewRows | None:
+    def of(cls, recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh) -> ComparedRows | None:
         """Return the rows with the results of the engine, on rank 0. All ranks must call it.
 
         None: the recipe asks for no rows, or the task has a module of its own after the model of transformers.
@@ -150,6 +150,6 @@ class FewRows:
         few = evaluated.rows.select(range(min(len(evaluated.rows), self.recipe.evaluation.verify_export)))
         texts = texts_of(self.data.task.columns, few)
         found = transformers.AutoTokenizer.from_pretrained(folder)
-        own, there = (plain_reader.tokens_of(one, texts) for one in (tokenizer, found))
+        own, there = (folder_reader.tokens_of(one, texts) for one in (tokenizer, found))
         require_same_tokens(texts, own, there)
         return len(texts)
