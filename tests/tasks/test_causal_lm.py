@@ -457,6 +457,13 @@ def test_a_generated_text_of_a_chat_ends_with_the_turn(chatty):
     chatty.add_tokens(["<end>"])  # no special one
     chatty.chat_template = TURNS.replace("\n", " <end>\n")
     assert task.end_tokens(chatty) == (chatty.sep_token_id, len(chatty) - 1)
+    of_calls = (
+        "[{{ m.role }}] {% for call in m.tool_calls %}<end>{{ call.function.arguments | tojson }}[PAD] <end>[MASK]"
+    )
+    chatty.chat_template = (
+        f"{{% for m in messages %}}{of_calls}{{% else %}}{{{{ m.content }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    assert task.end_tokens(chatty) == (chatty.sep_token_id, chatty.mask_token_id)
     chatty.chat_template = "{{ raise_exception('other chats only') }}"
     assert task.end_tokens(chatty) == (chatty.sep_token_id,)
 

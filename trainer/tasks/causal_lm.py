@@ -25,7 +25,7 @@ from trainer.tasks.text.chats import (
     tokens_after,
     tokens_of_chat,
     tools_of,
-    turn_end,
+    turn_ends,
     turn_notes,
     unread_notes,
     without_end,
@@ -116,7 +116,7 @@ class CausalLMTask(TokenLabels):
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ends = [] if (end := known_end(tokenizer)) is None else [end]
         if "text" not in self.sources and tokenizer.chat_template:
-            ends += turn_end(tokenizer)
+            ends += turn_ends(tokenizer)
         return tuple(dict.fromkeys(ends))
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:

@@ -53,13 +53,14 @@ def test_arguments_have_the_form_that_the_template_writes(name):
     for chat in (calling(OBJECT), calling(TEXT), [right[0], *whole]):
         assert written(template, chat) == expected
     no_arguments = template.write(calling({} if name in OF_OBJECTS else ""), PLACE)
-    assert written(template, calling("")) == no_arguments
+    assert written(template, calling("")) == written(template, calling(None)) == no_arguments
 
 
-@pytest.mark.parametrize("arguments", ["{'city': 'Rome'}", "[1]", '"Rome"', "Rome", [1]])
-def test_arguments_that_are_no_object_are_refused(arguments):
+@pytest.mark.parametrize("form", [OF_OBJECTS["tojson"], OF_TEXTS["text"]])
+@pytest.mark.parametrize("arguments", ["{'city': 'Rome'}", "[1]", json.dumps(TEXT), "Rome", [1]])
+def test_arguments_that_are_no_object_are_refused(arguments, form):
     with pytest.raises(DataError, match=r"row 1, message 2, must have a tool call with a JSON object as arguments"):
-        read_messages(calling(arguments), template_of(CALLS.format(OF_OBJECTS["tojson"])), PLACE)
+        read_messages(calling(arguments), template_of(CALLS.format(form)), PLACE)
 
 
 @pytest.mark.parametrize("arguments", [OBJECT, TEXT])

@@ -143,14 +143,14 @@ def _tool_call(call: Mapping[str, Any], template: ChatTemplate, place: str) -> d
                 f"{place} must have `arguments` in a tool call, but has {', '.join(f'`{key}`' for key in others)};"
                 " rename it"
             )
-        return dict(call)
+        given = ""
     arguments = {} if given == "" else parsed(given)
-    if needs_text_of_arguments(template):
-        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
     if not isinstance(arguments, dict):
         raise DataError(
             f"{place} must have a tool call with a JSON object as arguments, but has {given!r:.80}; correct it"
         )
+    if needs_text_of_arguments(template):
+        return {**call, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
     return {**call, "arguments": arguments}
 
 

@@ -279,6 +279,19 @@ def writes_calls(template: ChatTemplate, content: str | None, number: int) -> bo
     return True
 
 
+def end_of_call(template: ChatTemplate) -> str:
+    """Return the text behind the arguments of a tool call that ends a turn; empty if the template writes no calls."""
+    arguments = json.dumps(_ARGUMENTS) if needs_text_of_arguments(template) else _ARGUMENTS
+    for content in (None, ""):
+        text = _attempt(
+            template, [_QUESTION, {"role": "assistant", "content": content, "tool_calls": [_call(arguments)]}]
+        )
+        before, _, after = text.rpartition(_ARGUMENTS["first_key"])
+        if before:
+            return after
+    return ""
+
+
 def _call(arguments: Any, name: str = "name") -> dict[str, Any]:
     return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
 

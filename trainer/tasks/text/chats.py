@@ -12,7 +12,7 @@ from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.chat_messages import messages_of, parsed, read_messages, require_written
-from trainer.tasks.text.chat_templates import ChatTemplate, Tools
+from trainer.tasks.text.chat_templates import ChatTemplate, Tools, end_of_call
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Encoded, Tokenizer
@@ -312,17 +312,27 @@ def chat_prompt(chat: Any, tokenizer: Tokenizer, place: str, tools: Tools = None
     return text
 
 
-def turn_end(tokenizer: Tokenizer) -> list[int]:
-    """Return the added token that ends a turn of the assistant in the chat template; empty if there is none."""
+def turn_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the added tokens that end turns of the assistant in the chat template, behind a content and behind a call.
+
+    A call of a tool may end a turn with a token of its own, behind the tokens that end the call.
+    """
     content = "content"
     chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     template, place = ChatTemplate.of(tokenizer), "a chat of two messages"
     try:
         after = template.write(read_messages(chat, template, place)[0], place).rpartition(content)[2]
     except TrainerError:
-        return []  # the template wants other chats
-    first = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"][:1]
-    return [token for token in first if token in tokenizer.added_tokens_decoder]
+        after = ""  # the template wants other chats
+    first, after_call = (
+        tokenizer(text.lstrip(), add_special_tokens=False, verbose=False)["input_ids"]
+        for text in (after, end_of_call(template))
+    )
+    special = _special(tokenizer)
+    return [
+        *(token for token in first[:1] if token in tokenizer.added_tokens_decoder),
+        *[token for token in after_call if token in special][-1:],
+    ]
 
 
 def _special(tokenizer: Tokenizer) -> set[int]:
