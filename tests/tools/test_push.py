@@ -166,15 +166,17 @@ def test_an_existing_repository_must_be_private_too(hub: Hub, run: Path):
 def test_files_of_an_older_push_that_the_folder_lacks_are_deleted_in_the_same_commit(hub: Hub, run: Path):
     hub.statuses["create"], hub.private = 409, True
     kept = {"LICENSE", ".gitattributes", "notes/config.json", "examples/model.safetensors", "logo.png", "README.md"}
+    others = {"pytorch_model.bin", "onnx/model.onnx"}
     old = {
         "adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors",
         "model.safetensors.index.json", "modules.json", "2_Dense/config.json", "2_Dense/model.safetensors",
         "contrastive_scale/model.safetensors", "spiece.model", "vocab.txt", "merges.txt", "chat_template.jinja",
         "preprocessor_config.json", "generation_config.json", "special_tokens_map.json", "model.onnx",
     }  # fmt: skip
-    hub.files = dict.fromkeys({*kept, *old, "config.json"}, b"old")
+    hub.files = dict.fromkeys({*kept, *old, *others, "config.json"}, b"old")
     done = push(run, "me/model", endpoint=hub.url)
-    assert (hub.files.keys(), set(done.deleted)) == ({*kept, *FILES}, old)
+    assert (hub.files.keys(), set(done.deleted)) == ({*kept, *others, *FILES}, old)
+    assert set(done.others) == {*others, "examples/model.safetensors"}, "another loader may take them"
     assert hub.files["config.json"] == b"{}"
     (commit,) = hub.commits
     assert commit["parentCommit"] == hub.commit, "a commit between is an error"

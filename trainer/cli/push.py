@@ -32,5 +32,9 @@ def push(
         f"pushed {done.folder}: {len(done.names)} files, {done.num_bytes / 1e6:,.1f} MB,"
         f" {'private' if done.is_private else 'public'}: {done.address}"
     )
+    if done.others:
+        say(
+            f"left there, not of this model: {listed(done.others, 10)}; delete them on the hub if they are loaded"
+        )
     if done.deleted:
         say(f"deleted there, from an older push: {listed(done.deleted, 10)}")

@@ -32,12 +32,17 @@ _EXPORTED = (
     "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """The files of exported folders, apart from the model card: a loader reads each of them if it is there."""
+_WEIGHTS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors")
+"""Endings of the weights of all programs."""
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 _FIXES = {401: _LOGIN, 403: _LOGIN, 404: "check the name and HF_ENDPOINT", 409: "push again", 412: "push again"}
 
 
 class Pushed(NamedTuple):
-    """The result of a push: the folder, its files, files of an older push that it deleted, and the commit's address."""
+    """The result of a push: the folder, its files, files of an older push that it deleted, and the commit's address.
+
+    `others` are weights of other programs that are still there.
+    """
 
     folder: Path
     names: tuple[str, ...]
@@ -45,6 +50,7 @@ class Pushed(NamedTuple):
     is_private: bool
     address: str
     deleted: tuple[str, ...]
+    others: tuple[str, ...]
 
 
 def push(source: Path, name: str, public: bool = False, endpoint: str | None = None) -> Pushed:
@@ -74,6 +80,7 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
             raise UsageError(f"`NAME` must be a {needs} repository, but {has} {name}; {fix}")
         present = [sibling.rfilename for sibling in there.siblings or ()]
         deleted = tuple(path for path in present if path not in files and _is_exported(path))
+        others = tuple(path for path in present if path.endswith(_WEIGHTS) and path not in (*files, *deleted))
         done = api.create_commit(
             there.id,
             [*map(CommitOperationDelete, deleted), *(CommitOperationAdd(path, str(folder / path)) for path in files)],
@@ -81,7 +88,7 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
             parent_commit=there.sha,  # a commit between is an error
         )
     num_bytes = sum((folder / path).stat().st_size for path in files)
-    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url), deleted)
+    return Pushed(folder, tuple(files), num_bytes, not public, str(done.commit_url), deleted, others)
 
 
 def _is_exported(path: str) -> bool:
