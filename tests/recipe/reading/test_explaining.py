@@ -131,6 +131,11 @@ Minimal = dict[str, Any]
             ' "$WORK/runs"; write its value, or set the key on the command line, where the shell fills it',
         ),
         (
+            "checkpoint.folder=None/runs",
+            "`checkpoint.folder` must be text that is not blank, without a variable such as ${HOME}, but is"
+            ' "None/runs"; set the variable that had no value, or write ./None/runs for this very name',
+        ),
+        (
             'task.class_weights={"": 2.0, "b": 1.0}',
             "`task.class_weights` must have names that are not blank; write them, or set the variable that was empty",
         ),

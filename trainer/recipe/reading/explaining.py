@@ -24,6 +24,7 @@ from trainer.recipe.reading.keys import is_named, kinds, nearest_node, section_m
 from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.schema import Recipe, Section
+from trainer.recipe.schema.fields import is_unset
 
 Schema = Mapping[str, Any]
 
@@ -254,8 +255,11 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
     if not value.strip():
         return "; write null, or set the variable that was empty" if "null" in types else ""
-    if "$" in value and any(branch.get("format") == "path" for branch in branches):
-        return "; write its value, or set the key on the command line, where the shell fills it"
+    if any(branch.get("format") == "path" for branch in branches):
+        if "$" in value:
+            return "; write its value, or set the key on the command line, where the shell fills it"
+        if is_unset(value):
+            return f"; set the variable that had no value, or write ./{value} for this very name"
     values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
     if near := _meant(value, [one for one in values if isinstance(one, str)]):
         return f"; did you mean {shown_value(near)}?"

@@ -100,6 +100,20 @@ class Place(Enum):
     RUN = auto()  # the current folder
 
 
+_UNSET = ("None", "null", "undefined")
+
+
+def is_unset(path: str) -> bool:
+    """Return whether a path starts with the text that programs write for a variable without a value."""
+    return path.split("/")[0] in _UNSET
+
+
+def _require_set(path: str) -> str:
+    if is_unset(path):
+        raise ValueError(_RULE)
+    return path
+
+
 _NO_VARIABLE = r"([^$]|\$([^{A-Z]|$))"
 PathOrUrl = Annotated[
     str,
@@ -108,8 +122,9 @@ PathOrUrl = Annotated[
         f"{_RULE}, without a variable such as ${{HOME}}",
         format="path",
     ),
+    AfterValidator(_require_set),
 ]
-"""A place on this machine or elsewhere; `${SCRATCH}/runs` would be a folder of this very name."""
+"""A place on this machine or elsewhere; `${SCRATCH}/runs` and `None/runs` would be folders of these very names."""
 
 PathField = Annotated[PathOrUrl, Place.RECIPE]
 
