@@ -33,8 +33,6 @@ def push(
         f" {'private' if done.is_private else 'public'}: {done.address}"
     )
     if done.others:
-        say(
-            f"left there, not of this model: {listed(done.others, 10)}; delete them on the hub if they are loaded"
-        )
+        say(f"left there, not of this model: {listed(done.others, 10)}; delete them on the hub if they are loaded")
     if done.deleted:
         say(f"deleted there, from an older push: {listed(done.deleted, 10)}")

@@ -540,4 +540,6 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
         sources = tuple(int(number) for number in np.diff(ends, prepend=0)) if train.sources else ()
         return replace(train, rows=train.rows.select(chosen), where=where, places=places, sources=sources)
 
-    return Splits(part(~held, train.where), part(held, f"the held-out rows of {train.where}"), (note,))
+    return Splits(
+        part(~held, f"the training rows of {train.where}"), part(held, f"the held-out rows of {train.where}"), (note,)
+    )

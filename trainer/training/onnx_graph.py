@@ -141,7 +141,7 @@ def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     values = {name: torch.zeros(shape, dtype=torch.long) for name in names}
     values |= {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
     end = getattr(model.config, "eos_token_id", None)
-    if isinstance(end, int):
+    if isinstance(end, int) and end < model.config.vocab_size:  # that of a type may lie outside of a small vocabulary
         values["input_ids"][..., -1] = end  # encoder-decoders classify at this token
     if type(model).__name__.endswith("ForConditionalGeneration"):
         values["decoder_input_ids"] = torch.ones(rows, _SAMPLE_TARGET, dtype=torch.long)

@@ -143,7 +143,7 @@ def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str
     assert main(["init", "my.csv", "--yes"]) == ExitCode.USER
     shown = capsys.readouterr()
     assert shown.out.endswith("wrote     my.yaml\n")
-    assert "(line 5) of `" in shown.err
+    assert "(line 5) of the training rows of `" in shown.err
     assert main(["init", "my.csv", "--yes", "-o", "x.yaml", "data.delimiter=';;'"]) == ExitCode.USER
     assert "`data.delimiter` must be" in capsys.readouterr().err
     assert main(["init", "my.csv", "-o", "x.json", "--yes"]) == ExitCode.USER
