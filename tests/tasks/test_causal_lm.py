@@ -123,10 +123,11 @@ def test_only_completions_are_trained(tokenizer):
         assert tokenizer.decode(whole[len(prompt) : -1]) == row["completion"].strip()
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
 @pytest.mark.parametrize(
     ("frame", "texts"), [("{} $A", ["<s>no", "no", "<s>"]), ("{} $A </s>", ["<s>no</s>", "no</s>", "<s>no", "no", ""])]
 )
-def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
+def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts, blank):
     tokenizer = byte_tokenizer(trim_offsets=False)
     special = [("<s>", 0), ("</s>", 1)]
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
@@ -135,6 +136,7 @@ def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
     start, end = [0], [1]
     for text in texts:
         body = tokenizer(text.removeprefix("<s>").removesuffix("</s>"), add_special_tokens=False)["input_ids"]
+        text = text.replace("<s>", blank + "<s>").replace("</s>", "</s>" + blank)
         if body:
             whole = encode(task_of(text="text"), rows_of(text=[text]), tokenizer)
             assert [*whole["input_ids"][0], whole["labels"][0][-1]] == [*start, *body, *end]
@@ -144,10 +146,12 @@ def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts):
             found = tokenise(rows_of(text=[text]), ["text"], tokenizer, 9, WHERE, 0, prefix)
             assert found["input_ids"] == [[*start, *made, *body, *behind]]
         task = task_of(prompt="prompt", completion="completion")
-        prompt = text.removesuffix("</s>")
+        prompt = text.rstrip().removesuffix("</s>")
         (ids,) = encode(task.without_labels(), rows_of(prompt=[prompt]), tokenizer)["input_ids"]
         assert ids == [*start, *body]
-        rows = rows_of(prompt=[prompt, "", prompt], completion=[" n</s>", f"{text} n", "<s> n"])
+        rows = rows_of(
+            prompt=[prompt, "", prompt], completion=[f" n</s>{blank}", f"{text.rstrip()} n", f"{blank}<s> n"]
+        )
         pair = encode(task, rows, tokenizer)
         completion = tokenizer(" n", add_special_tokens=False)["input_ids"]
         assert pair["input_ids"][0] == [*start, *body, *completion]

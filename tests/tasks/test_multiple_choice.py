@@ -68,6 +68,8 @@ def test_texts_are_those_of_the_example_of_transformers(request, name):
     assert found.keys() == {*expected, "num_choices", "cut", "labels"}
     for column, values in expected.items():
         assert found[column] == [values[start : start + 3] for start in range(0, len(values), 3)]
+    typed = [{**row, "sent1": f" {tokenizer.cls_token}{row['sent1']}{tokenizer.sep_token}\n"} for row in rows]
+    assert encode(task_of(**SWAG), typed, tokenizer, max_length)["input_ids"] == found["input_ids"]
     assert found["cut"] == [any(len(ids) > max_length for ids in whole[i : i + 3]) for i in range(0, len(whole), 3)]
     assert 0 < sum(found["cut"]) < len(rows)
     assert found["labels"] == [row["label"] for row in rows]

@@ -73,6 +73,12 @@ def test_windows_and_labels_are_those_of_transformers(request, name, side):
     rows = rows_of(
         row(), row("  What is missing?", "the folder"), row("Why?", ""), row("What?", "lists", "It lists lists.")
     )
+    typed = rows.map(  # with the special tokens, as texts that were tokenised once before
+        lambda one: {
+            "question": f" {tokenizer.cls_token}{one['question']}{tokenizer.sep_token} ",
+            "context": f"{one['context']}{tokenizer.sep_token}\n",
+        }
+    )
     found = {}
     for shorter, stride in ((0, 7), (2, 0), (-7, 12)):
         max_length = (24 if name == "tokenizer" else 40) - shorter
@@ -87,10 +93,12 @@ def test_windows_and_labels_are_those_of_transformers(request, name, side):
         )
         tokenizer.truncation_side = tokenizer.padding_side = side
         try:
-            found = encode(task_of(stride=stride, unanswerable=True), rows, tokenizer, max_length)
+            found, again = (
+                encode(task_of(stride=stride, unanswerable=True), some, tokenizer, max_length) for some in (rows, typed)
+            )
         finally:
             tokenizer.truncation_side = tokenizer.padding_side = "right"
-        assert found["input_ids"] == expected["input_ids"]
+        assert found["input_ids"] == again["input_ids"] == expected["input_ids"]
         assert ("token_type_ids" in found) == (name == "tokenizer")
         assert found.get("token_type_ids") == expected.get("token_type_ids")
         assert [label.tolist() for label in found["labels"]] == list(labels_of_transformers(expected, rows))

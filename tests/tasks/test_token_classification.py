@@ -265,9 +265,11 @@ NO_SPANS = datasets.Dataset.from_dict({"text": ["a"], "spans": [None]}, features
             words_of(("a", "O"), ("b c", "O B-Z")),
             r"`tags`, row 2 of .rows.jsonl., word 2, is the label 'B-Z', which",
         ),
+        (words_of(("a", "O"), ("[CLS] b", "O O")), r"`words`, row 2 .* begins or ends with a special token, which"),
         (NULL_WORD, r"`words`, row 2 of .rows.jsonl., word 2, is null"),
         (NULL_TAG, r"`tags`, row 2 of .rows.jsonl., word 2, is null"),
         (spans_of(("Berlin", [(0, 9, "X")])), r"`spans`, row 1 .* has the span 0-9 X, but the text has 6 characters"),
+        (spans_of(("a [SEP] ", [])), r"`text`, row 1 .* begins or ends with a special token, which"),
         (spans_of(("Berlin", [(3, 3, "X")])), r"has the span 3-3 X"),
         (
             spans_of(("In Berlin", [(3, 6, "X")])),

@@ -258,7 +258,7 @@ class CausalLMTask(TokenLabels):
                 made = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
                 found = made["input_ids"]
             else:
-                found = framed(texts, tokenizer, has_end=False)
+                found = framed(texts, tokenizer)
         if self.num_positions is not None:
             max_length = min(max_length, self.num_positions - self.settings.max_new_tokens)
         # An empty prompt begins as a text after another one.
@@ -272,8 +272,7 @@ class CausalLMTask(TokenLabels):
         texts = [text for text in texts if text]
         if not texts:
             return {"input_ids": [], "labels": []}
-        found = framed(texts, tokenizer)
-        return self._windows([ids if ids[-1:] == [end] else [*ids, end] for ids in found], max_length)
+        return self._windows(framed(texts, tokenizer, end), max_length)
 
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""

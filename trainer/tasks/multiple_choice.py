@@ -21,7 +21,7 @@ from trainer.tasks.classes import PROBABILITY_DIGITS, holds_names
 from trainer.tasks.exported import Card
 from trainer.tasks.several_texts import grouped, most_texts, texts_of_rows
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, filled, is_text, require_kind, require_text
+from trainer.tasks.text.columns import bare, cell, filled, frame_of, is_text, require_kind, require_text
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
 LabelFormat = Literal["index", "number", "letter", "text"]
@@ -127,8 +127,11 @@ class MultipleChoiceTask(TextTask):
         contexts = filled(rows, self.context_column, where, first_row, "every row needs a text")
         questions = self._questions(rows, where, first_row)
         places = [(row, choice) for row, of_row in enumerate(choices) for choice in range(len(of_row))]
-        firsts = [contexts[row] for row, _ in places]
-        seconds = [self._joined(questions[row], choices[row][choice]) for row, choice in places]
+        pairs = (
+            [contexts[row] for row, _ in places],
+            [self._joined(questions[row], choices[row][choice]) for row, choice in places],
+        )
+        firsts, seconds = (bare(texts, tokenizer, *frame_of(tokenizer)) for texts in pairs)
         texts = tokenizer(firsts, seconds, return_attention_mask=False, verbose=False)
         columns = {name: list(values) for name, values in texts.items()}
         long = [place for place, ids in enumerate(columns["input_ids"]) if len(ids) > max_length]
@@ -145,8 +148,8 @@ class MultipleChoiceTask(TextTask):
                     f" for the context in `data.max_length` {max_length}, with {num_special} special tokens; increase"
                     " `data.max_length`, or shorten the choice"
                 )
-        pairs = [firsts[place] for place in long], [seconds[place] for place in long]
-        shortened = tokenizer(*pairs, truncation="only_first", max_length=max_length, return_attention_mask=False)
+        too_long = ([texts[place] for place in long] for texts in (firsts, seconds))
+        shortened = tokenizer(*too_long, truncation="only_first", max_length=max_length, return_attention_mask=False)
         for name, values in shortened.items():
             for place, value in zip(long, values, strict=True):
                 columns[name][place] = value

@@ -19,7 +19,7 @@ from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import TextTask
-from trainer.tasks.text.columns import cell, require_columns, require_kind, require_text
+from trainer.tasks.text.columns import bare, cell, frame_of, require_columns, require_kind, require_text
 from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
@@ -305,9 +305,11 @@ class QuestionAnsweringTask(TextTask):
                     raise DataError(
                         f"{cell(column, first_row + place, where)} is {state}; every row needs a question and a context"
                     )
-        questions = [question.lstrip() for question in texts[0]]
+        start, end = frame_of(tokenizer)
+        questions = [question.lstrip() for question in bare(texts[0], tokenizer, start, end)]
+        contexts = bare(texts[1], tokenizer, [], end)  # the characters of its answers are counted from its start
         encoded = tokenizer(
-            questions, texts[1], return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            questions, contexts, return_offsets_mapping=True, return_attention_mask=False, verbose=False
         )
         spans = encoded.pop("offset_mapping")
         for place in range(len(rows)):

@@ -24,7 +24,6 @@ from trainer.tasks.text.chats import (
     require_apart,
     tokens_after,
     unread_notes,
-    without_end,
 )
 from trainer.tasks.text.columns import cell, cells_of, finite_numbers, framed, require_columns
 from trainer.tasks.text.tied_texts import equal_pairs_notes
@@ -120,8 +119,7 @@ class RewardModelTask(ScoredTexts):
         if isinstance(answer, str) and prompt is None:
             if not answer.strip():
                 raise DataError(f"{place} is empty; fill it, or leave the row out")
-            end = end_token(tokenizer)
-            return [*without_end(framed([answer], tokenizer)[0], end), end]
+            return framed([answer], tokenizer, end_token(tokenizer))[0]
         return tokens_after([] if prompt is None else prompt, answer, tokenizer, None, place)[0]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:

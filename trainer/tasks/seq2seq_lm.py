@@ -16,7 +16,7 @@ from trainer.tasks.exported import TEXT_TO_TEXT, Card
 from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task
-from trainer.tasks.text.columns import cell, filled, frame_of, require_text, tokenise, unframed
+from trainer.tasks.text.columns import bare, cell, filled, frame_of, require_text, tokenise
 from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
@@ -173,10 +173,12 @@ class Seq2SeqLMTask(TokenLabels):
                 f" {self.max_target_length}"
             )
         found = tokenizer(
-            text_target=list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+            text_target=bare(texts, tokenizer, start, behind),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
         )["input_ids"]
-        targets = [unframed(ids, start, behind) for ids in found]
-        return [[*start, *ids[:room], *behind] for ids in targets], [len(ids) > room for ids in targets]
+        return [[*start, *ids[:room], *behind] for ids in found], [len(ids) > room for ids in found]
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
         target = torch.zeros(shape[0], min(shape[1], self.max_target_length), dtype=torch.long)

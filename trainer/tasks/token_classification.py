@@ -27,7 +27,16 @@ from trainer.tasks.exported import Card
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import Task, TextTask
-from trainer.tasks.text.columns import STRING_TYPES, cell, dtype_in_list, require_kind, require_text, shown
+from trainer.tasks.text.columns import (
+    STRING_TYPES,
+    bare,
+    cell,
+    dtype_in_list,
+    frame_of,
+    require_kind,
+    require_text,
+    shown,
+)
 from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
 from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
 from trainer.tasks.text.windows import cut_columns, owners, require_fast, shared_tokens, windows
@@ -185,9 +194,15 @@ class TokenClassificationTask(NamedClasses, TextTask):
                 inside = "" if value is None else f", word {value.index(None) + 1},"
                 place = cell(self.input_column, first_row + row, where)
                 raise DataError(f"{place}{inside} is null; every row needs its words")
-        if self.words_column is None:
-            return read_words(inputs, None, tokenizer, self.label_all)
-        return read_words([" ".join(words) for words in inputs], inputs, tokenizer, self.label_all)
+        words = None if self.words_column is None else inputs
+        texts = inputs if words is None else [" ".join(of_text) for of_text in words]
+        for row, (text, own) in enumerate(zip(texts, bare(texts, tokenizer, *frame_of(tokenizer)), strict=True)):
+            if text != own:
+                raise DataError(
+                    f"{cell(self.input_column, first_row + row, where)} begins or ends with a special token, which the"
+                    " tokenizer adds; remove it with its label"
+                )
+        return read_words(texts, words, tokenizer, self.label_all)
 
     def _windows(
         self, text: TokenisedText, labels: Sequence[int] | None, size: int, stride: int

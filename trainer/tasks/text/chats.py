@@ -13,7 +13,7 @@ from trainer.base.nulls import item_of
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.chat_messages import messages_of, parsed, read_messages, require_written
 from trainer.tasks.text.chat_templates import ChatTemplate, Tools, end_of_call
-from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, framed, require_columns, type_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, bare, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Encoded, Tokenizer
 
@@ -100,10 +100,9 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     if not completion.strip():
         raise DataError(f"{place} is an empty completion; fill it, or leave the row out")
     end = end_token(tokenizer)
-    if prompt and tokenizer.bos_token not in (None, tokenizer.eos_token):
-        completion = completion.removeprefix(tokenizer.bos_token)
-    before, whole = framed([prompt, prompt + completion], tokenizer, has_end=False)
-    whole = without_end(whole, end)
+    start = tokenizer.bos_token_id
+    (completion,) = bare([completion], tokenizer, [start] if prompt and start not in (None, end) else [], [end])
+    before, whole = framed([prompt, prompt + completion], tokenizer)
     if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
         whole = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]
     if not before:  # the first token is predicted from a token, so an empty prompt without a start token needs one
@@ -114,7 +113,7 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
 def tokens_of_whole_pair(texts: Sequence[str], tokenizer: Tokenizer, place: str) -> list[Tokens]:
     """Return the tokens of two whole texts and their ends; those of both at their start are the prompt."""
     end = end_token(tokenizer)
-    one, other = ([*without_end(ids, end), end] for ids in framed(texts, tokenizer, has_end=False))
+    one, other = framed(texts, tokenizer, end)
     number = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
     starts = {text.lstrip()[:1] for text in texts}
     if one == other or number == 0 or len(starts) > 1:

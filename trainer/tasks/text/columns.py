@@ -119,8 +119,7 @@ def tokenise(
     """
     texts = [filled(rows, column, where, first_row, "every row needs a text") for column in columns]
     if prefix:
-        start = "".join(tokenizer.convert_ids_to_tokens(frame_of(tokenizer)[0]))
-        texts[0] = [prefix + text.removeprefix(start) for text in texts[0]]
+        texts[0] = [prefix + text for text in bare(texts[0], tokenizer, *frame_of(tokenizer))]
     features = tokenise_texts(texts, tokenizer, max_length)
     if [] in features["input_ids"]:
         row = first_row + features["input_ids"].index([])
@@ -142,23 +141,31 @@ def frame_of(tokenizer: Tokenizer, is_target: bool = False) -> tuple[list[int], 
     return ids[:at], ids[at + len(plain) :] if plain else []
 
 
-def framed(texts: Sequence[str], tokenizer: Tokenizer, has_end: bool = True) -> list[list[int]]:
-    """Return the tokens of texts, with those that the tokenizer adds unless a text has them already.
+def framed(texts: Sequence[str], tokenizer: Tokenizer, end: int | None = None) -> list[list[int]]:
+    """Return the tokens of texts, with those that the tokenizer adds, and with an end token, once each.
 
     Args:
-        has_end: whether tokens are added behind the texts, too; prompts continue.
+        end: the token behind the texts; None: no tokens are added there, since prompts continue.
     """
-    start, end = frame_of(tokenizer)
-    end = end if has_end else []
-    found = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [[*start, *unframed(ids, start, end), *end] for ids in found]
+    start, behind = frame_of(tokenizer)
+    behind = [] if end is None else behind if behind[-1:] == [end] else [*behind, end]
+    own = bare(texts, tokenizer, start, behind)
+    found = tokenizer(own, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [[*start, *ids, *behind] for ids in found]
 
 
-def unframed(ids: list[int], start: list[int], end: list[int]) -> list[int]:
-    """Return the tokens of a text without those of its frame, if it begins or ends with them."""
-    first = len(start) if ids[: len(start)] == start else 0
-    last = len(ids) - len(end) if ids[len(ids) - len(end) :] == end else len(ids)
-    return ids[first : max(first, last)]
+def bare(texts: Sequence[str], tokenizer: Tokenizer, start: Sequence[int], end: Sequence[int]) -> list[str]:
+    """Return texts without special tokens at their start and end that are added anyway, nor blanks around these."""
+    known = tokenizer.added_tokens_decoder
+    before, behind = ([str(known[token]) for token in tokens if token in known] for tokens in (start, end))
+    found = []
+    for text in texts:
+        for token in before:
+            text = rest[len(token) :] if (rest := text.lstrip()).startswith(token) else text
+        for token in reversed(behind):
+            text = rest[: -len(token)] if (rest := text.rstrip()).endswith(token) else text
+        found.append(text)
+    return found
 
 
 def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> Encoded:
@@ -174,38 +181,19 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
         raise UsageError(
             f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}; raise it"
         )
-    features = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
-    encodings = dict(enumerate(features.encodings or ()))  # empty: the tokenizer is slow
     start, end = frame_of(tokenizer)
-    doubled = [row for row, ids in enumerate(features["input_ids"]) if start and ids[: 2 * len(start)] == start * 2]
-    if doubled:
-        again = tokenizer(
-            *[[values[row] for row in doubled] for values in texts],
-            truncation=True,
-            max_length=max_length + len(start),
-            return_attention_mask=False,
-            verbose=False,
-        )
-        encodings.update(zip(doubled, again.encodings or (), strict=False))
-        for name, columns in again.items():
-            for row, values in zip(doubled, columns, strict=True):
-                features[name][row] = values[len(start) :]
-    end_text = "".join(tokenizer.convert_ids_to_tokens(end))
-    for row, ids in enumerate(features["input_ids"]):
-        # An empty text of a pair has an end behind that of the other one.
-        if end and ids[-2 * len(end) :] == end * 2 and texts[-1][row].rstrip().endswith(end_text):
-            for values in features.values():
-                values[row] = values[row][: -len(end)]
+    own = [bare(column, tokenizer, start, end) for column in texts]
+    features = tokenizer(*own, truncation=True, max_length=max_length, return_attention_mask=False)
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
-    cut = [False] * len(texts[0])
+    cut = [False] * len(own[0])
     # A row of exactly `max_length` tokens may be truncated or complete; to tokenise it again would double the time.
-    if encodings:
+    if features.encodings:
         for row in at_limit:
-            cut[row] = bool(encodings[row].overflowing)
-    elif at_limit:
-        whole = tokenizer(*[[values[row] for row in at_limit] for values in texts], verbose=False)
+            cut[row] = bool(features.encodings[row].overflowing)
+    elif at_limit:  # the tokenizer is slow
+        whole = tokenizer(*[[values[row] for row in at_limit] for values in own], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):
-            cut[row] = len(ids) - len(start) * (row in doubled) > max_length
+            cut[row] = len(ids) > max_length
     return {**features, "cut": cut}
 
 
