@@ -146,7 +146,7 @@ def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     assert answer["recipe"]["data"]["name"] == "nyu-mll/glue"
     assert answer["origins"]["data.cache"] == "default"
-    assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1, "pp": 1}
+    assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
     assert answer["batch"]["num_microbatches"] == 2
 
 

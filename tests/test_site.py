@@ -27,6 +27,7 @@ from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.stage_split import split_stages
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.row_groups import RowGroups
 from trainer.recipe.schema import Model, Training
 
 DOCS = ROOT / "docs"
@@ -160,8 +161,9 @@ def test_every_room_that_refuses_something_has_a_message_on_the_page():
 
 def elements_of_a_tensor_rank() -> int:
     """On this rank: what it holds of a BERT, as the trainer cuts it."""
-    placements = split_model(build_family("bert"), dist.group.WORLD)
-    return sum(placement.num_elements({"tp": dist.get_world_size()}) for placement in placements.values())
+    placements = split_model(build_family("bert"), RowGroups(dist.group.WORLD))
+    sizes = dict.fromkeys(("tp", "cp_tp"), dist.get_world_size())
+    return sum(placement.num_elements(sizes) for placement in placements.values())
 
 
 def build_family(model_type: str) -> nn.Module:

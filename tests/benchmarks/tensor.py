@@ -35,6 +35,7 @@ from transformers import (
 from tests.helpers.memory import status_bytes
 from tests.helpers.ranks import RankPool
 from trainer.models.tensor_split import split_model
+from trainer.parallel.row_groups import RowGroups
 
 RANKS, ROWS, LENGTH, LABELS = 2, 16, 128, 3
 MODELS = {
@@ -54,7 +55,7 @@ def config(size: str) -> BertConfig:
 
 def blocks(folder: Path) -> nn.Module:
     model = BertForSequenceClassification.from_pretrained(folder)
-    split_model(model, dist.group.WORLD)
+    split_model(model, RowGroups(dist.group.WORLD))
     return model
 
 

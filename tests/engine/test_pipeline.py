@@ -109,7 +109,7 @@ def test_a_rank_reads_and_draws_its_own_stage_only(tmp_path):
     sizes = []
     for model in (recipe.model, pretrained):
         for stage in (0, 1):
-            cut = ModelCut(None, choice=StageChoice(stage, 2))
+            cut = ModelCut(choice=StageChoice(stage, 2))
             built = build_model(describe(model, recipe.training, ModelUse(task.auto_class_name, options)), cut)
             assert not any("every rank held the whole model" in note for note in built.notes)
             for name, parameter in built.model.named_parameters():

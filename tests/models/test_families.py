@@ -17,6 +17,7 @@ from trainer.models.families.family import ModelFamily, matches
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.row_groups import RowGroups
 
 HEAD = {"vit": "AutoModelForImageClassification"}
 NUM_LAYERS = {"albert": 1, "t5": 4, "bart": 4}  # of which are fewer than are called, or two stacks; the others have two
@@ -66,7 +67,7 @@ def test_a_model_of_no_family_is_refused_with_the_remedy():
     with pytest.raises(UsageError, match=r"'opt' is in no family of models; known are .*bert, .*gpt2.*; add a file"):
         layers_of(model)
     with pytest.raises(UsageError, match="'opt' is in no family"):
-        split_model(model, None)
+        split_model(model, RowGroups())
 
 
 def test_a_pattern_that_matches_nothing_is_refused(monkeypatch):
@@ -138,7 +139,7 @@ class TestPlansOfTransformers:
     def test_what_has_no_block_of_ours_is_refused_but_its_layers_are_known(self, model_type, why):
         model = causal_model_of(model_type)
         with pytest.raises(UsageError, match=why):
-            split_model(model, None)
+            split_model(model, RowGroups())
         assert list(layers_of(model)) == ["layers.0", "layers.1"]
 
     def test_a_parameter_that_the_plan_forgets_is_refused(self):
@@ -146,7 +147,7 @@ class TestPlansOfTransformers:
         model = causal_model_of("olmo")
         model.get_submodule("model.layers.0.self_attn").q_norm = nn.LayerNorm(8)
         with pytest.raises(UsageError, match=r"does not define the layout of `model\.layers\.0\.self_attn\.q_norm`"):
-            split_model(model, None)
+            split_model(model, RowGroups())
 
     def test_a_matrix_that_the_plan_forgets_is_refused(self):
         model = causal_model_of("olmo")
@@ -154,15 +155,15 @@ class TestPlansOfTransformers:
         with pytest.raises(
             UsageError, match=r"layers\.0\.adapter\.weight .* must be cut or named as whole by the family"
         ):
-            split_model(model, None)
+            split_model(model, RowGroups())
 
     def test_a_dropout_that_may_be_on_a_part_of_the_features_is_refused(self):
         model = causal_model_of("olmo")
         model.get_submodule("model.layers.0.mlp").drop = nn.Dropout(0.1)
         with pytest.raises(UsageError, match=r"dropout `model\.layers\.0\.mlp\.drop`.*set `model\.dropout` to 0"):
-            split_model(model, None)
+            split_model(model, RowGroups())
         model.get_submodule("model.layers.0.mlp").drop = nn.Dropout(0.0)
-        split_model(model, None)
+        split_model(model, RowGroups())
 
     def test_a_linear_layer_of_another_kind_is_refused(self):
         class Scaled(nn.Linear):
@@ -172,4 +173,4 @@ class TestPlansOfTransformers:
         model = causal_model_of("olmo")
         model.get_submodule("model.layers.0.mlp").up_proj = Scaled(16, 32, bias=False)
         with pytest.raises(UsageError, match=r"`model\.layers\.0\.mlp\.up_proj`, which is a Scaled"):
-            split_model(model, None)
+            split_model(model, RowGroups())

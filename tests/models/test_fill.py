@@ -35,6 +35,7 @@ from trainer.models.fill import _place_whole, build_model, load_whole
 from trainer.models.hub_files import CannotLoadPartsError, pretrained_files
 from trainer.models.place import ModelCut, PlacedModel, ShardChoice
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import part_of
 from trainer.recipe.schema import Model, Training
 
@@ -64,7 +65,7 @@ def built(
     use = ModelUse(head, MAYBE_LABELS.get(head, {}))
     described = describe(Model.model_validate(recipe), Training.model_validate(training), use)
     if cut:
-        return build_model(described, ModelCut(dist.group.WORLD, shard=shard))
+        return build_model(described, ModelCut(RowGroups(dist.group.WORLD), shard=shard))
     return _place_whole(described, ModelCut(), CannotLoadPartsError())
 
 

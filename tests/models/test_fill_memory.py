@@ -20,6 +20,7 @@ from trainer.models import stored_weights
 from trainer.models.describe import ModelUse, describe
 from trainer.models.fill import build_model
 from trainer.models.place import ModelCut, ShardChoice, place
+from trainer.parallel.row_groups import RowGroups
 from trainer.recipe.schema import Model, Training
 
 WHOLE_BYTES = 47_218_700
@@ -92,7 +93,7 @@ def read_by_rank(folder: str) -> Reading:
         return build_model(describe(Model.model_validate(recipe), Training(), use), cut)
 
     saved, described = {"name_or_path": folder}, {"config": LARGE_BERT, "tokenizer": "none"}
-    cut = ModelCut(dist.group.WORLD)
+    cut = ModelCut(RowGroups(dist.group.WORLD))
     tiny = {"config": {**LARGE_BERT, "hidden_size": 16, "intermediate_size": 32}, "tokenizer": "none"}
     build(tiny, cut)  # whatever is imported or allocated once
     CountedFile.total = 0
@@ -100,10 +101,10 @@ def read_by_rank(folder: str) -> Reading:
     try:
         parts = build(saved, cut)
         read, CountedFile.total = CountedFile.total, 0
-        shards = ModelCut(None, shard=ShardChoice(dist.get_rank(), 4))
+        shards = ModelCut(shard=ShardChoice(dist.get_rank(), 4))
         build(saved, shards)
         read_shards, CountedFile.total = CountedFile.total, 0
-        flat = build(saved, ModelCut(None, shard=ShardChoice(dist.get_rank(), 4, flat=True)))
+        flat = build(saved, ModelCut(shard=ShardChoice(dist.get_rank(), 4, flat=True)))
     finally:
         stored_weights.safe_open = SAFE_OPEN
     assert not parts.notes

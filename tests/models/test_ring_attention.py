@@ -30,6 +30,7 @@ from trainer.parallel.context import ring_attention
 from trainer.parallel.context.ring_attention import Block, BlockAttention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
+from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
@@ -219,7 +220,7 @@ def largest_tensor(length: int, is_cut: bool) -> int:
     model.get_submodule("transformer.wpe").weight = nn.Parameter(torch.randn(length, 32))
     model.config.max_position_embeddings = length
     if is_cut:
-        split_model(model, dist.group.WORLD, context=True)
+        split_model(model, RowGroups(context=dist.group.WORLD))
     ids = torch.randint(5, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[:, -3:] = 0

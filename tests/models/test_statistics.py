@@ -19,6 +19,7 @@ from trainer.models.fill import build_model
 from trainer.models.statistics import buffers_hash, fix_statistics, persistent_buffers
 from trainer.models.tensor_split import split_model
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.row_groups import RowGroups
 from trainer.recipe.schema import Model, Training
 
 HEAD = "AutoModelForImageClassification"
@@ -71,7 +72,7 @@ def test_layers_are_found_over_the_stages(pretrained):
 
 def test_tensor_ranks_are_refused(pretrained):
     with pytest.raises(UsageError, match=r"`parallel.tensor` must be 1: .* does not support the family resnet"):
-        split_model(build(pretrained).model, None)
+        split_model(build(pretrained).model, RowGroups())
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from trainer.models.place import ModelCut, StageChoice, place
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.placement import Placements, Split
+from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import join_parts, part_of
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainer.recipe.plan import plan_run
@@ -58,7 +59,7 @@ def compare(
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     keys = DropoutKeys(seed=0)
     whole, part = (build(model_type, head, dropout, keys, variant) for _ in range(2))
-    placements = split_model(part, group, sequence)
+    placements = split_model(part, RowGroups(group), sequence)
     key = MicrobatchKey(0, torch.arange(ROWS))
     inputs = {name: tensor[:, :length] for name, tensor in inputs_of(model_type, head).items()}
     with keys.use(key):
@@ -147,7 +148,7 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
     parts = []
     for stage in (0, 1):
         module: Any = build(model_type, head, 0.0, DropoutKeys(seed=0))
-        made = place(module, ModelCut(group, sequence, choice=StageChoice(stage, 2)))
+        made = place(module, ModelCut(RowGroups(group), sequence, choice=StageChoice(stage, 2)))
         assert made.stage is not None
         received = made.stage.run(module.forward, received, inputs)
         parts.append((module, made))
@@ -291,7 +292,7 @@ class TestSequenceParallel:
 def kept_bytes(sequence: bool) -> int:
     keys = DropoutKeys(0)
     model = build("bert", "AutoModelForSequenceClassification", 0.1, keys)
-    split_model(model, dist.group.WORLD, sequence)
+    split_model(model, RowGroups(dist.group.WORLD), sequence)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -322,5 +323,5 @@ def test_parts_joined_are_the_whole(ranks: RankPools):
 
 def held_by_rank(model_type: str, head: str) -> tuple[dict[str, Tensor], Placements]:
     model = build(model_type, head, 0.0, DropoutKeys(0))
-    placements = split_model(model, dist.group.WORLD)
+    placements = split_model(model, RowGroups(dist.group.WORLD))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, placements

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RankError, RankPools
 from trainer.base.errors import TrainerError, UsageError
-from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.mesh import AXES, JOINT_AXES, ParallelMesh
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def coordinates(**degrees: int) -> dict[str, tuple[int, int, list[int]]]:
     """Size, index and the ranks of the group along every axis."""
     mesh = ParallelMesh(CPU, **degrees)
     found = {}
-    for axis in (*AXES, "dp"):
+    for axis in (*AXES, *JOINT_AXES):
         group = mesh.group(axis)
         ranks = [mesh.rank] if group is None else dist.get_process_group_ranks(group)
         found[axis] = (mesh.size(axis), mesh.index(axis), ranks)
@@ -111,9 +111,15 @@ class TestLayout:
             assert found["dp_shard"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
             assert found["dp"] == (4, rank, [0, 1, 2, 3])
 
+    def test_context_ranks_are_around_tensor_ranks(self, ranks: RankPools):
+        for rank, found in enumerate(ranks(4).run(coordinates, cp=2, tp=2)):
+            assert found["tp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
+            assert found["cp"] == (2, rank // 2, [rank % 2, rank % 2 + 2])
+            assert found["cp_tp"] == (4, rank, [0, 1, 2, 3])
+
     def test_tensor_ranks_are_neighbours_and_see_the_same_rows(self, ranks: RankPools):
         for rank, found in enumerate(ranks(4).run(coordinates, dp_shard=2, tp=2)):
-            assert found["tp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
+            assert found["tp"] == found["cp_tp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
             assert found["dp"] == (2, rank // 2, [rank % 2, rank % 2 + 2])
 
     def test_stages_are_farthest_apart(self, ranks: RankPools):

@@ -263,7 +263,7 @@ def check(file: Path, num_ranks: int) -> str:
 
     try:
         plan = plan_run(load_recipe(str(file)).recipe, num_ranks)
-        if plan.pipeline is not None or plan.layout.tp > 1:
+        if plan.pipeline is not None or plan.layout.ranks_per_row > 1:
             check_model(plan)
     except TrainerError as error:
         return f"{type(error).__name__}: {error}"

@@ -52,7 +52,7 @@ def test_plans_read_as_sentences() -> None:
     assert str(plan.batch) == "32 rows a step = 4 data-parallel ranks x 1 microbatch of at most 8 rows"
     assert str(Layout()) == "one process"
     assert str(Layout(dp_replicate=2, tp=4)) == "dp_replicate 2 x tp 4"
-    assert str(Layout(dp_shard=2, tp=4, context=True)) == "dp_shard 2 x cp 4"
+    assert str(Layout(dp_shard=2, cp=2, tp=4)) == "dp_shard 2 x cp 2 x tp 4"
     assert Layout(dp_replicate=2, dp_shard=3, tp=4, pp=5).world_size == 120
 
 
@@ -84,7 +84,7 @@ def test_a_shard_group_that_does_not_divide_names_those_that_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "local", "why"), [([], 1, "one rank"), (["parallel.tensor=2"], 2, "one tensor group")]
+    ("keys", "local", "why"), [([], 1, "one rank"), (["parallel.tensor=2"], 2, "one group of tensor and context ranks")]
 )
 def test_nodes_with_nothing_to_shard_over(keys, local, why) -> None:
     recipe = load_recipe("bert_base_mrpc", ["parallel.strategy=hsdp", *keys]).recipe

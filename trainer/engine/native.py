@@ -25,7 +25,8 @@ from trainer.parallel.gradients import sum_partial_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
-from trainer.parallel.placement import TENSOR_AXIS, Placements
+from trainer.parallel.placement import ROWS_AXIS, Placements
+from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.boxes import TensorPart, tensor_part
 from trainer.parallel.shards.gathering import local_part
 
@@ -166,5 +167,5 @@ class NativeEngine(Engine):
 
 def placements_of(built: PlacedModel, mesh: ParallelMesh) -> Placements:
     """Return the placements of a model, which is cut when it is built: autocast and recomputation wrap the parts."""
-    assert built.cut.group is not None or mesh.size(TENSOR_AXIS) == 1, "the model is built in the parts of its mesh"
+    assert built.cut.groups != RowGroups() or mesh.size(ROWS_AXIS) == 1, "the model is built in the parts of its mesh"
     return built.placements

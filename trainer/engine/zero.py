@@ -33,11 +33,11 @@ from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, St
 from trainer.models.checkpointing import not_recorded
 from trainer.models.names import aliases, move_buffers, replace_in
 from trainer.models.place import PlacedModel, ShardChoice
-from trainer.parallel.gradients import is_partial, sum_while_backward
+from trainer.parallel.gradients import partial_axis, sum_while_backward
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import largest_element
-from trainer.parallel.placement import TENSOR_AXIS, Placements, Split
+from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
 from trainer.recipe.deepspeed_config import deepspeed_config
 from trainer.recipe.plan import RunPlan
@@ -181,7 +181,7 @@ class MeshTopology:
     """The mesh as DeepSpeed's `mpu` (the interface of Megatron-LM's `parallel_state`)."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        for words, axis in (("model", TENSOR_AXIS), ("tensor_model", TENSOR_AXIS), ("data", "dp")):
+        for words, axis in (("model", ROWS_AXIS), ("tensor_model", ROWS_AXIS), ("data", "dp")):
             setattr(self, f"get_{words}_parallel_rank", partial(mesh.index, axis))
             setattr(self, f"get_{words}_parallel_world_size", partial(mesh.size, axis))
             setattr(self, f"get_{words}_parallel_group", partial(mesh.process_group, axis))
@@ -361,7 +361,7 @@ class ZeroEngine(Engine):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # DeepSpeed copies them without a wait
         largest = largest_element(gradients, device)
-        for axis in ("dp", TENSOR_AXIS):
+        for axis in ("dp", ROWS_AXIS):
             largest = self._mesh.max_(largest, axis)
         return largest.item() > LARGEST / self._mesh.size("dp")  # averaged over the data ranks, not summed
 
@@ -428,7 +428,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
     """Return the engine of `zero1`, `zero2` and `zero3`."""
     deepspeed = ready_deepspeed(mesh.device.index)  # not always that of the rank: each may see one GPU only
     model = built.model
-    if plan.strategy.cuts_parameters and mesh.size(TENSOR_AXIS) == 1:
+    if plan.strategy.cuts_parameters and mesh.size(ROWS_AXIS) == 1:
         _partition(built, mesh, plan, deepspeed)
     move_buffers(model, mesh.device)  # DeepSpeed moves no model that is partitioned
     placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
@@ -436,10 +436,14 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         for name, placement in built.placements.items()
     }
     for name, parameter in model.named_parameters():
-        # DeepSpeed's norm counts sharded parameters on every tensor rank, replicated ones once.
-        parameter.model_parallel = TENSOR_AXIS in placements[name].split_axes  # type: ignore[attr-defined]
-        if parameter.requires_grad and is_partial(placements[name], mesh):
-            sum_while_backward(parameter, mesh, sent_dtype(plan.recipe.parallel.communication))
+        # DeepSpeed's norm adds parameters of this mark over tensor and context ranks, and others on the first of them.
+        # So context ranks with the same part of a matrix count it once.
+        axes = placements[name].split_axes
+        is_counted = ROWS_AXIS in axes or (TENSOR_AXIS in axes and mesh.index(CONTEXT_AXIS) == 0)
+        parameter.model_parallel = is_counted  # type: ignore[attr-defined]
+        axis = partial_axis(placements[name], mesh)
+        if parameter.requires_grad and axis is not None:
+            sum_while_backward(parameter, axis, mesh, sent_dtype(plan.recipe.parallel.communication))
     built = prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")
@@ -455,7 +459,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
             model=model,
             optimizer=optimizer,
             config=deepspeed_config(plan),
-            mpu=MeshTopology(mesh) if mesh.size(TENSOR_AXIS) > 1 else None,
+            mpu=MeshTopology(mesh) if mesh.size(ROWS_AXIS) > 1 else None,
             dist_init_required=False,
         )
     if plan.strategy.cuts_parameters:

@@ -414,7 +414,7 @@ def _around_ring(
         dropout,
         mask,
         mask is None and _is_causal(module, is_causal),
-        cut.head_part * query.shape[1],
+        site_of(module).offsets(query.shape)[1] if row_keys is not None else 0,
         fused,
     )
     ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks, flat.lengths if flat else None)

@@ -22,10 +22,10 @@ from trainer.base.errors import UsageError
 from trainer.models.attention import FLAT, FLAT_ATTENTION, RING_ATTENTION
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import owner_of, prefixes
-from trainer.parallel.communication import Group
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.sharded_sequence import ContextCut, SequenceCut
+from trainer.parallel.row_groups import RowGroups
+from trainer.parallel.sharded_sequence import ContextCut, ContextSplit, SequenceCut
 
 HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
 _ROTATIONS = "position_embeddings"  # cosines and sines `[batch, positions, head_dim]`, of layers and attention
@@ -51,26 +51,42 @@ def change_inputs(
 
 
 class Stacks:
-    """The layer stacks of a model, with the sequence cut of each; an encoder has one, an encoder-decoder two.
+    """The layer stacks of a model, with the sequence cuts of each; an encoder has one, an encoder-decoder two.
 
     Args:
         layers: all repeated layers of the model in order, by their names in the model.
+        sequence: whether the tensor ranks shard the positions.
+        context: the split of attention over the context ranks; None without them.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], group: Group, kind: Callable[[Group], SequenceCut] = SequenceCut
+        self, layers: Mapping[str, nn.Module], groups: RowGroups, sequence: bool, context: ContextSplit | None
     ) -> None:
         self._layers = dict(layers)
-        self._cuts = {stack: kind(group) for stack in dict.fromkeys(map(owner_of, layers))}
+        self._contexts: dict[str | None, ContextCut] = {}
+        self._sequences: dict[str | None, SequenceCut] = {}
+        for stack in dict.fromkeys(map(owner_of, layers)):
+            if context:
+                self._contexts[stack] = ContextCut(groups.context, context)
+            if sequence:
+                self._sequences[stack] = SequenceCut(groups.tensor, self._contexts.get(stack))
 
-    def cut_of(self, name: str) -> SequenceCut | None:
-        """Return the sequence cut of the stack with the module `name`, or None if the module is in no layer."""
+    def sequence_of(self, name: str) -> SequenceCut | None:
+        """Return the cut over tensor ranks of the stack with the module `name`; None without one, or in no layer."""
+        return self._sequences.get(self._stack_of(name))
+
+    def context_of(self, name: str) -> ContextCut | None:
+        """Return the cut over context ranks of the stack with the module `name`; None without one, or in no layer."""
+        return self._contexts.get(self._stack_of(name))
+
+    def _stack_of(self, name: str) -> str | None:
         layer = next((prefix for prefix in reversed(prefixes(name)) if prefix in self._layers), None)
-        return None if layer is None else self._cuts[owner_of(layer)]
+        return None if layer is None else owner_of(layer)
 
     def cut_ends(self) -> None:
         """Split the input of the first layer of each stack, and join the output of the last."""
-        for stack, cut in self._cuts.items():
+        # A cut over tensor ranks splits after the one over context ranks, and joins before it.
+        for stack, cut in {**self._contexts, **self._sequences}.items():
             layers = [layer for name, layer in self._layers.items() if owner_of(name) == stack]
             change_inputs(layers[0], partial(_split, cut))
             layers[-1].register_forward_hook(_change_output(cut.join))

@@ -1,4 +1,4 @@
-"""Place a model: cut it in place to this rank's part, first to a pipeline stage, then over the tensor ranks.
+"""Place a model: cut it in place to this rank's part, first to a pipeline stage, then over tensor and context ranks.
 
 The model may be on `meta`. `PlacedModel` describes the result, which `models/fill.py` fills with weights.
 """
@@ -21,10 +21,11 @@ from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import StagePart, cut_stage, split_stages, trainable_stages
 from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import split_model
-from trainer.parallel.communication import Group, group_size, index_in_group, planned_group
+from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, whole
+from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Placements, whole
+from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import bounds_of_part, part_of
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.parallel.tensor.linear import ColumnParallelLinear
@@ -65,24 +66,22 @@ class ShardChoice:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """The cut of a model to a pipeline stage and over the ranks of the tensor axis; by default, it is not cut.
+    """The cut of a model to a pipeline stage, and over tensor and context ranks; by default, it is not cut.
 
-    `group` is None without tensor or context ranks. `sequence` shards the sequences over the tensor ranks, too;
-    `context` shards sequences instead of the matrices of layers. `choice` is None without a pipeline. `shard` is the
+    `sequence` shards the sequences over the tensor ranks, too. `choice` is None without a pipeline. `shard` is the
     share of these parts that this rank loads, before FSDP shards them; None: all.
     """
 
-    group: Group | None = None
+    groups: RowGroups = field(default_factory=RowGroups)
     sequence: bool = False
-    context: bool = False
     choice: StageChoice | None = None
     shard: ShardChoice | None = None
 
     def part(self, tensor: Tensor, placement: ParameterPlacement) -> Tensor:
         """Return this rank's part of a whole parameter, or the parameter itself if it is replicated."""
         for split in placement.splits:
-            assert self.group is not None
-            tensor = part_of(tensor, split, index_in_group(self.group), group_size(self.group))
+            group = self.groups.along(split.axis)
+            tensor = part_of(tensor, split, index_in_group(group), group_size(group))
         return tensor
 
 
@@ -99,9 +98,9 @@ class Origin:
 class PlacedModel:
     """A Hugging Face model, or this rank's part of it.
 
-    `cut_placements` are the placements of its parameters if it was cut over tensor ranks or into stages. `stage` is its
-    pipeline stage. `dropout_keys` is None if the recipe chose torch's dropout. `notes` are messages for the user about
-    the build. `lacking` are the parameters that the pretrained model does not have.
+    `cut_placements` are the placements of its parameters if it was cut over tensor or context ranks, or into stages.
+    `stage` is its pipeline stage. `dropout_keys` is None if the recipe chose torch's dropout. `notes` are messages for
+    the user about the build. `lacking` are the parameters that the pretrained model does not have.
 
     If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
     `origin` is None if the weights were loaded whole, or may have changed.
@@ -151,8 +150,8 @@ def place(
     """
     stage = _cut_to_stage(model, cut.choice) if cut.choice else None
     placements = None
-    if cut.group is not None:
-        placements = split_model(model, cut.group, cut.sequence, cut.context)
+    if cut.groups != RowGroups():
+        placements = split_model(model, cut.groups, cut.sequence)
     if stage is not None and cut.choice is not None:
         own = placements or whole(model)
         placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in own.items()}
@@ -192,9 +191,8 @@ def _of_stage(placement: ParameterPlacement, part: StagePart, stage: int) -> Par
 
 
 def tensor_cut(plan: RunPlan, mesh: ParallelMesh) -> ModelCut:
-    """Return the cut of a plan's model over tensor or context ranks, without its pipeline stages."""
-    parallel, group = plan.recipe.parallel, mesh.group(TENSOR_AXIS)
-    return ModelCut() if group is None else ModelCut(group, parallel.sequence, parallel.context > 1)
+    """Return the cut of a plan's model over tensor and context ranks, without its pipeline stages."""
+    return ModelCut(RowGroups.of(mesh), plan.recipe.parallel.sequence)
 
 
 def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -> list[ModelCut]:
@@ -204,8 +202,8 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
         loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
     """
     pipeline, zero = plan.pipeline, plan.strategy.zero_stage
-    # With tensor ranks, DeepSpeed partitions the parts itself, and needs them whole.
-    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.tp > 1)
+    # With tensor or context ranks, DeepSpeed partitions the parts itself, and needs them whole.
+    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.ranks_per_row > 1)
     shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
     cut = replace(tensor_cut(plan, mesh), shard=shard)
     stages = () if pipeline is None else pipeline.stages_of(mesh.index(PIPELINE_AXIS))
@@ -215,8 +213,7 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
 def every_cut(plan: RunPlan) -> list[ModelCut]:
     """Return the cuts of the first tensor rank for all pipeline stages, without a process group."""
     parallel = plan.recipe.parallel
-    group = planned_group(parallel.tensor_ranks) if parallel.tensor_ranks > 1 else None
-    cut = ModelCut() if group is None else ModelCut(group, parallel.sequence, parallel.context > 1)
+    cut = ModelCut(RowGroups.planned(parallel.tensor, parallel.context), parallel.sequence)
     return _with_stages(cut, plan, range(plan.pipeline.num_stages) if plan.pipeline else ())
 
 

@@ -324,10 +324,10 @@ def _slices_of_part(
     Each slice has its dimension, its start and length there in the part, and its index in the stored tensor.
     """
     if placement.splits:
-        assert cut.group is not None
         (split,) = placement.splits
+        group = cut.groups.along(split.axis)
         dim, blocks = split.dim or 0, split.blocks
-        width, ranges = ranges_of_part(shape[dim], split, index_in_group(cut.group), group_size(cut.group))
+        width, ranges = ranges_of_part(shape[dim], split, index_in_group(group), group_size(group))
     else:
         dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
     extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]

@@ -1,7 +1,7 @@
-"""Cut of an unmodified Hugging Face model over the tensor axis, by its family's plan; matching is strict.
+"""Cut of an unmodified Hugging Face model over tensor and context ranks, by its family's plan; matching is strict.
 
-The axis has the ranks of `parallel.tensor`, or those of `parallel.context`. The latter cut the sequence instead of the
-matrices of layers; embeddings and heads are cut over the vocabulary under both.
+Tensor ranks cut the matrices of layers, and context ranks the sequences. Embeddings and heads are cut over the
+vocabulary, over all these ranks together.
 
 `parallel/` has the sharded modules; `models/families/` lists the replaced and the replicated modules as data. Every
 parameter keeps its name in the unsharded model.
@@ -32,13 +32,23 @@ from trainer.models.vector_scale import scale_of
 from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.pipeline.stand_ins import Absent
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split, whole
-from trainer.parallel.sharded_sequence import SEQUENCE_DIM, ContextCut, ContextSplit, SequenceCut
+from trainer.parallel.placement import (
+    CONTEXT_AXIS,
+    ROWS_AXIS,
+    TENSOR_AXIS,
+    ParameterPlacement,
+    Placements,
+    Split,
+    whole,
+)
+from trainer.parallel.row_groups import RowGroups
+from trainer.parallel.sharded_sequence import ContextSplit, SequenceCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
 from trainer.parallel.tensor.trained_rows import TrainedRows
+from trainer.recipe.schema import Parallel
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
 _Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
@@ -54,46 +64,47 @@ class _Place:
     module: nn.Module
 
 
-def check_split(model: nn.Module, degree: int, sequence: bool = False, context: bool = False) -> None:
-    """Refuse a model that cannot be cut over the ranks of the tensor axis.
+def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool = False) -> None:
+    """Refuse a model that cannot be cut over tensor and context ranks, given their numbers.
 
     Args:
         model: the whole model or one pipeline stage, on any device including meta.
-        context: whether the degree is that of `parallel.context`.
+        sequence: whether tensor ranks cut the sequences, too.
 
     Raises:
         UsageError: the model is in no family, or its family has not this parallelism. A tensor degree does not divide
             heads or features. A pattern matches nothing, or the family does not name a matrix.
         RecipeError: several of these hold.
     """
-    plan = _plan_of(model, context)
+    plan = _plan_of(model, context > 1)
     places = list(_places(model))
     problems = Problems()
     if sequence:
         with problems.collect():
             _check_sequence(model, plan)
-    if context:
-        problems.raise_all()
-        return
-    with problems.collect():
-        _check_patterns(model, plan, places)
-    with problems.collect():
-        _check_divides(degree, [*_heads(model.config, plan), *_features(plan, places)])
+    if tensor > 1 or context == 1:  # else the matrices of layers stay whole
+        with problems.collect():
+            _check_patterns(model, plan, places)
+        with problems.collect():
+            _check_divides(tensor, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
 
 
-def _context_split(config: Any, degree: int) -> ContextSplit | None:
-    """Return the split of attention over the context ranks; None if the family has no context parallelism."""
+def _context_split(config: Any, tensor: int, context: int) -> ContextSplit | None:
+    """Return the split of attention over the context ranks; None for one rank, or without context parallelism.
+
+    Each tensor rank has its share of the heads, and the context ranks beside it share those.
+    """
     family = FAMILIES.get(config.model_type)
-    if family is None or family.tensor is None or not family.tensor.context_parallel:
+    if context == 1 or family is None or family.tensor is None or not family.tensor.context_parallel:
         return None
-    return ContextSplit.of(degree, [getattr(config, name) for name in family.tensor.heads])
+    return ContextSplit.of(context, [getattr(config, name) // tensor for name in family.tensor.heads])
 
 
-def context_notes(config: Any, degree: int) -> list[str]:
+def context_notes(config: Any, parallel: Parallel) -> list[str]:
     """Return a note on the split of attention over the context ranks; none for one rank."""
-    split = _context_split(config, degree) if degree > 1 else None
-    return [] if split is None else [f"context {degree}: {split}"]
+    split = _context_split(config, parallel.tensor, parallel.context)
+    return [] if split is None else [f"context {parallel.context}: {split}"]
 
 
 def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
@@ -136,15 +147,15 @@ def _check_sequence(model: Any, plan: TensorPlan) -> None:
         )
 
 
-def split_model(model: nn.Module, group: Group, sequence: bool = False, context: bool = False) -> Placements:
+def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> Placements:
     """Replace every large matrix of a transformers model by this rank's part of it.
 
-    With `context`, matrices of layers stay whole, and layers work on this rank's positions.
+    With context ranks, layers work on this rank's positions, and attention shares the heads. With context ranks alone,
+    the matrices of layers stay whole.
 
     Args:
-        model: the whole model, equal on every rank of the group, or on the meta device.
-        sequence: whether the hidden states between the matrices of a layer are sharded by position.
-        context: whether all hidden states in layers are; attention then shares the heads.
+        model: the whole model, equal on every rank of the groups, or on the meta device.
+        sequence: whether tensor ranks shard the hidden states between the matrices of a layer by position.
 
     Returns:
         The placement of every parameter.
@@ -153,23 +164,23 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
         UsageError: `check_split` refuses the model.
     """
     assert not any(isinstance(module, _Part) for module in model.modules()), "the model is cut already"
-    check_split(model, group_size(group), sequence, context)
-    plan = _plan_of(model, context)
+    tensor, context = group_size(groups.tensor), group_size(groups.context)
+    check_split(model, tensor, context, sequence)
+    plan = _plan_of(model, context > 1)
     tied = tied_names(model)
-    stacks = _stacks(model, group, context) if sequence or context else None
-    if context:  # matrices of layers stay whole
+    stacks = _stacks(model, groups, sequence)
+    if tensor == 1 and context > 1:  # matrices of layers stay whole
         plan = replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
-    cutting = _Cutting(model, plan, group, stacks)
+    cutting = _Cutting(model, plan, groups, stacks)
     placements = cutting.replace_matrices()
     cutting.sum_input_gradients()
     cutting.divide_attributes()
     cutting.cut_dropouts()
     cutting.share_heads()
     placements |= cutting.partial_placements()
-    if stacks:
-        stacks.cut_ends()
+    stacks.cut_ends()
     if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
-        run_within(model, lambda model: _own_columns(model, buffers, group))
+        run_within(model, lambda model: _own_columns(model, buffers, groups.vocabulary))
     _tie_again(model, tied)
     for names in tied:  # a tied parameter has one placement, under its first name
         placed = next((placements[name] for name in names if name in placements), None)
@@ -178,15 +189,11 @@ def split_model(model: nn.Module, group: Group, sequence: bool = False, context:
 
 
 class _Cutting:
-    """The cut of a model over the ranks of the tensor axis, one concern at a time.
+    """The cut of a model over tensor and context ranks, one concern at a time."""
 
-    Args:
-        stacks: the stacks of layers, if positions are sharded.
-    """
-
-    def __init__(self, model: nn.Module, plan: TensorPlan, group: Group, stacks: Stacks | None) -> None:
+    def __init__(self, model: nn.Module, plan: TensorPlan, groups: RowGroups, stacks: Stacks) -> None:
         self._plan = plan
-        self._group = group
+        self._groups = groups
         self._stacks = stacks
         places = list(_places(model))
         matrices = (*plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads)
@@ -194,9 +201,6 @@ class _Cutting:
         # A module inside of a matrix is a product for LoRA, which its layer cuts.
         self._places = [place for place in places if cut.isdisjoint(prefixes(place.name)[:-1])]
         self._cut = cut
-
-    def _cut_of(self, place: _Place) -> SequenceCut | None:
-        return self._stacks.cut_of(place.name) if self._stacks else None
 
     def _matching(self, patterns: Iterable[str]) -> list[_Place]:
         return [place for place in self._places if _any(patterns, place)]
@@ -209,12 +213,18 @@ class _Cutting:
             if place.name in self._cut:
                 part = self._part(place, not set(shared).isdisjoint(prefixes(place.name)[:-1]))
                 setattr(place.owner, place.attribute, part)
-                placements |= part.placements(f"{place.name}.")
+                axes = self._context_axes(place)
+                for name, placement in part.placements(f"{place.name}.").items():
+                    placements[name] = replace(placement, partial_over=(*placement.partial_over, *axes))
+                for module in part.modules():
+                    if isinstance(module, KeyedDropout):  # of LoRA
+                        module.site = replace(module.site, sequence=self._stacks.context_of(place.name))
         return placements
 
     def _part(self, place: _Place, has_sharer: bool) -> _Part:
         """Return the replacement of a module; `has_sharer`: a module around it sums the gradient of its input."""
-        plan, group, cut = self._plan, self._group, self._cut_of(place)
+        plan, group, vocabulary = self._plan, self._groups.tensor, self._groups.vocabulary
+        cut = self._stacks.sequence_of(place.name)
         module: Any = place.module
         transposed = isinstance(module, Conv1D)
 
@@ -228,9 +238,9 @@ class _Cutting:
         makers: list[tuple[Iterable[str], Callable[[], _Part]]] = [
             *(((pattern,), partial(column, blocks)) for pattern, blocks in plan.columns.items()),
             (plan.rows, lambda: RowParallelLinear(module, group, transposed=transposed, sequence_parallel=bool(cut))),
-            (plan.embeddings, lambda: VocabParallelEmbedding(module, group, scale=scale_of(module))),
+            (plan.embeddings, lambda: VocabParallelEmbedding(module, vocabulary, scale=scale_of(module))),
             (plan.head_embeddings, lambda: FeatureParallelEmbedding(module, group)),
-            (plan.vocabulary_heads, lambda: ColumnParallelLinear(module, group, copies_input=True, pads=True)),
+            (plan.vocabulary_heads, lambda: ColumnParallelLinear(module, vocabulary, copies_input=True, pads=True)),
         ]
         return next(make() for patterns, make in makers if _any(patterns, place))
 
@@ -240,7 +250,7 @@ class _Cutting:
         Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
         every rank.
         """
-        group = self._group
+        group = self._groups.tensor
 
         def shared(cut: SequenceCut | None, name: str, tensor: Tensor) -> Tensor:
             if cut and name == HIDDEN_STATES:
@@ -248,10 +258,10 @@ class _Cutting:
             return copy_to_group(in_product_type(tensor), group)
 
         for place in self._matching(self._plan.shared_inputs):
-            change_inputs(place.module, partial(shared, self._cut_of(place)), _INPUTS)
+            change_inputs(place.module, partial(shared, self._stacks.sequence_of(place.name)), _INPUTS)
 
     def divide_attributes(self) -> None:
-        size = group_size(self._group)
+        size = group_size(self._groups.tensor)
         for pattern, attributes in self._plan.divided.items():
             for place in self._matching([pattern]):
                 for attribute in attributes:
@@ -259,39 +269,45 @@ class _Cutting:
 
     def cut_dropouts(self) -> None:
         """Set the part of each dropout that works on this rank's heads, features or positions."""
-        plan, index = self._plan, index_in_group(self._group)
+        plan, index = self._plan, index_in_group(self._groups.tensor)
         for place in self._places:
-            cut, module = self._cut_of(place), place.module
-            of_heads = cut.head_part if isinstance(cut, ContextCut) else index
+            context, module = self._stacks.context_of(place.name), place.module
+            of_heads = index * context.of_heads.heads + context.head_part if context else index
             if _any(plan.attention, place):
                 move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=of_heads))
             if not isinstance(module, KeyedDropout):
                 continue
             if _any(plan.split_dropouts, place):
-                module.site = replace(module.site, cut_dim=-1, part=index)
+                module.site = replace(module.site, cut_dim=-1, part=index, sequence=context)
             elif _any(plan.head_dropouts, place):
                 module.site = replace(module.site, cut_dim=_HEADS_DIM, part=of_heads)
-            elif cut:
-                module.site = replace(module.site, cut_dim=SEQUENCE_DIM, sequence=cut)
+            else:
+                module.site = replace(module.site, sequence=self._stacks.sequence_of(place.name) or context)
 
     def share_heads(self) -> None:
         """Let attention exchange positions for heads, if layers have this rank's positions only."""
         for place in self._matching(self._plan.attention):
-            cut = self._cut_of(place)
-            if isinstance(cut, ContextCut):
+            cut = self._stacks.context_of(place.name)
+            if cut is not None:
                 share_heads(place.module, cut)
                 cut_rotations(place.module, cut)
 
     def partial_placements(self) -> Placements:
         """Return the placements of replicated parameters that are applied to this rank's part only."""
-        return {
-            name: ParameterPlacement(
-                name, tuple(parameter.shape), partial_over=("dp", TENSOR_AXIS), trainable=parameter.requires_grad
-            )
-            for place in self._places
-            if _any(self._plan.partial, place) or (self._cut_of(place) and place.name not in self._cut)
-            for name, parameter in place.module.named_parameters(place.name, recurse=False)
-        }
+        placements = {}
+        for place in self._places:
+            over_tensor = _any(self._plan.partial, place) or self._stacks.sequence_of(place.name)
+            axes = [TENSOR_AXIS] * bool(over_tensor) + self._context_axes(place)
+            for name, parameter in place.module.named_parameters(place.name, recurse=False):
+                if axes and place.name not in self._cut:
+                    placements[name] = ParameterPlacement(
+                        name, tuple(parameter.shape), partial_over=("dp", *axes), trainable=parameter.requires_grad
+                    )
+        return placements
+
+    def _context_axes(self, place: _Place) -> list[str]:
+        """Return the context axis if a module works on this rank's positions, so that its gradients are partial."""
+        return [CONTEXT_AXIS] if self._stacks.context_of(place.name) else []
 
 
 def _plan_of(model: Any, context: bool = False) -> TensorPlan:
@@ -312,18 +328,15 @@ def _plan_of(model: Any, context: bool = False) -> TensorPlan:
     return plan
 
 
-def _stacks(model: nn.Module, group: Group, context: bool) -> Stacks:
+def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
     """Return the stacks of layers with their sequence cuts; context ranks may form a ring for attention."""
-    kind: Callable[[Group], SequenceCut] = SequenceCut
     config: Any = model.config
-    if context:
-        split = _context_split(config, group_size(group))
-        assert split is not None, "the check refuses other families"
-        kind = partial(ContextCut, split=split)
-        if split.ring > 1:
-            config._attn_implementation = RING_ATTENTION
-    layers = {id(layer) for layer in layers_of(model).values()}
-    return Stacks({name: module for name, module in model.named_modules() if id(module) in layers}, group, kind)
+    split = _context_split(config, group_size(groups.tensor), group_size(groups.context))
+    if split is not None and split.ring > 1:
+        config._attn_implementation = RING_ATTENTION
+    layers = {id(layer) for layer in layers_of(model).values()} if sequence or split else set()
+    named = {name: module for name, module in model.named_modules() if id(module) in layers}
+    return Stacks(named, groups, sequence, split)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:
@@ -374,7 +387,7 @@ def _own_columns(model: nn.Module, names: Iterable[str], group: Group) -> Iterat
     whole = {name: model._buffers[name] for name in names}
     for name, buffer in whole.items():
         assert buffer is not None, "the buffer was listed"
-        model._buffers[name] = part_of(buffer, Split(1, TENSOR_AXIS), index_in_group(group), group_size(group))
+        model._buffers[name] = part_of(buffer, Split(1, ROWS_AXIS), index_in_group(group), group_size(group))
     try:
         yield
     finally:

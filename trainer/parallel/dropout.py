@@ -36,7 +36,7 @@ from trainer.parallel.random import (
     token_keys,
 )
 from trainer.parallel.rounded_inputs import after_products
-from trainer.parallel.sharded_sequence import SequenceCut
+from trainer.parallel.sharded_sequence import SEQUENCE_DIM, SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
 
@@ -326,8 +326,8 @@ class _Streams(NamedTuple):
 class DropoutSite:
     """A place in a model at which activations are dropped.
 
-    If dimension `cut_dim` of the activations is split over the ranks, the mask is this rank's part of the mask of one
-    process. `part` is the index of the part, with parts of equal size; with `sequence`, the part begins at its `start`.
+    If dimensions of the activations are split over the ranks, the mask is this rank's part of the mask of one process.
+    `cut_dim` is in equal parts, and `part` is the index of this one. With `sequence`, positions begin at its `start`.
 
     From the call `shared_from` of a forward pass on, the activations have no batch, because all rows share them
     (embeddings of relative positions). All microbatches of a step then have the same mask, as in one process that takes
@@ -369,7 +369,8 @@ class DropoutSite:
             keys = self.keys.row_keys(self.name, (flat.shape[0], *shape[1:]))
             return _Streams(tuple(shape), self.offsets(shape), keys, (flat.rows, flat.positions))
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
-        assert not (is_shared and self.cut_dim is not None), f"{self.name} is cut, and has no batch"
+        is_cut = self.cut_dim is not None or self.sequence is not None
+        assert not (is_shared and is_cut), f"{self.name} is cut, and has no batch"
         whole = (1, *shape) if is_shared else tuple(shape)
         if keys is None:
             keys = self.keys.row_keys(self.name, whole, is_shared)
@@ -379,7 +380,9 @@ class DropoutSite:
         """Return the start of this rank's part of each dimension of activations of a local shape."""
         offsets = [0] * len(shape)
         if self.cut_dim is not None:
-            offsets[self.cut_dim] = self.sequence.start if self.sequence else self.part * shape[self.cut_dim]
+            offsets[self.cut_dim] = self.part * shape[self.cut_dim]
+        if self.sequence is not None:
+            offsets[SEQUENCE_DIM] = self.sequence.start
         return offsets
 
     def drop_rows(self, x: Tensor, probability: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.base.batches import batches
 from trainer.parallel.communication import Group
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
+from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
 
 _BUCKET_BYTES = 25 * 2**20
@@ -107,9 +107,10 @@ def round_gradients_(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> 
             parameter.grad.copy_(parameter.grad.to(dtype))
 
 
-def is_partial(placement: ParameterPlacement, mesh: ParallelMesh) -> bool:
-    """Return whether the gradient of a replicated parameter is a partial sum on each tensor rank of the mesh."""
-    return TENSOR_AXIS in placement.partial_over and mesh.size(TENSOR_AXIS) > 1
+def partial_axis(placement: ParameterPlacement, mesh: ParallelMesh) -> str | None:
+    """Return the axis over whose ranks, which process the same rows, a gradient is a partial sum; None if it is not."""
+    axes = [axis for axis in (CONTEXT_AXIS, TENSOR_AXIS) if axis in placement.partial_over and mesh.size(axis) > 1]
+    return ROWS_AXIS if len(axes) > 1 else next(iter(axes), None)
 
 
 @torch.no_grad()
@@ -118,25 +119,28 @@ def sum_partial_gradients_(
     mesh: ParallelMesh,
     sent_in: torch.dtype | None = None,
 ) -> None:
-    """Sum the partial gradients over the tensor ranks, in place, with one all-reduce for all of them.
+    """Sum the partial gradients over tensor and context ranks, in place, with one all-reduce for each axis.
 
-    The gradients may be sharded over the data ranks, alike on all tensor ranks. They are sent in the type `sent_in`;
-    None: in their own.
+    The gradients may be sharded over the data ranks, alike on all ranks of the axis. They are sent in the type
+    `sent_in`; None: in their own.
     """
-    gradients = [
-        local_part(p.grad) for p, placement in parameters if p.grad is not None and is_partial(placement, mesh)
-    ]
-    if gradients:
+    by_axis: dict[str, list[Tensor]] = defaultdict(list)
+    for parameter, placement in parameters:
+        if parameter.grad is not None and (axis := partial_axis(placement, mesh)) is not None:
+            by_axis[axis].append(local_part(parameter.grad))
+    for axis, gradients in sorted(by_axis.items()):  # all ranks in the same order
         flat = torch.cat([gradient.reshape(-1).to(sent_in or gradient.dtype) for gradient in gradients])
-        _copy_parts_(gradients, mesh.sum_(flat, TENSOR_AXIS))
+        _copy_parts_(gradients, mesh.sum_(flat, axis))
 
 
-def sum_while_backward(parameter: nn.Parameter, mesh: ParallelMesh, sent_in: torch.dtype | None = None) -> None:
-    """Sum a partial gradient in each backward pass, for engines that consume gradients during it."""
+def sum_while_backward(
+    parameter: nn.Parameter, axis: str, mesh: ParallelMesh, sent_in: torch.dtype | None = None
+) -> None:
+    """Sum a partial gradient over an axis in each backward pass, for engines that consume gradients during it."""
 
     def summed(gradient: Tensor) -> Tensor:
         sent = gradient.to(sent_in or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
-        return mesh.sum_(sent, TENSOR_AXIS).to(gradient.dtype)
+        return mesh.sum_(sent, axis).to(gradient.dtype)
 
     parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,19 +17,23 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.errors import TrainerError, error_of_values, error_to_values
+from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS
 from trainer.ranks.messages import decode, encode
 
 Result = TypeVar("Result")
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")  # outermost first: tensor ranks are neighbours, on the fastest links
+# Outermost first: tensor ranks are neighbours, on the fastest links. Megatron-LM and torchtitan have the same order.
+AXES = ("pp", "dp_replicate", "dp_shard", CONTEXT_AXIS, TENSOR_AXIS)
 DATA_AXES = ("dp_replicate", "dp_shard")
+JOINT_AXES = {"dp": DATA_AXES, ROWS_AXIS: (CONTEXT_AXIS, TENSOR_AXIS)}
+"""The axes that stand for several neighbouring ones."""
 
 
 class ParallelMesh:
     """The mesh of ranks, its axes and their process groups.
 
-    Axis names are those of `AXES`, and `dp` for the two data axes together. An axis of size 1 has no group, and its
-    collectives are the identity, so one process needs no process group.
+    Axis names are those of `AXES` and `JOINT_AXES`. An axis of size 1 has no group, and its collectives are the
+    identity, so one process needs no process group.
 
     Args:
         degrees: the size of each axis, 1 by default. Their product must be the world size.
@@ -37,32 +42,29 @@ class ParallelMesh:
     def __init__(self, device: torch.device, **degrees: int) -> None:
         assert set(degrees) <= set(AXES), f"unknown axes {set(degrees) - set(AXES)}"
         self.device = device
-        self._sizes = {axis: degrees.get(axis, 1) for axis in AXES}
-        self.world_size = 1
-        for size in self._sizes.values():
-            self.world_size *= size
+        self._degrees = {axis: degrees.get(axis, 1) for axis in AXES}
+        joint = {axis: prod(self._degrees[one] for one in parts) for axis, parts in JOINT_AXES.items()}
+        self.sizes = self._degrees | joint
+        self.world_size = prod(self._degrees.values())
         assert self.world_size == 1 or dist.is_initialized(), "several ranks need a process group"
         self.rank = 0
         self.device_mesh: DeviceMesh | None = None
         # Computed once: each slice of torch's mesh takes a millisecond.
-        self._indices = dict.fromkeys((*AXES, "dp"), 0)
+        self._indices = dict.fromkeys(self.sizes, 0)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._control: dist.ProcessGroup | None = None
         if dist.is_initialized():
             assert dist.get_world_size() == self.world_size, "the degrees must multiply to the world size"
             self.rank = dist.get_rank()
-            self.device_mesh = init_device_mesh(device.type, tuple(self._sizes.values()), mesh_dim_names=AXES)
-            data_mesh = self.device_mesh[DATA_AXES]._flatten("dp")
+            self.device_mesh = init_device_mesh(device.type, tuple(self._degrees.values()), mesh_dim_names=AXES)
             for axis in self._indices:
-                line = data_mesh if axis == "dp" else self.device_mesh[axis]
+                line = _line(self.device_mesh, axis, self._degrees)
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
             # Decisions (stop, save) and gathered metrics are CPU tensors, which gloo sends without the device's queue.
             self._control = dist.group.WORLD
 
     def size(self, axis: str) -> int:
-        if axis == "dp":
-            return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
-        return self._sizes[axis]
+        return self.sizes[axis]
 
     def index(self, axis: str) -> int:
         return self._indices[axis]
@@ -79,7 +81,7 @@ class ParallelMesh:
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank is the first of those with the same pipeline stages; it keeps gathered tensors."""
-        return self.index("dp") == 0 and self.index("tp") == 0
+        return self.index("dp") == 0 and self.index(ROWS_AXIS) == 0
 
     def subgroup(self, axis: str, indices: Sequence[int]) -> dist.ProcessGroup | None:
         """Create a process group of the ranks at `indices` along `axis` and return it; None on other ranks.
@@ -87,7 +89,7 @@ class ParallelMesh:
         All ranks must call it, with the same arguments.
         """
         assert self.device_mesh is not None
-        mesh = np.arange(self.world_size).reshape(list(self._sizes.values()))  # a plan has no values of tensors
+        mesh = np.arange(self.world_size).reshape(list(self._degrees.values()))  # a plan has no values of tensors
         lines = np.moveaxis(mesh, AXES.index(axis), -1).reshape(-1, self.size(axis))
         mine = None
         for line in lines.tolist():
@@ -263,6 +265,17 @@ class ParallelMesh:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._control)
+
+
+def _line(mesh: DeviceMesh, axis: str, degrees: Mapping[str, int]) -> DeviceMesh:
+    """Return the mesh of the ranks along an axis; a joint axis of tensor or context ranks alone is their axis."""
+    if axis not in JOINT_AXES:
+        return mesh[axis]
+    parts = JOINT_AXES[axis]
+    several = [part for part in parts if degrees[part] > 1]
+    if axis == ROWS_AXIS and len(several) < len(parts):
+        return mesh[several[0] if several else parts[0]]
+    return mesh[parts]._flatten(axis)
 
 
 def _as_tensor(message: bytes) -> Tensor:

@@ -14,6 +14,12 @@ from torch import nn
 TENSOR_AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 
+CONTEXT_AXIS = "cp"
+"""The mesh axis of context parallelism."""
+
+ROWS_AXIS = "cp_tp"
+"""The context and tensor axes together: the ranks that process the same rows. They shard the vocabulary."""
+
 PIPELINE_AXIS = "pp"
 """The mesh axis of pipeline stages."""
 

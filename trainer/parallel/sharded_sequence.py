@@ -1,8 +1,9 @@
-"""Sequences that are sharded by position over the ranks of the tensor axis.
+"""Sequences that are sharded by position over ranks.
 
-Sequence parallelism shards them between the matrices of a layer (Korthikanti et al. 2022, arXiv:2205.05198, section
-4.2.2); context parallelism in whole layers but for attention (Jacobs et al. 2023, arXiv:2309.14509; Liu et al. 2023,
-arXiv:2310.01889; both together: Fang & Zhao 2024, arXiv:2405.07719).
+Sequence parallelism shards them over tensor ranks, between the matrices of a layer (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2). Context parallelism shards them over context ranks, in whole layers but for attention
+(Jacobs et al. 2023, arXiv:2309.14509; Liu et al. 2023, arXiv:2310.01889; both together: Fang & Zhao 2024,
+arXiv:2405.07719). With both, the tensor ranks shard the positions of each context rank.
 """
 
 from __future__ import annotations
@@ -40,29 +41,36 @@ class SequenceCut:
 
     `split` at the stack's entry sets the number of positions. A layer that is recomputed in the backward pass reads it
     here. Without pipeline stages, the backward pass of a microbatch comes before the next forward pass.
+
+    Args:
+        outer: the cut of the same stack over other ranks; this one shards the positions that it leaves to a rank.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, outer: SequenceCut | None = None) -> None:
         self.group = group
+        self._outer = outer
         self._total = 0
 
     @property
     def start(self) -> int:
         """The first position of this rank."""
-        return bounds_of_part(self._total, index_in_group(self.group), group_size(self.group))[0]
+        first, _ = bounds_of_part(self._total, index_in_group(self.group), group_size(self.group))
+        return first + (self._outer.start if self._outer else 0)
 
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's positions of `x` `[batch, positions, hidden]`, at the stack's entry."""
+        x = self._outer.split(x) if self._outer else x
         self._total = x.shape[SEQUENCE_DIM]
         return split_sequence(x, self.group, SEQUENCE_DIM)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all positions, before matrices that are cut over the ranks."""
+        """Return all positions of these ranks, before matrices that are cut over them."""
         return gather_sequence(in_product_type(x), self.group, SEQUENCE_DIM, self._total)
 
     def join(self, x: Tensor) -> Tensor:
         """Return all positions, at the stack's exit."""
-        return join_sequence(x, self.group, SEQUENCE_DIM, self._total)
+        joined = join_sequence(x, self.group, SEQUENCE_DIM, self._total)
+        return self._outer.join(joined) if self._outer else joined
 
 
 @dataclass(frozen=True)

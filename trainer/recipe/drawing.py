@@ -59,8 +59,8 @@ def _axes(plan: RunPlan) -> list[_Axis]:
         held = [plan.pipeline.stages_of(rank) for rank in range(layout.pp)]
         title = "stage" if plan.pipeline.stages_per_rank == 1 else "stages"
         axes.append(_Axis(title, tuple(", ".join(map(str, stages)) for stages in held), layout.pp))
-    shared = "context" if layout.context else "tensor"
-    for title, size in (("replica", layout.dp_replicate), ("shard", layout.dp_shard), (shared, layout.tp)):
+    titles = ("replica", layout.dp_replicate), ("shard", layout.dp_shard), ("context", layout.cp), ("tensor", layout.tp)
+    for title, size in titles:
         axes.append(_Axis(title, tuple(map(str, range(size))), size))
     return [axis for axis in axes if axis.size > 1]
 
@@ -85,7 +85,7 @@ def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[s
         return ["layers are balanced over the stages when the model is loaded"]
     layout, cuts = plan.layout, plan.strategy.cuts_parameters
     shards = layout.dp_shard if cuts else 1
-    if layout.tp > 1 and not layout.context:
+    if layout.tp > 1:
         scope = "before tensor and data-parallel sharding" if shards > 1 else "before tensor sharding"
         shards = 1
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
@@ -20,14 +20,15 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
-    tp: int = 1  # tensor ranks, or with `context` those that shard positions
+    cp: int = 1
+    tp: int = 1
     pp: int = 1
-    context: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of the mesh, by its name."""
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def data_parallel_size(self) -> int:
@@ -35,12 +36,16 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that process the same rows on one stage, by parts of matrices or of sequences."""
+        return self.cp * self.tp
+
+    @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.tp * self.pp
+        return self.data_parallel_size * self.ranks_per_row * self.pp
 
     def __str__(self) -> str:
-        names = {"tp": "cp"} if self.context else {}
-        return " x ".join(f"{names.get(axis, axis)} {n}" for axis, n in self.sizes.items() if n > 1) or "one process"
+        return " x ".join(f"{axis} {n}" for axis, n in self.sizes.items() if n > 1) or "one process"
 
 
 @dataclass(frozen=True)
@@ -152,44 +157,45 @@ class RunPlan:
 
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:
     strategy = STRATEGIES[parallel.strategy]
-    tensor, stages = parallel.tensor_ranks, parallel.pipeline.stages
-    context = parallel.context > 1
-    key = "`parallel.context`" if context else "`parallel.tensor`"
-    processes = _counted(world_size, "process", "es")
-    if tensor > 1 and stages == 1 and world_size % tensor:
-        raise RecipeError(
-            f"{key} must divide the {processes}, but is {tensor}; use {tensor} processes or a multiple of it, or"
-            f" {key} 1"
-        )
-    if world_size % (tensor * stages):
-        product = f"times {key} {tensor} " if tensor > 1 else ""
-        raise RecipeError(
-            f"`parallel.pipeline.stages` {product}must divide the {processes}, but is {stages}; use"
-            f" {tensor * stages} processes or a multiple of it, or 1 stage"
-        )
+    cut = _checked_cut(parallel, world_size)
     if strategy.single_process and world_size > 1:
         raise RecipeError(
             f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"
         )
-    ranks = world_size // (tensor * stages)  # data-parallel ranks
+    ranks = world_size // cut.world_size  # data-parallel ranks
     if not strategy.cuts_anything:
-        return Layout(dp_replicate=ranks, tp=tensor, pp=stages, context=context)
+        return replace(cut, dp_replicate=ranks)
     shard = ranks
     if strategy.groups and parallel.shard != "auto":
         shard = min(parallel.shard, ranks) if parallel.elastic == "shards" else parallel.shard
     elif strategy.groups:
-        shard = max(1, min(local_world_size // tensor, ranks))
+        shard = max(1, min(local_world_size // cut.ranks_per_row, ranks))
         if shard == 1 < ranks:  # would need as much memory as ddp
-            node = "one rank" if local_world_size == 1 else "one tensor group"
+            node = "one rank" if local_world_size == 1 else "one group of tensor and context ranks"
             raise RecipeError(
                 f"`parallel.shard` auto shards over the ranks of a node, but each node has only {node}, so nothing"
                 f" would be sharded; set a number that divides the {ranks} data-parallel ranks, or use fsdp or ddp"
             )
     if ranks % shard:
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        unit = "processes" if tensor * stages == 1 else "data-parallel ranks"
+        unit = "processes" if cut.world_size == 1 else "data-parallel ranks"
         raise RecipeError(f"`parallel.shard` must divide the {ranks} {unit}, but is {shard}; use one of {divisors}")
-    return Layout(dp_replicate=ranks // shard, dp_shard=shard, tp=tensor, pp=stages, context=context)
+    return replace(cut, dp_replicate=ranks // shard, dp_shard=shard)
+
+
+def _checked_cut(parallel: Parallel, world_size: int) -> Layout:
+    """Return the layout of one data-parallel rank: its stages, context and tensor ranks. They must divide the ranks."""
+    cut = Layout(cp=parallel.context, tp=parallel.tensor, pp=parallel.pipeline.stages)
+    if world_size % cut.world_size:
+        degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, "context": cut.cp}
+        (key, degree), *others = [(key, degree) for key, degree in degrees.items() if degree > 1]
+        product = "".join(f"times `parallel.{other}` {size} " for other, size in others)
+        one = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"
+        raise RecipeError(
+            f"`parallel.{key}` {product}must divide the {_counted(world_size, 'process', 'es')}, but is {degree}; use"
+            f" {cut.world_size} processes or a multiple of it, or {one}"
+        )
+    return cut
 
 
 def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = None) -> RunPlan:

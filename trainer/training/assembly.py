@@ -164,7 +164,7 @@ class Assembly:
         return [
             *([] if self.progress.step else self.built[0].notes),  # a checkpoint has replaced the weights
             *self.data.notes(recipe.data.max_length),
-            *context_notes(model.config, recipe.parallel.context),
+            *context_notes(model.config, recipe.parallel),
             *attention_notes(model, device),
             *dropout_notes(model, device),
             *self.engine.notes(),

@@ -149,7 +149,7 @@ def _check(
         return CheckedModel()
     with problems.collect():
         described.adapt(model, lacking)
-        notes += context_notes(described.config, parallel.context)
+        notes += context_notes(described.config, parallel)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
         notes += described.adapter_notes(model)
         groups = described.groups(model)
@@ -158,9 +158,9 @@ def _check(
     if recipe.data.padding_free:
         with problems.collect():
             check_padding_free(model)
-    if parallel.tensor_ranks > 1:
+    if plan.layout.ranks_per_row > 1:
         with problems.collect():
-            check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
+            check_split(model, parallel.tensor, parallel.context, parallel.sequence)
     if plan.pipeline is not None:
         with problems.collect():
             split = split_stages(model, plan.pipeline.num_stages, parallel.pipeline.split, parallel.pipeline.schedule)

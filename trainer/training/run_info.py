@@ -22,7 +22,7 @@ from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.quantizing import weights_of_parts
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
-from trainer.parallel.mesh import AXES, ParallelMesh
+from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
@@ -52,8 +52,7 @@ def _own_parameter_groups(
         if label in tied or placement.stages:
             yield "tied"
 
-    sizes = {axis: mesh.size(axis) for axis in AXES}
-    weight_bytes = _weight_bytes(models)
+    weight_bytes, sizes = _weight_bytes(models), mesh.sizes
     quantized = weights_of_parts(models)
     groups = []
     for name in get_args(Kind):
@@ -108,7 +107,7 @@ def planned_state_bytes(
     master_bytes = 4 if strategy.zero_stage else 0  # DeepSpeed keeps a copy beside the parameters, in fp32 too
     own = state_bytes(
         placements,
-        {axis: mesh.size(axis) for axis in AXES},
+        mesh.sizes,
         cut_gradients=strategy.cuts_gradients,
         cut_optimizer=strategy.cuts_optimizer,
         weight_bytes=_weight_bytes(models),

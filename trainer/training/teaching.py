@@ -72,9 +72,9 @@ def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) ->
     with problems.collect():
         _columns(recipe, task, described.config)
     parallel = recipe.parallel
-    if parallel.tensor_ranks > 1:
+    if parallel.tensor * parallel.context > 1:
         with problems.collect(), naming_the_teacher():
-            check_split(model, parallel.tensor_ranks, parallel.sequence, parallel.context > 1)
+            check_split(model, parallel.tensor, parallel.context, parallel.sequence)
     if preparation is not None:
         with problems.collect(), naming_the_teacher():
             _require_same_inputs(recipe, task, preparation, described)

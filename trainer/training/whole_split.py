@@ -16,6 +16,7 @@ from trainer.observe.observer import Observer
 from trainer.parallel.copying import one_behind
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
+from trainer.parallel.placement import ROWS_AXIS
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
 
@@ -58,7 +59,7 @@ class Evaluator:
             here.add(rows, result.predictions)
             self.observers.evaluation_progress(done, len(self.loader))
         # Ranks that share a model replica have the same rows, so one of them counts.
-        own = (loss_sum, num_valid, here.joined()) if self.mesh.index("tp") == 0 else (0.0, 0, {})
+        own = (loss_sum, num_valid, here.joined()) if self.mesh.index(ROWS_AXIS) == 0 else (0.0, 0, {})
         gathered = self.mesh.gather(own)
         combined = self._combine(gathered) if gathered else None
         metrics: dict[str, float] = self.mesh.share(combined and combined.metrics)
@@ -85,7 +86,7 @@ def gathered_rows(
     for rows, tensors in _results(loader, begin):
         here.add(rows, tensors)
     # Ranks that share a model replica have the same rows, so one of them counts.
-    gathered = mesh.gather(here.joined() if mesh.index("tp") == 0 else {})
+    gathered = mesh.gather(here.joined() if mesh.index(ROWS_AXIS) == 0 else {})
     return None if gathered is None else in_row_order(gathered, num_rows)
 
 

@@ -43,7 +43,7 @@ def compare(vocab: int, padding_idx: int | None, length: int = 7) -> None:
     part = VocabParallelEmbedding(whole, dist.group.WORLD)
     assert (part.num_embeddings, part.embedding_dim, part.padding_idx) == (vocab, HIDDEN, whole.padding_idx)
     assert part.weight.shape == (-(-vocab // dist.get_world_size()), HIDDEN)
-    assert part.placements("e.")["e.weight"].num_elements({"tp": dist.get_world_size()}) == part.weight.numel()
+    assert part.placements("e.")["e.weight"].num_elements({"cp_tp": dist.get_world_size()}) == part.weight.numel()
     ids, slope = some_ids(vocab, 3, length), torch.randn(3, length, HIDDEN)
     expected, found = whole(ids), part(ids)
     assert torch.equal(found, expected)
@@ -137,7 +137,7 @@ class TestOneRank:
         part = VocabParallelEmbedding(nn.Embedding(13, HIDDEN, -2, device="meta", dtype=torch.bfloat16), None)
         assert (part.padding_idx, part.weight.dtype, part.weight.device.type) == (11, torch.bfloat16, "meta")
         placement = part.placements()["weight"]
-        assert (placement.shape, placement.splits) == ((13, HIDDEN), (Split(0, "tp"),))
+        assert (placement.shape, placement.splits) == ((13, HIDDEN), (Split(0, "cp_tp"),))
         assert placement.partial_over == ("dp",)
 
     def test_what_the_parts_cannot_do_is_refused(self):

@@ -294,11 +294,11 @@ def test_rings_and_trees():
 
 @pytest.mark.parametrize(
     ("axis", "expected"),
-    [("tp", Link(4, 4, 8)), ("dp_shard", Link(2, 2, 8)), ("dp_replicate", Link(2, 1, 8)), ("pp", Link(2, 1, 8)),
-     ("dp", Link(4, 2, 8)), ("all", Link(32, 8, 8))],
+    [("tp", Link(2, 2, 8)), ("dp_shard", Link(2, 2, 8)), ("dp_replicate", Link(2, 1, 8)), ("pp", Link(2, 1, 8)),
+     ("dp", Link(4, 2, 8)), ("cp", Link(2, 2, 8)), ("cp_tp", Link(4, 4, 8)), ("all", Link(32, 8, 8))],
 )  # fmt: skip
 def test_the_place_of_an_axis(axis: str, expected: Link):
-    assert link_of(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=4), axis, 8) == expected
+    assert link_of(Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2), axis, 8) == expected
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("gpipe", 4, 8), ("1f1b", 4, 8), ("1f1b", 3, 5)])

@@ -13,12 +13,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainer.parallel.mesh import DATA_AXES, ParallelMesh
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Split
+from trainer.parallel.mesh import AXES, DATA_AXES, JOINT_AXES, ParallelMesh
+from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Split
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.slices import bounds_of_part, ranges_of_part
 
-_REPLICATING_AXES = (*DATA_AXES, TENSOR_AXIS)  # pipeline ranks hold other parameters
+_REPLICATING_AXES = [axis for axis in AXES if axis != PIPELINE_AXIS]  # its ranks hold other parameters
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def flat_part(
 
 def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str, ...], int, int]:
     """Return the axes along which ranks are replicas, the index of this rank among them, and their number."""
-    axes = tuple(axis for axis in _REPLICATING_AXES if axis not in split_axes)
+    split = {part for axis in split_axes for part in JOINT_AXES.get(axis, (axis,))}
+    axes = tuple(axis for axis in _REPLICATING_AXES if axis not in split)
     index, number = 0, 1
     for axis in axes:
         index = index * mesh.size(axis) + mesh.index(axis)
@@ -143,7 +144,7 @@ def segments_of(placement: ParameterPlacement, mesh: ParallelMesh, splits: Seque
             for piece in _within(dims[dim], start, stop, block * width)
         ]
         # Shards of torch have no padding: the last ranks have fewer elements.
-        is_padded = split.axis == TENSOR_AXIS
+        is_padded = split.axis not in DATA_AXES
         extents[dim] = split.blocks * width if is_padded else ranges[0][1] - ranges[0][0]
     return dims
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.parallel.copying import to_device
-from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement
+from trainer.parallel.mesh import DATA_AXES, ParallelMesh
+from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.random import random_lanes, row_keys, stream_keys
 from trainer.parallel.shards.boxes import flat_part, positions_of
 
@@ -58,7 +58,7 @@ class KeyedRounding:
         for piece, flat in zip(pieces, torch.split(lanes, sizes), strict=True):
             placement = self._placements[piece.parameter]
             offset = _first_row(piece.parameter) * prod(piece.parameter.shape[1:]) + piece.start
-            tensor_splits = tuple(split for split in placement.splits if split.axis == TENSOR_AXIS)
+            tensor_splits = tuple(split for split in placement.splits if split.axis not in DATA_AXES)
             part = flat_part("", flat, offset, replace(placement, splits=tensor_splits), self._mesh, ())
             for box in part.boxes:
                 views[_Place(box.start, box.shape, placement.shape)].append((placement.name, box.view))

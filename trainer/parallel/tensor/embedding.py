@@ -1,4 +1,4 @@
-"""Embeddings sharded over the tensor axis: by rows (the vocabulary) or by features."""
+"""Embeddings that are sharded by rows (the vocabulary), or by features over the tensor axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.parallel.communication import Group, group_size, index_in_group, reduce_from_group
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.trained_rows import VectorScale, attach_rows, rows_of
 
@@ -53,7 +53,7 @@ class _ParallelEmbedding(nn.Module):
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):
-    """An `nn.Embedding` sharded over the vocabulary; each rank holds `ceil(vocab / tp)` rows of the weight.
+    """An `nn.Embedding` sharded over the vocabulary; each of n ranks holds `ceil(vocab / n)` rows of the weight.
 
     A rank returns zero for the ids of other ranks, so the sum over the ranks is exact. If the degree does not divide
     the vocabulary, the last rows are zeros. A decoder may share `weight` if its loss skips the padded columns, as
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
     """
 
     def __init__(self, whole: nn.Embedding, group: Group, *, scale: VectorScale | None = None) -> None:
-        super().__init__(whole, Split(0, TENSOR_AXIS), group, has_own_forward=scale is not None)
+        super().__init__(whole, Split(0, ROWS_AXIS), group, has_own_forward=scale is not None)
         self.scale = scale or VectorScale()
 
     def forward(self, ids: Tensor) -> Tensor:

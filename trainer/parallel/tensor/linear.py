@@ -25,7 +25,8 @@ from trainer.parallel.communication import (
     scatter_sum_sequence,
 )
 from trainer.parallel.dropout import KeyedDropout
-from trainer.parallel.placement import TENSOR_AXIS, ParameterPlacement, Placements, Split
+from trainer.parallel.mesh import JOINT_AXES
+from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.sharded_sequence import SEQUENCE_DIM
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
@@ -64,8 +65,9 @@ class _ParallelLinear(nn.Module):
         self.pads = pads
         self.whole_shape = tuple(weight.shape)
         dim = int(self.cuts_inputs != transposed)
-        self.weight_split = Split(dim, TENSOR_AXIS, blocks)
-        self.bias_split = None if self.cuts_inputs else Split(0, TENSOR_AXIS, blocks)
+        self.axis = ROWS_AXIS if pads else TENSOR_AXIS  # a vocabulary is cut over context ranks, too
+        self.weight_split = Split(dim, self.axis, blocks)
+        self.bias_split = None if self.cuts_inputs else Split(0, self.axis, blocks)
         features, size = self.whole_shape[dim], group_size(group)
         assert features % blocks == 0, f"{features} features are not {blocks} equal blocks"
         block = features // blocks
@@ -115,7 +117,7 @@ class _ParallelLinear(nn.Module):
         has_inputs = name.endswith("A")
         if has_inputs != self.cuts_inputs:
             return None
-        return Split(1, TENSOR_AXIS) if has_inputs else Split(0, TENSOR_AXIS, self.weight_split.blocks)
+        return Split(1, self.axis) if has_inputs else Split(0, self.axis, self.weight_split.blocks)
 
     def _part_of(self, whole: Tensor, split: Split | None) -> nn.Parameter:
         part = whole.detach()
@@ -135,7 +137,7 @@ class _ParallelLinear(nn.Module):
     def _placement(
         self, name: str, parameter: nn.Parameter, shape: tuple[int, ...], split: Split | None, is_partial: bool = False
     ) -> ParameterPlacement:
-        partial_over = ("dp", TENSOR_AXIS) if is_partial else ("dp",)
+        partial_over = ("dp", *JOINT_AXES.get(self.axis, (self.axis,))) if is_partial else ("dp",)
         splits = () if split is None else (split,)
         return ParameterPlacement(name, shape, splits, partial_over, parameter.requires_grad)
 

@@ -85,11 +85,6 @@ class Parallel(Section):
     deepspeed: dict[str, Any] = Field(default={})
     """Further keys for DeepSpeed under zero1 to zero3, except those that the trainer sets."""
 
-    @property
-    def tensor_ranks(self) -> int:
-        """The number of ranks that process the same rows on one stage, by parts of matrices or of sequences."""
-        return self.tensor * self.context
-
     def contradictions(self) -> Iterator[Contradiction]:
         yield from self.pipeline.contradictions()
         if self.deepspeed:

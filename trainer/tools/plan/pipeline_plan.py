@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from trainer.models.families.table import layers_of
 from trainer.models.stage_split import split_stages
+from trainer.parallel.placement import CONTEXT_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schedules import SCHEDULES
 from trainer.tools.plan.ledger import ACTIVATIONS, BATCH, GRADIENTS, LOSS, TEMPORARY, Peak
@@ -120,7 +121,7 @@ def _received_bytes(found: StepPlan) -> int:
         (
             t.num_bytes // t.calls
             for c, t in found.totals.traffic.items()
-            if "recv" in c.operation and t.calls and found.axes.get(c.group) != "tp"  # that is a ring
+            if "recv" in c.operation and t.calls and found.axes.get(c.group) != CONTEXT_AXIS  # that is a ring
         ),
         default=0,
     )

@@ -42,8 +42,8 @@ def plan_text(
     `changes` make it fit; None if none was tried. `found` are the overrides of a search on the devices `name`.
     """
     plan, attention = made.plan, None
-    if plan.layout.context:
-        (attention,) = context_notes(load_config(plan.recipe.model, {}), plan.layout.tp)
+    if plan.layout.cp > 1:
+        (attention,) = context_notes(load_config(plan.recipe.model, {}), plan.recipe.parallel)
     changes = None if made.fits else changes
     values = {"notes": _notes(plan), "attention": attention, "faster": _faster_types(made), "changes": changes}
     return text_of("plan", made=made, cost=cost, found=found, name=name, **values)

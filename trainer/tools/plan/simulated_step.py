@@ -33,7 +33,7 @@ from trainer.models.quantizing import weights_of_parts
 from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, positions
-from trainer.parallel.placement import PIPELINE_AXIS
+from trainer.parallel.placement import PIPELINE_AXIS, ROWS_AXIS
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
 from trainer.tasks.registry import build_task
@@ -300,7 +300,7 @@ def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
     if is_loaded_whole(plan.recipe.model, built[-1].model):
         return sum(map(_weights, [planned_model(plan).on_meta(), *(part.model for part in built[:-1])]))
     whole = sum(_weights(part.model) for part in built)
-    if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.tp > 1):
+    if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.ranks_per_row > 1):
         return whole
     return -(-whole // plan.layout.dp_shard)
 
@@ -431,6 +431,6 @@ def _label_model(
 
 
 def group_axes(mesh: ParallelMesh, engine: NativeEngine | ZeroEngine) -> dict[str, str]:
-    """Return the axis of each process group, by its name."""
-    axes = {str(mesh.process_group(axis).group_name): axis for axis in (*AXES, "dp") if mesh.size(axis) > 1}
+    """Return the axis of each process group, by its name; a joint axis may share the group of its only part."""
+    axes = {str(mesh.process_group(axis).group_name): axis for axis in (ROWS_AXIS, *AXES, "dp") if mesh.size(axis) > 1}
     return axes | {group_of(engine): "dp"} if isinstance(engine, ZeroEngine) else axes

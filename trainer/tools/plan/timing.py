@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.parallel.mesh import AXES
+from trainer.parallel.mesh import AXES, JOINT_AXES
+from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
 from trainer.tools.plan.ledger import POINT_TO_POINT
@@ -38,6 +39,7 @@ _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",
 }  # fmt: skip
 _DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))
+_ROWS_AXES = frozenset((ROWS_AXIS, *JOINT_AXES[ROWS_AXIS]))
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,9 @@ class Link:
 
 def link_of(layout: Layout, axis: str, local_ranks: int) -> Link:
     """Return the link between the ranks along an axis, or between all ranks if the axis is unknown."""
-    sizes = dict(zip(AXES, (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), strict=True))
-    last = "dp_shard" if axis == "dp" else axis
-    if last not in sizes:
-        ranks, stride = layout.world_size, 1
-    else:
-        ranks = layout.data_parallel_size if axis == "dp" else sizes[axis]
-        stride = math.prod(sizes[inner] for inner in AXES[AXES.index(last) + 1 :])
+    parts = JOINT_AXES.get(axis, (axis,) if axis in AXES else AXES)
+    ranks = math.prod(layout.sizes[part] for part in parts)
+    stride = math.prod(layout.sizes[inner] for inner in AXES[AXES.index(parts[-1]) + 1 :])
     return Link(ranks, max(1, min(ranks, local_ranks // stride)), local_ranks)
 
 
@@ -166,8 +164,8 @@ SUMS, SHARDS, TENSOR, STAGES = "sums", "shards", "tensor", "stages"
 
 
 def _waiting_kind(operation: str, axis: str) -> str:
-    """Return the kind of a collective: between stages, of tensor ranks, a sum, or of shards of parameters."""
-    if axis == "tp":
+    """Return the kind of a collective: between stages, of tensor or context ranks, a sum, or of shards."""
+    if axis in _ROWS_AXES:
         return TENSOR
     if operation in POINT_TO_POINT:
         return STAGES
@@ -236,7 +234,7 @@ class _Estimate:
         seconds = 0.0
         for one in collectives:
             calls = float(one.calls)
-            if one.axis == "tp" and one.operation in POINT_TO_POINT:
+            if one.axis == CONTEXT_AXIS and one.operation in POINT_TO_POINT:
                 # Around a ring, keys and values, or their gradients, are sent and received together: one wait.
                 calls = calls / 2 if one.operation == "send" else 0.0
             seconds += calls * self._speed.waiting.get(_waiting_kind(one.operation, one.axis), 0.0)
@@ -261,7 +259,7 @@ class _Estimate:
             exposed += sum(
                 one.seconds
                 for one in own
-                if (one.operation not in POINT_TO_POINT or (one.operation == "send" and one.axis == "tp"))
+                if (one.operation not in POINT_TO_POINT or (one.operation == "send" and one.axis == CONTEXT_AXIS))
                 and (one.axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
             )
             if phase == OPTIMIZER_STEP or not over_data:
@@ -291,7 +289,7 @@ class _Estimate:
             one
             for step in self._steps
             for one in self._collectives(step)
-            if one.operation in POINT_TO_POINT and one.axis != "tp"
+            if one.operation in POINT_TO_POINT and one.axis != CONTEXT_AXIS
         ]
         send = sum(one.seconds for one in messages) / max(1, sum(one.calls for one in messages))
 
