@@ -266,6 +266,17 @@ def context_matrix() -> Iterator[Case]:
     yield case("hsdp", 8, 4, model_type="llama", dropout=0.0, checkpointing="selective", is_nightly=True)
     yield case("ddp", 6, 3, stages=2, num_layers=4, task="masked_lm", is_nightly=True)
     yield case("ddp", 4, stages=2, num_layers=4, task="masked_lm")
+    # Tensor ranks beside context ranks: two head groups or a ring, which cuts the heads of each tensor rank.
+    both = partial(case, tensor=2)
+    yield both("ddp", 4, accumulates=True)
+    yield both("ddp", 4, sequence=True, task="masked_lm", checkpointing="full", is_nightly=True)
+    yield both("ddp", 4, model_type="llama", dropout=0.0, sequence=True, is_nightly=True)
+    yield both("ddp", 4, model_type="gpt2", is_nightly=True)
+    yield both("ddp", 6, 3, sequence=True, task="masked_lm")
+    yield both("fsdp", 8, accumulates=True, dropout=0.0)
+    yield both("zero2", 8, sequence=True, is_nightly=True)
+    yield both("zero3", 8, is_nightly=True)
+    yield both("ddp", 8, stages=2, num_layers=4, sequence=True, task="masked_lm")
     for model_type in (*TEXT_FAMILIES, "vit"):
         if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
             dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0

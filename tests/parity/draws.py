@@ -101,6 +101,7 @@ class Drawn:
             found += ["sequence"] * bool(parallel.get("sequence"))
             context = parallel.get("context", 1)
             found += [f"context {context}"] * (context > 1)
+            found += ["tensor and context"] * (parallel["tensor"] > 1 and context > 1)
             found += ["without padding"] * ("data" in part.sections)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
@@ -409,9 +410,11 @@ def _part(random: Random, batch: int, stop: int | None, family: str, task: dict[
 
 
 def _replace_tensor_ranks(random: Random, parallel: dict[str, Any]) -> None:
-    """Make context ranks of tensor ranks, for every second layout that has them."""
-    if parallel["tensor"] > 1 and random.random() < 0.5:
-        parallel |= {"tensor": 1, "sequence": False, "context": parallel["tensor"]}
+    """Make context ranks of tensor ranks, for every second layout that has them; every second one keeps two of four."""
+    if parallel["tensor"] > 1 and (chance := random.random()) < 0.5:
+        tensor = 2 if parallel["tensor"] == 4 and chance < 0.25 else 1
+        context = parallel["tensor"] // tensor
+        parallel |= {"tensor": tensor, "sequence": tensor > 1 and parallel["sequence"], "context": context}
 
 
 def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:

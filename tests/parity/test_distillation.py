@@ -34,9 +34,9 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_LAYOUTS = ("weighted_classification", "token_classification", "causal_lm")
 REPEATED = {
     "weighted_classification": (
-        "ddp", "zero3-tensor", "context", "fsdp-tensor-pipeline", "zero2", "zero1-tensor", "hsdp",
+        "ddp", "zero3-tensor", "context", "tensor-context", "fsdp-tensor-pipeline", "zero2", "zero1-tensor", "hsdp",
     ),
-    "causal_lm": ("ddp", "context", "zero1-tensor", "fsdp-tensor-pipeline"),
+    "causal_lm": ("ddp", "context", "tensor-context", "zero1-tensor", "fsdp-tensor-pipeline"),
 }  # fmt: skip
 """Layouts that give the teacher's classes or tokens to ranks as another layout, or the other task, does."""
 FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -130,6 +130,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"strategy": "hsdp", "shard": 2, "tensor": 2, **pipeline(2)}),
     (4, {"strategy": "zero3", "tensor": 2}),
     (8, {"tensor": 2, **pipeline(2)}),
+    (4, {"tensor": 2, "context": 2}),
+    (2, {"context": 2}),
 ]
 """Each layout saves for the next one, and the last for the first: each saves once and resumes once."""
 

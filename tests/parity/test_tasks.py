@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context": (2, {"parallel": {"strategy": "ddp", "context": 2}}),
     "ring": (3, {"parallel": {"strategy": "ddp", "context": 3}, "training": {"micro_batch_size": 5}}),
     "pipeline": (2, {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}}),
+    "tensor-context": (4, {"parallel": {"strategy": "ddp", "tensor": 2, "context": 2}}),
     "fsdp-tensor-pipeline": (
         8,
         {"parallel": {"strategy": "fsdp", "tensor": 2, "pipeline": {"stages": 2}}, "training": {"micro_batch_size": 2}},
@@ -81,6 +82,8 @@ FURTHER = ("ddp", "tensor-sequence-accumulated", "context")
 
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
     world_size = LAYOUTS[layout][0]
+    if layout == "tensor-context" and task != "causal_lm":
+        return (pytest.mark.nightly,)
     if world_size > 3 and task not in (FOUR_RANKS if world_size == 4 else FOUR_RANKS[:2]):
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
@@ -150,13 +153,21 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
         pytest.param(task, name, marks=_marks(task, name))
         for task in TASKS
         for name in LAYOUTS
-        if not (name in ("context", "ring") and task.startswith("seq2seq"))  # T5 and BART have no context parallelism
+        # T5 and BART have no context parallelism.
+        if not (name in ("context", "ring", "tensor-context") and task.startswith("seq2seq"))
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
     world_size, keys = LAYOUTS[layout]
     for found in ranks(world_size).run(train, task, keys):
         assert_same_training(found, reference(task))
+
+
+@pytest.mark.slow
+def test_stages_of_tensor_and_context_ranks_are_one_process(ranks: RankPools):
+    keys = {"parallel": {"tensor": 2, "context": 2, "pipeline": {"stages": 2}}}
+    for found in ranks(8).run(train, "causal_lm", keys):
+        assert_same_training(found, reference("causal_lm"))
 
 
 @pytest.mark.nightly

@@ -169,6 +169,11 @@ class TestPipeline:
                 "stages` times `parallel.tensor` 2 must divide the 6 processes, but is 2; use 4 processes",
             ),
             (
+                6,
+                ["tensor=2", "context=2"],
+                "tensor` times `parallel.context` 2 must divide the 6 processes, but is 2; use 4 processes",
+            ),
+            (
                 2,
                 ["pipeline.stages=2", "pipeline.microbatches=1"],
                 "at least the 2 stages for the schedule 1f1b, but is 1",

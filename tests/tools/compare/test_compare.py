@@ -55,6 +55,7 @@ class TestContestants:
 
     def test_one_rank_leaves_nothing_to_cut_and_two_gpus_add_data_parallel(self):
         assert names([], processes=1) == ["recipe", "activation_checkpointing=full", "precision=bf16", "precision=fp16"]
+        assert "tensor=2 sequence=true context=2" in names([], processes=4)
         assert "strategy=dp" in names([], processes=2, gpus=2)
         (dp,) = [one for one in contestants("bert_sample", [], None, 2, 2)[1] if one.name == "strategy=dp"]
         assert dp.processes == 1

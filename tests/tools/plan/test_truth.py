@@ -70,6 +70,7 @@ TWO: dict[str, dict[str, Any]] = {
         "data": {"padding_free": True},
         "model": {"config": {**SMALL_BERT, "num_attention_heads": 1}, "tokenizer": "none"},
     },
+    "tensor context": {"parallel": {"strategy": "ddp", "tensor": 2, "sequence": True, "context": 2}},
     "pipeline": {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}},
     "fsdp muon": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "muon", "learning_rate": 0.1}},
     "fsdp 8 bits": {"parallel": {"strategy": "fsdp"}, "optimizer": {"name": "adamw_8bit"}},
@@ -131,10 +132,12 @@ def test_the_peaks_before_and_after_parameters_are_unfrozen():
 
 @pytest.mark.parametrize("keys", _cases(TWO | DEEPSPEED))
 def test_peak_and_collectives_of_each_rank(ranks: RankPools, keys: dict[str, Any]):
-    measured = ranks(2).run(measure, keys)
-    has_stages = "pipeline" in keys["parallel"]
-    plans = [planned(keys, 2, rank) for rank in range(1 + has_stages)]  # other ranks have equal parts
-    for plan, found in zip(plans if has_stages else plans * 2, measured, strict=True):
+    parallel = keys["parallel"]
+    size = max(2, parallel.get("tensor", 1) * parallel.get("context", 1))
+    measured = ranks(size).run(measure, keys)
+    has_stages = "pipeline" in parallel
+    plans = [planned(keys, size, rank) for rank in range(1 + has_stages)]  # other ranks have equal parts
+    for plan, found in zip(plans if has_stages else plans * size, measured, strict=True):
         assert plan.traffic == found.traffic
         assert plan.alive == pytest.approx(found.alive, rel=MOST_OF_RANKS)
 

@@ -120,6 +120,8 @@ def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
             yield words
     if processes % 2 == 0:
         yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", "parallel.context=2")
+    if processes % 4 == 0:
+        yield ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline.stages=1", "parallel.context=2")
     if gpus > 1:
         yield ("parallel.strategy=dp",)
     yield ("activation_checkpointing=full",)
