@@ -127,6 +127,12 @@ class TestFromConfig:
         with pytest.raises(UsageError, match="model_type"):
             build({"config": {"hidden_size": 16}})
 
+    def test_a_key_that_the_model_alone_reads_is_taken(self):
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = {"model_type": "qwen3_moe", **sizes, "vocab_size": 50, "num_experts": 8, "head_dim": 12}
+        model = build({"config": config}).model
+        assert model.model.layers[0].self_attn.q_proj.weight.shape == (24, 16)
+
     def test_an_older_name_of_a_key_that_transformers_knows_is_taken(self):
         config = {"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         assert build({"config": {**config, "vocab_size": 50, "pad_token_id": 0}}).model.config.n_embd == 16

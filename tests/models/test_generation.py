@@ -85,6 +85,15 @@ def test_a_text_ends_at_the_tokens_of_the_tokenizer_and_at_those_of_the_checkpoi
     assert model.config.eos_token_id == (ends[0] if ends else 2)
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [({}, None), ({"bos_token_id": 4, "eos_token_id": 5}, 4)],  # llama's default is 1
+)
+def test_a_tokenizer_without_a_start_token_replaces_that_of_the_class(own, expected):
+    model = model_with(**own)
+    assert found_in(model, 2).get("bos_token_id") == model.config.bos_token_id == expected
+
+
 @pytest.mark.parametrize(("ends", "expected"), [((2, 4), 2), ((4,), 4)])
 def test_the_forced_end_is_one_that_ends_a_text(ends, expected):
     assert found_in(model_with(forced_eos_token_id=2), *ends)["forced_eos_token_id"] == expected

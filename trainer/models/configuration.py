@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,12 @@ def _require_known(config: Any, keys: Iterable[str]) -> None:
 
 
 def _undeclared(config: Any) -> set[str]:
+    """Return the keys that a model reads and its configuration does not declare, such as `head_dim` of Qwen3 MoE."""
     family = FAMILIES.get(config.model_type)
-    return set(family.undeclared_keys) if family else set()
+    module = find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
+    source = Path(module.origin).read_text() if module is not None and module.origin else ""
+    read = re.findall(r'getattr\((?:self\.)?config, "([a-z]\w*)"', source)
+    return {*read, *(family.undeclared_keys if family else ())}
 
 
 _OWNED = frozenset(

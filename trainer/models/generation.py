@@ -91,6 +91,8 @@ def set_generation(
             setattr(found, name, getattr(configs[0], name, None))
     # A single token in a model's configuration is often the default of its class.
     own_ends = _ids(found.eos_token_id) if is_written or isinstance(found.eos_token_id, list) else []
+    if tokenizer is not None and not is_written:
+        found.bos_token_id = None
     for name in ("bos_token_id", "pad_token_id"):
         if (token := getattr(tokenizer, name, None)) is not None:
             setattr(found, name, token)

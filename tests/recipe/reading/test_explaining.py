@@ -48,6 +48,10 @@ Minimal = dict[str, Any]
             ' write "500 steps"',
         ),
         (
+            "logging.every=1",
+            '`logging.every` must be an interval such as "100 steps" or "1 epoch", but is 1; write "1 step"',
+        ),
+        (
             "logging.every=0 steps",
             '`logging.every` must be an interval such as "100 steps" or "1 epoch", but is "0 steps"',
         ),

@@ -40,8 +40,4 @@ DEBERTA_V2 = ModelFamily(
     # With `share_att_key`, these project the hidden states first, and then the embeddings of relative positions.
     shared_second_calls=(f"{_ATTENTION}.(query_proj|key_proj).lora.dropout",),
     shared_products={_ATTENTION: "disentangled_attention_bias"},
-    undeclared_keys=(
-        "share_att_key", "position_buckets", "norm_rel_ebd", "attention_head_size", "embedding_size",
-        "conv_kernel_size", "conv_groups", "conv_act",
-    ),
 )  # fmt: skip

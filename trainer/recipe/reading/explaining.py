@@ -245,7 +245,7 @@ def _remedy(value: object, schema: Schema) -> str:
         return f"; write {int(value)}"
     if types & {"integer", "number"}:
         return ""  # a text of digits would have another meaning
-    for text in (str(value), f"{value} steps"):
+    for text in (str(value), f"{value} {'step' if value == 1 else 'steps'}"):
         if any(branch.get("type") == "string" and re.search(branch.get("pattern", ""), text) for branch in branches):
             return f'; write "{text}"'
     return ""
