@@ -14,7 +14,7 @@ from trainer.base.errors import DataError
 from trainer.data.chunked_rows import read_chunks
 from trainer.data.formats import base
 from trainer.data.formats.base import Files, TextOptions, require_bounded
-from trainer.data.formats.table import READERS, format_of
+from trainer.data.formats.table import format_of, reader_of
 from trainer.data.readers import read_files
 
 ROWS, LONG = 2000, "word " * 200  # 2 MB of texts
@@ -62,7 +62,7 @@ def test_a_bomb_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = write(tmp_path, kind)
     file_format = format_of(file)
     assert file_format is not None
-    require_bounded(READERS[file_format], file, "`data.train`")  # rows of less than 1 GiB are no bomb
+    require_bounded(reader_of(file_format), file, "`data.train`")  # rows of less than 1 GiB are no bomb
     monkeypatch.setattr(base, "_FREE_BYTES", 1 << 19)
     monkeypatch.setattr(base, "_MOST_TIMES", 5)
     refusal = f"must hold at most 5 times the bytes of a compressed file, but `{file}` of .* unpacks to more than"
@@ -80,4 +80,4 @@ def test_long_rows_that_differ_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     pq.write_table(
         pa.table({"text": texts, "words": [[text] for text in texts]}), tmp_path / "a.parquet", compression=None
     )
-    require_bounded(READERS["parquet"], tmp_path / "a.parquet", "`data.train`")
+    require_bounded(reader_of("parquet"), tmp_path / "a.parquet", "`data.train`")

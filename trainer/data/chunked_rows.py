@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import number_in
 from trainer.data.formats.base import Row, TextOptions, reason, require_bounded
-from trainer.data.formats.table import READERS, Format
+from trainer.data.formats.table import ENDINGS, Format, reader_of
 from trainer.data.readers import is_other, other_encoding
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ OUTPUT_FORMATS: dict[str, Format] = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
-INPUT_FORMATS: dict[str, Format] = {**OUTPUT_FORMATS, **dict.fromkeys(READERS["conll"].endings, "conll")}
+INPUT_FORMATS: dict[str, Format] = {**OUTPUT_FORMATS, **dict.fromkeys(ENDINGS["conll"], "conll")}
 """The formats by the ending of a file."""
 
 
@@ -66,7 +66,7 @@ def read_chunks(
     Raises:
         DataError: the file cannot be read; the message names the line or the row.
     """
-    reader = READERS[file_format]
+    reader = reader_of(file_format)
     require_bounded(reader, path, where)
     rows = reader.rows(path, where, text)
     try:

@@ -27,7 +27,7 @@ from trainer.data.formats.base import (
     require_bounded,
     wide_encoding,
 )
-from trainer.data.formats.table import FORMAT_OF_ENDING, READERS, Format, format_of
+from trainer.data.formats.table import FORMAT_OF_ENDING, Format, format_of, reader_of
 
 _LFS_POINTER = b"version https://git-lfs"
 _LARGE_BYTES = 1 << 26
@@ -129,7 +129,7 @@ def read_files(file_format: Format, files: Files) -> Loaded:
     """
     import datasets
 
-    key, encoding, reader = files.key, files.text.encoding, READERS[file_format]
+    key, encoding, reader = files.key, files.text.encoding, reader_of(file_format)
     for path in files.paths:
         if not path.stat().st_size:
             raise DataError(f"`{key}` must hold at least one row, but `{path}` is empty; name another file")
@@ -198,7 +198,7 @@ def _first_bad_line(path: Path) -> int | None:
 def _not_in(encoding: str, paths: Sequence[Path]) -> Path | None:
     """Return the first file that is not text in `encoding`; None if all are, or are no text files."""
     for path in paths:
-        if not READERS[format_of(path) or "json"].is_text:
+        if not reader_of(format_of(path) or "json").is_text:
             continue
         try:
             with open_text(path, encoding) as file:
@@ -228,7 +228,7 @@ class RowPlaces:
         """Return the place of a row, from 0: "line 7", or "line 7 of `a.csv`"; None if it is not of interest."""
         number = row if self.chosen is None else int(self.chosen[row])
         for path in self.paths:
-            for line in READERS[self.file_format].first_lines(path, self.text):
+            for line in reader_of(self.file_format).first_lines(path, self.text):
                 if number == 0:
                     where = f" of `{path.name}`" if len(self.paths) > 1 else ""
                     return f"line {line}{where}" if where or line != row + 1 else None

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 from trainer.base.errors import DataError
 from trainer.base.nulls import given
 from trainer.base.text import blanks_hint, listed, number_in
-from trainer.data.formats.base import json_chats
-from trainer.data.formats.csv_files import CellKind
+from trainer.data.formats.base import CellKind, json_chats
 from trainer.recipe.row_texts import Comparison, Template, text_of
 from trainer.recipe.schema import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
 

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.base.text import listed
-from trainer.data.formats.base import Files, TextOptions, json_chats, reason
-from trainer.data.formats.csv_files import NULLS, CellKind, open_quotes_notes, with_types
-from trainer.data.formats.table import Format
+from trainer.data.formats.base import NULLS, CellKind, Files, TextOptions, json_chats, reason
+from trainer.data.formats.table import Format, reader_of
 from trainer.data.mapped_rows import map_of, map_part, map_rows
 from trainer.data.readers import (
     RowPlaces,
@@ -297,7 +296,7 @@ def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Data
                 name: datasets.Value("string") if _is_guessed(kind) else kind for name, kind in first.features.items()
             }
             again = load(features=datasets.Features(texts), **NULLS)
-            return dict(zip(again, with_types([*again.values()], of_sources), strict=True))
+            return dict(zip(again, reader_of("csv").typed([*again.values()], of_sources), strict=True))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"`data.name` must name a data set on the hub or a local folder, but is `{data.name}`:"
@@ -414,10 +413,9 @@ def _read_splits(
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
-                if file_format in ("csv", "excel"):
-                    of_sources = [kinds_of_sources(section, kinds) for _, section in maps]
-                    typed = with_types([split.rows for split in read], dict(ChainMap(*of_sources)))
-                    read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
+                of_sources = [kinds_of_sources(section, kinds) for _, section in maps]
+                typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
+                read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
                 mapped = [_mapped(split, own, columns, notes, of) for split, (of, own) in zip(read, maps, strict=True)]
                 is_mixed = data.mixture is not None
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
@@ -434,9 +432,8 @@ def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
         places=RowPlaces(tuple(paths), file_format, files.text),
         folders=tuple(dict.fromkeys(path.parent for path in paths)),
     )
-    if file_format == "csv":
-        with split.explains_rows():
-            notes.extend(open_quotes_notes(split.rows, paths[0], files.text, split.where))
+    with split.explains_rows():
+        notes.extend(reader_of(file_format).notes(split.rows, paths[0], files.text, split.where))
     return replace(split, is_whole=most_rows is None or len(split.rows) < most_rows)
 
 

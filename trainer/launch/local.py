@@ -28,7 +28,6 @@ from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedErr
 from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import say
 from trainer.base.text import one_line
-from trainer.launch.processes import Ended, LocalRanks, StartMethod, Stop, stop_signals
 from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
@@ -39,6 +38,7 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
+    from trainer.launch.processes import Ended, StartMethod, Stop
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
@@ -227,6 +227,8 @@ def set_threads(environment: LaunchEnvironment) -> None:
 def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -> int:
     """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
     method = _start_method()
+    from trainer.launch.processes import stop_signals  # one process alone starts no other
+
     with stop_signals() as stop:
         if method == "fork":
             with importing():
@@ -273,6 +275,8 @@ def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job) -> int:
     """Run `number` local ranks once; return their exit code."""
+    from trainer.launch.processes import LocalRanks
+
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
     with scratch_folder() as folder:

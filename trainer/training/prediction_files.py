@@ -26,7 +26,7 @@ from trainer.data.chunked_rows import (
     write_rows,
 )
 from trainer.data.formats.base import Row, is_chat, json_chats
-from trainer.data.formats.table import READERS, Format, format_of
+from trainer.data.formats.table import Format, format_of, reader_of
 from trainer.data.row_map import RowMap
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data, Recipe
@@ -143,7 +143,7 @@ class InputRows:
 
     def num_empty(self) -> int:
         """Return the number of empty lines of the input, which are no rows."""
-        reader = READERS[row_format(self._request.input, "--input", INPUT_FORMATS)]
+        reader = reader_of(row_format(self._request.input, "--input", INPUT_FORMATS))
         return reader.num_empty(self._request.input, text_options(self._data))
 
     def chunks(self, num_done: int) -> Iterator[Chunk]:

@@ -26,7 +26,6 @@ from trainer.recipe.schema import FileData, Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.chat_templates import set_date
-from trainer.tasks.text.chats import holds_chats
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
     class_notes,
@@ -225,8 +224,11 @@ def prepare_data(
 def _written_date(recipe: Recipe, task: Task, preparation: Preparation, train: Split, day: str | None) -> str | None:
     """Let the chat template write the date of the run, and return it; None: it writes no date, or `data.date`."""
     tokenizer, features = preparation.text_tokenizer, train.rows.features
-    has_chats = any(holds_chats(features[name]) for name in task.columns if name in features)
-    if tokenizer is None or not has_chats or recipe.data.date is not None:
+    if tokenizer is None or not recipe.task.traits.chats or recipe.data.date is not None:
+        return None
+    from trainer.tasks.text.chats import holds_chats
+
+    if not any(holds_chats(features[name]) for name in task.columns if name in features):
         return None
     day = day or date.today().isoformat()
     return day if set_date(tokenizer, day) else None

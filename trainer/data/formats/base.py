@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from filelock import FileLock
 
@@ -38,6 +38,10 @@ _LOOKED_AT_BYTES, _LEAST_ZEROS = 4096, 0.02
 Result = TypeVar("Result")
 Row: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = "tuple[Dataset | None, list[str]]"
+CellKind: TypeAlias = Literal["text", "class"]
+"""The reading of a column that a task or a map reads as texts, or as classes; other columns may hold numbers."""
+NULLS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""The options of pandas for null: "None" and "NA" may be names of classes."""
 DAMAGED = (OSError, EOFError, zlib.error)
 """Errors of files that cannot be read or unpacked."""
 _PART_BYTES = 1 << 20
@@ -86,7 +90,6 @@ class Files:
 class Reader:
     """The reader of one format: of whole files to train, of row after row to predict."""
 
-    endings: tuple[str, ...] = ()
     is_text = True
 
     def load(self, files: Files) -> Loaded:
@@ -97,6 +100,22 @@ class Reader:
             UsageError: a package for the format is missing.
         """
         raise NotImplementedError
+
+    def typed(self, parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
+        """Return the rows of `load` with the types of their columns, which are the same in all parts.
+
+        Args:
+            kinds: the kinds of columns that a task or a map reads.
+        """
+        return list(parts)
+
+    def notes(self, rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
+        """Return notes on loaded rows that look wrong.
+
+        Raises:
+            DataError: rows are wrong.
+        """
+        return []
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         """Yield the rows of a file, or the error of a bad one; `where` is the name of the file in messages.

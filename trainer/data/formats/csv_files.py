@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError
 from trainer.data.formats.base import (
+    NULLS,
+    CellKind,
     Files,
     Loaded,
     Reader,
@@ -27,12 +29,6 @@ from trainer.data.formats.base import (
 if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset
-
-CellKind: TypeAlias = Literal["text", "class"]
-"""The reading of a column that a task or a map reads as texts, or as classes; other columns may hold numbers."""
-
-NULLS: Mapping[str, Any] = {"keep_default_na": False, "na_values": [""]}
-"""The options of pandas for null: "None" and "NA" may be names of classes."""
 
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _SNIFFED_LINES = 20
@@ -56,10 +52,8 @@ _END = "\x00end of the file\x00"
 class CsvReader(Reader):
     """CSV with a line of names; the values of rows to predict are texts."""
 
-    endings = (".csv", ".tsv", ".tab")
-
     def load(self, files: Files) -> Loaded:
-        """See `Reader`; all values are texts, see `with_types`."""
+        """See `Reader`; all values are texts, see `typed`."""
         import datasets
         import pandas
 
@@ -102,6 +96,12 @@ class CsvReader(Reader):
                         f" {_UNQUOTED}, or close it"
                     ) from None
             raise
+
+    def typed(self, parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
+        return with_types(parts, kinds)
+
+    def notes(self, rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
+        return _open_quotes_notes(rows, path, text, where)
 
     def _unclosed(self, path: Path, text: TextOptions) -> int | None:
         """Return the first line of a row that the end of the file ends within quotation marks; None: there is none."""
@@ -271,7 +271,7 @@ def _with_columns(rows: Dataset, columns: Mapping[str, pyarrow.ChunkedArray]) ->
     return datasets.concatenate_datasets(parts, axis=1).select_columns(names)
 
 
-def open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
+def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
     """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
 
     Raises:

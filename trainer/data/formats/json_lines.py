@@ -40,8 +40,6 @@ _LARGE, _DIGITS_SHOWN = 1 << 63, 40
 class JsonReader(Reader):
     """JSON Lines, or a file of one list."""
 
-    endings = (".json", ".jsonl", ".ndjson")
-
     def load(self, files: Files) -> Loaded:
         given, encoding = files, files.text.encoding
         lists = _require_objects(files)

@@ -22,7 +22,6 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 class MegatronReader(Reader):
     """Token ids of Megatron: a row `input_ids` for each document."""
 
-    endings = (".idx",)
     is_text = False
 
     def load(self, files: Files) -> Loaded:

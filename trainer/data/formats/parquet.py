@@ -33,7 +33,6 @@ _UNREAD_SHOWN = 6
 class ParquetReader(Reader):
     """Parquet."""
 
-    endings = (".parquet",)
     is_text = False
 
     def load(self, files: Files) -> Loaded:

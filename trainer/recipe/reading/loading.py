@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -21,7 +21,6 @@ from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
-from trainer.recipe.reading.explaining import Finding, explain, findings
 from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
@@ -30,6 +29,9 @@ from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem
 from trainer.recipe.reading.rules import contradictions, message
 from trainer.recipe.reading.shipped import meant, shipped_recipes, without_ending
 from trainer.recipe.schema import Place, Recipe, Section
+
+if TYPE_CHECKING:
+    from trainer.recipe.reading.explaining import Finding
 
 MAX_EXTENDS = 16
 MAX_PROBLEMS = 50
@@ -181,13 +183,16 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
     """
     recipe: Recipe | None = None
     found: list[Finding] = []
+    problems = list(problems)
     try:
         recipe = Recipe.model_validate(root.plain())
     except ValidationError as error:
+        from trainer.recipe.reading.explaining import explain, findings  # a valid recipe needs no words
+
         found = findings(error)
+        problems += [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
     sections = dict(recipe) if recipe else _sound_sections(root, found)
     sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
-    problems = problems + [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
     broken = {finding.path[:2] for finding in found}
     for contradiction in contradictions(sections):
         if contradiction.is_missing_data and not needs_data:

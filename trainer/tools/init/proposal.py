@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.base.errors import Problems, TrainerError, UsageError
 from trainer.base.text import size
-from trainer.data.formats.csv_files import CellKind
+from trainer.data.formats.base import CellKind
 from trainer.data.formats.table import format_of
 from trainer.data.sources import load_splits
 from trainer.models.configuration import load_config, max_positions

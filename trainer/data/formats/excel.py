@@ -1,0 +1,64 @@
+"""The reader of Excel files, by pandas and openpyxl."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.base.errors import DataError, UsageError
+from trainer.base.text import listed
+from trainer.data.formats.base import NULLS, CellKind, Files, Loaded, Reader
+from trainer.data.formats.csv_files import with_types
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_SHEETS_SHOWN = 5
+
+
+class ExcelReader(Reader):
+    """One sheet of each file; its first row holds the names of the columns."""
+
+    is_text = False
+
+    def bound_bytes(self, path: Path) -> float:
+        return sum(self.unpacked_bytes(path))
+
+    def unpacked_bytes(self, path: Path) -> Iterator[int]:
+        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            yield from (member.file_size for member in archive.infolist())
+
+    def load(self, files: Files) -> Loaded:
+        """See `Reader`; all values are texts, see `typed`."""
+        import datasets
+        import pandas
+
+        try:
+            import openpyxl  # noqa: F401
+        except ImportError as error:
+            raise UsageError(
+                f"`{files.key}` names Excel files, which need openpyxl: pip install openpyxl; or save the sheet as CSV"
+            ) from error
+        frames, notes = [], []
+        for path in files.paths:
+            with pandas.ExcelFile(path) as book:
+                names = list(map(str, book.sheet_names))
+                sheet = names[0] if files.text.sheet is None else files.text.sheet
+                if sheet not in names:
+                    shown = listed([f"`{name}`" for name in names], _SHEETS_SHOWN)
+                    raise DataError(f"`data.sheet` must name a sheet of `{path}`, but is {sheet!r}; it has {shown}")
+                frames.append(pandas.read_excel(book, sheet, dtype=str, **NULLS).rename(columns=str))
+            if len(names) > 1 and files.text.sheet is None:
+                unread = listed([f"`{name}`" for name in names[1:]], _SHEETS_SHOWN)
+                notes.append(
+                    f"`{files.key}`: of the sheets of `{path.name}`, the first, `{sheet}`, is read; to read {unread}"
+                    " instead, set `data.sheet`; to read several, save each as a file"
+                )
+        frame = pandas.concat(frames, ignore_index=True)
+        return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), notes
+
+    def typed(self, parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
+        return with_types(parts, kinds)
