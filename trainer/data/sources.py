@@ -403,23 +403,31 @@ def _read_splits(
                 continue
             with problems.collect(), reading(key):
                 bound = most_rows if is_large(paths) else None
-                entries, maps = [paths], [("data.map", data.map)]
-                if key == "data.train" and (data.maps is not None or (data.mixture is not None and bound is None)):
-                    named = [data.train] if isinstance(data.train, str) else data.train
-                    entries = [files_of(entry, key) for entry in named]
-                    maps *= len(entries)
-                    if data.maps is not None:
-                        maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps)]
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
-                read = [_read_entry(file_format, Files(entry, text, key, bound), notes) for entry in entries]
-                of_sources = [kinds_of_sources(section, kinds) for _, section in maps]
+                entries = _entries(data, key, paths, bound)
+                read = [_read_entry(file_format, Files(own, text, key, bound), notes) for own, _, _ in entries]
+                of_sources = [kinds_of_sources(section, kinds) for *_, section in entries]
                 typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
                 read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
-                mapped = [_mapped(split, own, columns, notes, of) for split, (of, own) in zip(read, maps, strict=True)]
+                mapped = [
+                    _mapped(split, section, columns, notes, of)
+                    for split, (_, of, section) in zip(read, entries, strict=True)
+                ]
                 is_mixed = data.mixture is not None
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
     return splits
+
+
+def _entries(data: FileData, key: str, paths: list[Path], bound: int | None) -> list[tuple[list[Path], str, DataMap]]:
+    """Return the parts of a split that are read apart: their files, and their map of columns with its key."""
+    if key != "data.train" or (data.maps is None and (data.mixture is None or bound is not None)):
+        return [(paths, "data.map", data.map)]
+    named = [data.train] if isinstance(data.train, str) else data.train
+    maps = [("data.map", data.map)] * len(named)
+    if data.maps is not None:
+        maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps)]
+    return [(files_of(entry, key), of, section) for entry, (of, section) in zip(named, maps, strict=True)]
 
 
 def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
@@ -449,33 +457,8 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
     Raises:
         DataError: entries have other columns, or values of other types.
     """
-    import datasets
-    import pyarrow
-
-    parts = [split.rows for split in mapped]
-    if len({tuple(sorted(rows.column_names)) for rows in parts}) > 1 and columns:
-        parts = [rows.select_columns([name for name in columns if name in rows.column_names]) for rows in parts]
-    first = parts[0]
-    for split, rows in zip(mapped[1:], parts[1:], strict=True):
-        if set(rows.column_names) != set(first.column_names):
-            here, there = (", ".join(one.column_names) for one in (first, rows))
-            raise DataError(
-                f"`{key}` must name files with the same columns, but {mapped[0].where} has {here} and {split.where} has"
-                f" {there}; rename columns by `data.maps`, or in the files"
-            )
-    types = [rows.features for rows in parts]  # each a copy of all columns
-    features = types[0].copy()
-    for name in features:  # messages with keys of their own do not become others
-        features[name] = next((one[name] for one in types if one[name] == json_chats()), features[name])
-    try:
-        alike = [rows if rows.features == features else rows.cast(features) for rows in parts]
-        joined: Dataset = datasets.concatenate_datasets(alike)
-    except (TypeError, ValueError, pyarrow.ArrowException) as error:
-        names = " and ".join(split.where for split in mapped)
-        raise DataError(
-            f"`{key}` must name files with values of the same types in a column, but {names} differ: {reason(error)};"
-            " write the values alike"
-        ) from error
+    parts = _with_same_columns(mapped, columns, key)
+    joined = _concatenated(parts, " and ".join(split.where for split in mapped), key)
     starts = np.cumsum([0, *(len(split.rows) for split in read)])
     chosen: list[NDArray[np.int64]] = []
     paths: list[Path] = []
@@ -496,6 +479,42 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         folders=tuple(folder for split in read for folder in split.folders),
         section=sections[0] if sections.count(sections[0]) == len(sections) else None,
     )
+
+
+def _with_same_columns(mapped: Sequence[Split], columns: Sequence[str], key: str) -> list[Dataset]:
+    """Return the rows of entries; if their columns differ, those that the task reads."""
+    parts = [split.rows for split in mapped]
+    if len({tuple(sorted(rows.column_names)) for rows in parts}) > 1 and columns:
+        parts = [rows.select_columns([name for name in columns if name in rows.column_names]) for rows in parts]
+    first = parts[0]
+    for split, rows in zip(mapped[1:], parts[1:], strict=True):
+        if set(rows.column_names) != set(first.column_names):
+            here, there = (", ".join(part.column_names) for part in (first, rows))
+            raise DataError(
+                f"`{key}` must name files with the same columns, but {mapped[0].where} has {here} and {split.where} has"
+                f" {there}; rename columns by `data.maps`, or in the files"
+            )
+    return parts
+
+
+def _concatenated(parts: Sequence[Dataset], names: str, key: str) -> Dataset:
+    """Return all rows, with the types of the first part; messages with keys of their own do not become others."""
+    import datasets
+    import pyarrow
+
+    types = [rows.features for rows in parts]  # each a copy of all columns
+    features = types[0].copy()
+    for name in features:
+        features[name] = next((kinds[name] for kinds in types if kinds[name] == json_chats()), features[name])
+    try:
+        alike = [rows if rows.features == features else rows.cast(features) for rows in parts]
+        joined: Dataset = datasets.concatenate_datasets(alike)
+    except (TypeError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(
+            f"`{key}` must name files with values of the same types in a column, but {names} differ: {reason(error)};"
+            " write the values alike"
+        ) from error
+    return joined
 
 
 def _hold_out(train: Split, share: float, label: str | None) -> Splits:

@@ -58,28 +58,9 @@ class CsvReader(Reader):
         import pandas
 
         paths, text, key = files.paths, files.text, files.key
-        delimiters = [text.delimiter or _delimiter_of(path, text) for path in paths]
-        first = delimiters[0]
-        notes: list[str] = []
-        all_names = [_names(path, text, delimiter, key) for path, delimiter in zip(paths, delimiters, strict=True)]
-        for path, names in zip(paths, all_names, strict=True):
-            if not notes and (value := next(filter(_is_value, names), None)):  # one note for all files
-                notes.append(
-                    f"`{key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
-                    " value; if the file has no names, add a line of them, such as text,label"
-                )
-        if text.delimiter is None and first != "," and ending(paths[0]) == ".csv":
-            notes.append(f"`{key}`: `{paths[0].name}` is read with {_DELIMITERS[first]} between its columns")
-        if len(set(delimiters)) > 1:
-            other = paths[next(index for index, delimiter in enumerate(delimiters) if delimiter != first)]
-            raise DataError(
-                f"`{key}` must name files with one delimiter, but `{paths[0]}` has {_DELIMITERS[first]} and"
-                f" `{other}` has others; set `data.delimiter` if a guess is wrong"
-            )
-        for path, names in zip(paths, all_names, strict=True):
-            if problem := other_columns(names, all_names[0]):
-                raise DataError(f"`{key}` must hold csv, but `{path}` cannot be read: {problem}")
-        options: dict[str, Any] = {**NULLS, "sep": first}
+        delimiter, notes = _common_delimiter(files)
+        notes = [*_header_notes(files, delimiter), *notes]
+        options: dict[str, Any] = {**NULLS, "sep": delimiter}
         if text.encoding != "utf-8":
             options["encoding"] = text.encoding
         if not text.quotes:
@@ -209,6 +190,45 @@ def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]
             " values in its first row; add the missing name, or remove the delimiter at the end of the lines"
         )
     return names
+
+
+def _common_delimiter(files: Files) -> tuple[str, list[str]]:
+    """Return the delimiter of all files, and a note if it was not named and is unusual.
+
+    Raises:
+        DataError: files have other delimiters than the first one.
+    """
+    text, key, first_path = files.text, files.key, files.paths[0]
+    delimiters = {path: text.delimiter or _delimiter_of(path, text) for path in files.paths}
+    first = delimiters[first_path]
+    for path, delimiter in delimiters.items():
+        if delimiter != first:
+            raise DataError(
+                f"`{key}` must name files with one delimiter, but `{first_path}` has {_DELIMITERS[first]} and `{path}`"
+                " has others; set `data.delimiter` if a guess is wrong"
+            )
+    if text.delimiter is not None or first == "," or ending(first_path) != ".csv":
+        return first, []
+    return first, [f"`{key}`: `{first_path.name}` is read with {_DELIMITERS[first]} between its columns"]
+
+
+def _header_notes(files: Files, delimiter: str) -> list[str]:
+    """Return a note on the first file with a line of names that looks like a row.
+
+    Raises:
+        DataError: a file has other columns than the first one.
+    """
+    names = {path: _names(path, files.text, delimiter, files.key) for path in files.paths}
+    for path, own in names.items():
+        if problem := other_columns(own, names[files.paths[0]]):
+            raise DataError(f"`{files.key}` must hold csv, but `{path}` cannot be read: {problem}")
+    for path, own in names.items():
+        if value := next(filter(_is_value, own), None):
+            return [
+                f"`{files.key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
+                " value; if the file has no names, add a line of them, such as text,label"
+            ]
+    return []
 
 
 def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
