@@ -96,15 +96,6 @@ def export(
         _require_adapter(state)
     if to == "onnx":
         require_onnx(dtype, adapter)
-    shapes: dict[str, Sequence[int]] = {}
-    keys: dict[str, str] = {}
-    for key, shape in state.shapes.items():
-        for prefix in (MODEL_PREFIX, BUFFER_PREFIX):
-            if key.startswith(prefix):
-                shapes[key.removeprefix(prefix)], keys[key.removeprefix(prefix)] = shape, key
-    added = {name: keys[name] for name in shapes if is_added(name)}
-    shapes = without_added(shapes)
-
     if adapter and GENERATION_CONFIG_NAME in beside:
         notes.append(
             f"PEFT and transformers take the generation configuration of the base, which may end texts elsewhere; set"
@@ -118,29 +109,10 @@ def export(
             (temporary / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(state.folder / MODEL_FOLDER / name, temporary / name)
         type_ = COMPUTE_DTYPES.get(dtype, torch.float32)
-        typed = _with_dtype(config, str(type_).removeprefix("torch."))
-        if typed != config:
-            text = json.dumps(typed, indent=2, sort_keys=True) + "\n"  # as transformers writes it
-            (temporary / CONFIG_NAME).write_text(text, encoding="utf-8")
+        _write_dtype(config, type_, temporary)
         described = described_model(config)
         asked = None if verification is None else (_opened(state, described, dtype, adapter, to), verification)
-        base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
-        available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
-        merged = MergedWeights(described, available, _adapter(state))
-
-        def read(name: str) -> Tensor:
-            return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
-
-        if adapter:
-            peft_type = (card_of(str(_group(state.facts.identity, "task").get("type"))) or Card()).peft_type
-            buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
-            own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
-            names = available.keys() | merged.shapes
-            weights = [write_adapter(described, _origin_model(state), peft_type, names, own, read, temporary, type_)]
-        else:
-            weights = plan_files(described, merged.shapes, type_).write(read, temporary)
-        frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
-        write_added(frozen | {name: _read(state, key) for name, key in added.items()}, temporary, type_)
+        weights = _write_weights(state, described, temporary, type_, adapter)
         if to == "onnx":
             weights = [to_onnx(temporary, type(described), _whole_recipe(state) if _task_type(state) else None)]
         certificate = None
@@ -163,6 +135,46 @@ def export(
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes), certificate)
+
+
+def _write_dtype(config: dict[str, Any], type_: torch.dtype, folder: Path) -> None:
+    """Name the type of the weights in the configuration of a new folder, as transformers writes it."""
+    typed = _with_dtype(config, str(type_).removeprefix("torch."))
+    if typed != config:
+        text = json.dumps(typed, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _write_weights(
+    state: SavedState, described: Any, folder: Path, type_: torch.dtype, adapter: bool
+) -> Sequence[Path]:
+    """Write the weights of a checkpoint, or those of its adapter alone, and the tensors that no model has."""
+    keys = {
+        key.removeprefix(prefix): key
+        for key in state.shapes
+        for prefix in (MODEL_PREFIX, BUFFER_PREFIX)
+        if key.startswith(prefix)
+    }
+    added = {name: key for name, key in keys.items() if is_added(name)}
+    shapes = without_added({name: state.shapes[key] for name, key in keys.items()})
+    base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
+    available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
+    merged = MergedWeights(described, available, _adapter(state))
+
+    def read(name: str) -> Tensor:
+        return merged.merged(name, lambda one: base[one] if one in base else _read(state, keys[one]))
+
+    if adapter:
+        peft_type = (card_of(str(_group(state.facts.identity, "task").get("type"))) or Card()).peft_type
+        buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
+        own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
+        names = available.keys() | merged.shapes
+        weights = [write_adapter(described, _origin_model(state), peft_type, names, own, read, folder, type_)]
+    else:
+        weights = plan_files(described, merged.shapes, type_).write(read, folder)
+    frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
+    write_added(frozen | {name: _read(state, key) for name, key in added.items()}, folder, type_)
+    return weights
 
 
 def _verified_folder(
