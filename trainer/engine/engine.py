@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.engine.forward import ModelForward, origin_changed
 from trainer.engine.learning_rate import learning_rate
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.precision import is_stored_rounded, written_dtype
+from trainer.engine.precision import is_stored_rounded, weights_dtype
 from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
@@ -160,7 +160,7 @@ class Engine(ABC):
         self._show()
         weights = {label: partial(self._whole_weights, label) for label in self.parameters}
         tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
-        adapter, dtype = self._recipe.model.adapter, written_dtype(self._recipe)
+        adapter, dtype = self._recipe.model.adapter, weights_dtype(self._recipe)
         save_model(self._models[0], folder, tensors, self._mesh, adapter, dtype)
 
     @abstractmethod

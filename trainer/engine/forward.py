@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.engine.joint import JointLosses, joint_losses
-from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16
+from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16, weights_dtype
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import FLAT, padding_known
@@ -61,7 +61,7 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         layers = layers_of(built.model, COMPILE).values()
         compiled = CompiledLayers(layers, built.dropout_keys, mesh.device)
         built = replace(built, compiled=compiled)
-    if plan.recipe.weights != "fp32":
+    if weights_dtype(plan.recipe) == torch.bfloat16:
         store_in_bf16(built)
     # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
     if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:

@@ -18,6 +18,7 @@ from trainer.models.place import PlacedModel
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
 from trainer.parallel.wide_products import WideProducts, convolution, linear, shares_input, sharing
+from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -208,8 +209,10 @@ def stored_in_bf16(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16}
 
 
-def written_dtype(recipe: Recipe) -> torch.dtype:
-    return torch.float32 if recipe.weights == "fp32" else torch.bfloat16
+def weights_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the type of the trained weights of matrix products."""
+    types = {update.weights_dtype for update in asked_for("update", recipe)}
+    return torch.bfloat16 if torch.bfloat16 in types else torch.float32
 
 
 def _require(precision: PrecisionName, device: torch.device) -> None:

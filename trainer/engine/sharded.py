@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
-from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype, weights_dtype
 from trainer.engine.rounded_weights import in_fp32, learning, used_once
 from trainer.models.families.table import SHARDING, layers_of
 from trainer.models.names import move_buffers
@@ -220,7 +220,7 @@ def build_sharded(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunP
     built = prepare_model(built, mesh, plan)
     placements = shard_built(built, mesh, plan)
     forward = ModelForward(built, task, mesh, plan)
-    is_exact = plan.recipe.weights == "fp32"
+    is_exact = weights_dtype(plan.recipe) == torch.float32
     loss_sum = forward.loss_sum if is_exact else learning(built.model, forward.loss_sum, _return_single_uses_together)
     schedule = AccumulationSchedule(loss_sum, partial(defer_all_reduce, built.model))
     return NativeEngine(forward, [built], schedule, placements, total_steps)

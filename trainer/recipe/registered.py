@@ -94,17 +94,18 @@ def _add_optimizer(registration: Registration) -> None:
 
 
 def _add_keys(registration: Registration) -> None:
-    """Add the fields of a section to the section of the recipe that the registered key names."""
+    """Add the fields of a section to the recipe, or to the section of it, that the registered key names."""
     keys: type[Section] = resolved(registration.value)
-    name = registration.name.partition(".")[0]
-    section = Recipe.model_fields[name].annotation
+    name = registration.name.rpartition(".")[0]
+    section = Recipe.model_fields[name].annotation if name else Recipe
     assert isinstance(section, type)
     assert issubclass(section, Section)
     for key, field in keys.model_fields.items():
         field.description = descriptions(keys)[key]
         section.model_fields[key] = field
-    section.model_rebuild(force=True)
-    Recipe.model_fields[name].default = section()
+    if name:
+        section.model_rebuild(force=True)
+        Recipe.model_fields[name].default = section()
     Recipe.model_rebuild(force=True)
 
 

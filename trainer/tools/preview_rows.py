@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainer.data.collate import collate
@@ -23,6 +24,7 @@ from trainer.models.quantizing import weights_of_parts
 from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan
+from trainer.recipe.registered import asked_for
 from trainer.tasks.preview import ShownToken, has_token_labels
 from trainer.tasks.task import TextTask
 from trainer.training.assembly import Assembly
@@ -198,24 +200,25 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     model = description.on_meta()
     description.adapt(model)
     counted: dict[tuple[bool, str], int] = {}
+    updates = asked_for("update", recipe)
+    masters = [update.masters(recipe) for update in updates if update.weights_dtype == torch.bfloat16]
     rounded, whole = rounded_by_autocast(model), weights_of_parts([model])
     for name, parameter in model.named_parameters():
         if name in whole:
             held = str(recipe.model.quantization)
         elif parameter.requires_grad:
-            held = "bf16" if recipe.weights != "fp32" and name in rounded else "fp32"
+            held = "bf16" if masters and name in rounded else "fp32"
         else:  # as `store_frozen` does
             is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.zero_stage
             held = recipe.precision if is_narrow else "fp32"
         kind = (parameter.requires_grad, held)
         counted[kind] = counted.get(kind, 0) + whole.get(name, parameter.numel())
     rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
-    master = {"bf16_compensated": "16 bits in the optimizer", "bf16_stochastic": "none, rounded at random"}
     sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
     state = recipe.optimizer.state_type
     for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
         kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
-        kept = master[recipe.weights] if is_trained and held == "bf16" else kept
+        kept = masters[0] if is_trained and held == "bf16" else kept
         own = (kept, "fp32", f"{recipe.optimizer.name}, {state}", sent) if is_trained else ("", "", "", "")
         rows.append(("trained" if is_trained else "frozen", f"{number:,}", held, recipe.precision, *own))
     return tuple(rows)

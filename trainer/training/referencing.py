@@ -16,6 +16,7 @@ from trainer.data.cache import CorruptEntryError, entry_key, open_entry, open_or
 from trainer.data.loader import EvalLoader
 from trainer.data.split import EncodedSplit
 from trainer.engine.engine import Engine
+from trainer.engine.precision import weights_dtype
 from trainer.engine.state import OPTIMIZER_PREFIX
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
@@ -52,7 +53,7 @@ def with_reference(
     facts = {
         "weights": weights,
         "model": dict(model),
-        "numbers": [recipe.precision, recipe.weights, recipe.tf32, mesh.device.type],
+        "numbers": [recipe.precision, str(weights_dtype(recipe)), recipe.tf32, mesh.device.type],
     }
     cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
 

@@ -149,7 +149,7 @@ def _data(
     folder = place / "preparation"
     shutil.copytree(preparation, folder)
     write_added(added, folder, torch.float32)
-    plain: dict[str, Any] = {"precision": "fp32", "weights": "fp32"}
+    plain: dict[str, Any] = {key: "fp32" for key in ("precision", "weights") if key in recipe}
     if "packing" in recipe["task"]:  # other programs read one document in a row
         plain["task"] = {**recipe["task"], "packing": "none"}
     (folder / RECIPE_FILE).write_text(json.dumps({**recipe, **plain}), encoding="utf-8")

@@ -67,10 +67,10 @@ def num_operations(name: str, num_layers: int) -> int:
             parameters[f"{layer}.{kind}"] = parameter
     placements = {one: ParameterPlacement(label, tuple(one.shape)) for label, one in parameters.items()}
     mesh = open_mesh(plan_run(tiny_recipe(), 1).layout, torch.device("cpu"))
-    seed = 7 if name == "bf16_stochastic" else None
+    recipe = tiny_recipe(precision="bf16", weights=name) if "bf16" in name else None
     matrices = {label for label in parameters if "bias" not in label}
     biases = parameters.keys() - matrices
-    trained = TrainedParameters(parameters, biases, lambda: matrices, WholeAccess(placements, mesh), seed)
+    trained = TrainedParameters(parameters, biases, lambda: matrices, WholeAccess(placements, mesh), recipe=recipe)
     optimizer = build_optimizer(RECIPES[name], trained)
     optimizer.found_inf = torch.zeros(())
     optimizer.step()  # makes the state

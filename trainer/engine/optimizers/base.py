@@ -160,3 +160,9 @@ class OptimizerUpdate(EngineOptimizer):
     """
 
     recipe: Recipe
+    weights_dtype = torch.float32  # of trained weights of matrix products
+
+    @classmethod
+    def masters(cls, recipe: Recipe) -> str:
+        """Return the place of the bits that weights of another type than fp32 lack, for a table."""
+        return "the weights"

@@ -67,8 +67,6 @@ class TrainedParameters:
     # family, so only an optimizer that needs them calls it.
     matrices: Callable[[], Set[str]] = frozenset
     whole: WholeAccess = field(default_factory=lambda: WholeAccess({}))
-    # the seed of the stochastic rounding of weights in bf16; None: such weights have a compensation
-    rounding_seed: int | None = None
     # learning rates and weight decays that differ from those of the optimizer, by name
     rules: Mapping[str, ParameterRule] = field(default_factory=dict)
     recipe: Recipe | None = None  # the recipe, which may ask for updates of features; None: it asks for none
@@ -92,7 +90,6 @@ class TrainedParameters:
             {name for model in models for name in no_decay_names(model)},
             lambda: {name for model in models for name in matrix_names(model)},
             WholeAccess({parameter: placements[name] for name, parameter in named.items()}, mesh),
-            recipe.training.seed if recipe.weights == "bf16_stochastic" else None,
             {name: rules[placements[name].name] for name in named if rules},
             recipe,
         )

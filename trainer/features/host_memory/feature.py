@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.checkpoint.registered import TierFeature, TierParts
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.precision import rounded_by_autocast
+from trainer.engine.precision import rounded_by_autocast, weights_dtype
 from trainer.features.host_memory.folder import KEPT, folder_of_run, room_in
 from trainer.features.host_memory.handover import free, hand_over
 from trainer.features.host_memory.section import keys_of
@@ -57,7 +58,7 @@ class HostMemoryFeature(TierFeature):
             return [f"`checkpoint.memory.folder` is {folder}, {text}"]
         if model is None or recipe.model.adapter is not None or recipe.model.freeze:
             return []  # the weights in a checkpoint are few, or their number is unknown
-        in_bf16 = set() if recipe.weights == "fp32" else rounded_by_autocast(model)
+        in_bf16 = set() if weights_dtype(recipe) == torch.float32 else rounded_by_autocast(model)
         needed = KEPT * sum(
             parameter.numel() * (_BF16_BYTES if name in in_bf16 else _FP32_BYTES)
             for name, parameter in model.named_parameters()

@@ -65,10 +65,6 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16, fp16: matrix products in that type; loss, gradients, norms and by default weights in fp32."""
-    weights: Literal["fp32", "bf16_compensated", "bf16_stochastic"] = "fp32"
-    """Storage of the trained weights of matrix products with `precision` bf16; all other weights are fp32.
-    bf16_compensated: bf16, and in the optimizer the 16 bits that rounding cuts off; bf16_stochastic: bf16 alone,
-    rounded at random."""
     tf32: bool = False
     """Allow TF32 on GPUs: fp32 matrix products and convolutions with 10 bits of mantissa. It is refused on devices
     without TF32."""

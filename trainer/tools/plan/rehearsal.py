@@ -12,7 +12,7 @@ from trainer.base.errors import UsageError
 from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import RowChunk, partition
-from trainer.engine.precision import written_dtype
+from trainer.engine.precision import weights_dtype
 from trainer.models.fill import count_reads
 from trainer.models.place import ModelCut, place_empty, planned_cuts
 from trainer.models.save import files_of_weights, writer_of
@@ -187,7 +187,7 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
 
 def _model_files(plan: RunPlan) -> dict[str, int]:
     recipe = plan.recipe
-    files = files_of_weights(place_empty(planned_model(plan)).model, recipe.model.adapter, written_dtype(recipe)).files
+    files = files_of_weights(place_empty(planned_model(plan)).model, recipe.model.adapter, weights_dtype(recipe)).files
     return {file.name: file.num_bytes for file in files}
 
 

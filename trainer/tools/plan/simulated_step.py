@@ -20,7 +20,7 @@ from trainer.base.errors import UsageError
 from trainer.engine.builders import build_engine
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
-from trainer.engine.precision import store_in_bf16
+from trainer.engine.precision import store_in_bf16, weights_dtype
 from trainer.engine.zero import ZeroEngine
 from trainer.models.configuration import max_positions
 from trainer.models.describe import ModelDescription
@@ -120,7 +120,7 @@ def _explained(plan: RunPlan) -> Iterator[None]:
 
 def updates_in_batches(plan: RunPlan) -> bool:
     """Return whether the optimizer of a plan updates batches of tensors; it updates all weights in bf16 so."""
-    return optimizer_class(plan.recipe.optimizer).updates_in_batches or plan.recipe.weights != "fp32"
+    return optimizer_class(plan.recipe.optimizer).updates_in_batches or weights_dtype(plan.recipe) != torch.float32
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class _Simulation:
             built = [replace(part, groups=groups) for part in built]
             for part in built:
                 _allocate(part.model)
-                if plan.recipe.weights != "fp32":  # before hooks fix the type of the gradients
+                if weights_dtype(plan.recipe) == torch.bfloat16:  # before hooks fix the type of the gradients
                     store_in_bf16(part)
                 ledger.follow_gradients(part.model)
             with ledger.creating(GRADIENTS):  # the buckets of DDP

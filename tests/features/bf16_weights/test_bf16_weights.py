@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import MemorySource, build_tiny, tiny_recipe, train_tiny, whole_state
 from tests.parity.cases import model_config
-from trainer.engine.optimizers import adamw, tensor_batches
-from trainer.engine.optimizers.adamw import COMPENSATION
+from trainer.engine.optimizers import tensor_batches
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.optimizers.whole_access import WholeAccess
+from trainer.features.bf16_weights.optimizer import COMPENSATION, _cut_off
+from trainer.features.bf16_weights.rounding import KeyedRounding, Piece
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.boxes import tensor_part
-from trainer.parallel.shards.stochastic_rounding import KeyedRounding, Piece
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW
 from trainer.training.process_group import open_mesh
@@ -42,10 +42,8 @@ def in_bf16(values: Tensor) -> nn.Parameter:
 
 def optimizer_of(parameter: nn.Parameter, mesh: ParallelMesh, weights: str, **options: Any) -> EngineOptimizer:
     placement = ParameterPlacement("weight", tuple(parameter.shape))
-    seed = 7 if weights == "bf16_stochastic" else None
-    trained = TrainedParameters(
-        {"weight": parameter}, whole=WholeAccess({parameter: placement}, mesh), rounding_seed=seed
-    )
+    recipe = tiny_recipe(precision="bf16", weights=weights, training={"seed": 7})
+    trained = TrainedParameters({"weight": parameter}, whole=WholeAccess({parameter: placement}, mesh), recipe=recipe)
     return build_optimizer(AdamW(**options), trained)
 
 
@@ -83,7 +81,7 @@ class TestUpdates:
     def test_a_number_in_the_middle_of_two_loses_one_bit(self):
         for bits in (0x3F80_8000, 0x3F81_8000, -0x407F_8000, 0x3F80_7FFF, 0x3F81_8001):
             exact = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-            found = exact.bfloat16().float().view(torch.int32) + adamw._cut_off(exact)
+            found = exact.bfloat16().float().view(torch.int32) + _cut_off(exact)
             assert 0 <= bits - int(found) <= 1
             assert torch.equal(found.view(torch.float32).bfloat16(), exact.bfloat16())
 
