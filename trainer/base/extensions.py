@@ -31,15 +31,18 @@ Kind = Literal[
     "recipes",
     "keys",
     "exclusions",
+    "rule",
     "update",
+    "second_model",
     "tier",
     "card",
     "logging",
     "run",
     "launch",
 ]
-"""`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`. By the
-key that asks for it: `update`: an `OptimizerUpdate`; `tier`: a place of checkpoints; `card`: a line of the model card.
+"""`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
+a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
+`SecondModel`; `tier`: a place of checkpoints; `card`: a line of the model card.
 `logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 

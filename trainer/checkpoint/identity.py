@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from trainer.base.text import dotted_leaves, listed
@@ -23,7 +24,10 @@ FROZEN_WEIGHTS = "frozen_weights"
 
 
 def identity(
-    recipe: Recipe, content_hash: str, beside: Mapping[str, Any] | None = None, teacher: str | None = None
+    recipe: Recipe,
+    content_hash: str,
+    beside: Mapping[str, Any] | None = None,
+    second: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the facts that define a training.
 
@@ -31,14 +35,14 @@ def identity(
         content_hash: the hash of the prepared training split.
         beside: further facts of the model by name, outside of training and checkpoints; None for a missing one. They
             replace keys of the recipe.
-        teacher: the digest of the weights of `distillation.teacher`, which stands for its place.
+        second: facts of a second model that stand for keys of the recipe, by section and key.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
     for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _OF_TASK)):
         for key in keys:
             sections[section].pop(key, None)
-    if teacher is not None:
-        sections["distillation"] |= {"teacher": teacher, "revision": None}
+    for section, facts in second.items():
+        sections[section] |= facts
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
     data: dict[str, Any] = {"group_by_length": recipe.data.group_by_length, "train": content_hash}
     if weights := recipe.data.source_weights:

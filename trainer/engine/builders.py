@@ -8,12 +8,13 @@ from dataclasses import replace
 from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
+from trainer.models.added_loss import AddedLoss
 from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
 from trainer.models.families.table import CHECKPOINTING, COMPILE, SHARDING, layers_of
 from trainer.models.place import PlacedModel
-from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
+from trainer.recipe.registered import asked_for
 from trainer.tasks.task import Task
 
 EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
@@ -37,7 +38,7 @@ def build_engine(
     mesh: ParallelMesh,
     plan: RunPlan,
     total_steps: int,
-    teacher: Teacher | None = None,
+    added_loss: AddedLoss | None = None,
 ) -> Engine:
     """Place the model over the mesh by the recipe's strategy, and return its engine.
 
@@ -45,10 +46,10 @@ def build_engine(
 
     Args:
         total_steps: the last step of the learning rate's schedule.
-        teacher: the model to learn from; None on ranks without the last stage, or if there is none.
+        added_loss: the loss of a second model; None on ranks without the last stage, or if there is none.
     """
     columns = check_built(built, task, plan)
-    built = [replace(part, teacher=teacher) for part in built]
+    built = [replace(part, added_loss=added_loss) for part in built]
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
     if columns is not None:
@@ -90,7 +91,8 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     columns = task.vocabulary_chunk
     if columns is None:
         return None
-    if isinstance(columns, str) and (plan.recipe.distillation or plan.strategy.single_process):
+    needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
+    if isinstance(columns, str) and needs_all:
         return None
     why = next((why for part in built if (why := why_whole(part.model))), None)
     if why is not None and not isinstance(columns, str):

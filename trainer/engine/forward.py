@@ -140,7 +140,7 @@ class ModelForward:
         self._keys = built.dropout_keys
         self._compiled = [built.compiled] if built.compiled else []
         self._head = built.head
-        self._teacher = built.teacher
+        self._added_loss = built.added_loss
         self._call = call or built.model
         self._eval_call = eval_call or built.model
         self._rounded = rounded
@@ -227,18 +227,18 @@ class ModelForward:
         return loss * 0.0 if microbatch.filler else loss
 
     def _taught(self, inputs: dict[str, Tensor], is_padded: bool | None) -> Tensor | None:
-        """Return the teacher's logits for the inputs of rows on this rank's device; None without a teacher."""
-        if self._teacher is None:
+        """Return a second model's outputs for the inputs of rows on this rank's device; None: there is none."""
+        if self._added_loss is None:
             return None
         with padding_known(is_padded):
-            return self._teacher.logits(self._task.model_inputs(inputs))
+            return self._added_loss.outputs(self._task.model_inputs(inputs))
 
     def _row_losses(self, logits: Tensor, labels: Tensor, taught: Tensor | None) -> Tensor:
-        """Return the sum of the losses of rows, with the divergence from the teacher's logits `taught`, if any."""
+        """Return the sum of the losses of rows, with that of the outputs `taught` of a second model, if any."""
         loss = self._task.loss_sum(logits, labels)
-        if self._teacher is None or taught is None:
+        if self._added_loss is None or taught is None:
             return loss
-        return self._teacher.mixed(loss, logits, taught, self._task.label_weights(labels))
+        return self._added_loss.mixed(loss, logits, taught, self._task.label_weights(labels))
 
     def _training_scores(self, call: ModelCall, microbatch: Microbatch) -> Tensor:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""

@@ -212,8 +212,8 @@ class PipelinedForward(ModelForward):
         return inputs if hidden is None else {**inputs, _HIDDEN: hidden}
 
     def _taught_rows(self, rows: Pass, microbatch: int) -> Tensor | None:
-        """Return the teacher's logits for a microbatch at the last stage; None without a teacher."""
-        if self._teacher is None:
+        """Return a second model's outputs for a microbatch at the last stage; None: there is none."""
+        if self._added_loss is None:
             return None
         start, end = microbatch * rows.rows_of_each, (microbatch + 1) * rows.rows_of_each
         inputs = {name: tensor[start:end] for name, tensor in rows.inputs.items()}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
+from trainer.models.added_loss import AddedLoss
 from trainer.models.chunked_head import ChunkedHead
 from trainer.models.compiled import CompiledLayers
 from trainer.models.describe import ModelDescription
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.stage_split import StagePart, cut_stage, split_stages, trainable_stages
-from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import split_model
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.dropout import DropoutKeys
@@ -105,7 +105,7 @@ class PlacedModel:
     If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
     `origin` is None if the weights were loaded whole, or may have changed.
     `groups` are those of the optimizer, of the whole model.
-    The engine adds the chunked output head, the teacher and the compiled layers, if there are any.
+    The engine adds the chunked output head, the loss of a second model and the compiled layers, if there are any.
     """
 
     model: nn.Module
@@ -119,7 +119,7 @@ class PlacedModel:
     origin: Origin | None = None
     groups: ParameterGroups = field(default_factory=ParameterGroups)
     head: ChunkedHead | None = None
-    teacher: Teacher | None = None
+    added_loss: AddedLoss | None = None
     compiled: CompiledLayers | None = None
 
     @property

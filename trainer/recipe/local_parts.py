@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.base.extensions import registered
 from trainer.ranks.environment import datasets_cache
 from trainer.recipe.schema import HubData, ImageKeys
 
@@ -34,12 +35,12 @@ class LocalParts:
     has_tokenizer: bool
     has_data: bool
     unchecked: tuple[str, ...] = ()
-    has_teacher: bool = False
+    has_second_model: bool = True  # true without one
 
     @classmethod
     def of(cls, recipe: Recipe) -> LocalParts:
         """Return the parts of a resolved recipe that are on this machine."""
-        data, distillation = recipe.data, recipe.distillation
+        data = recipe.data
         model = _Place("model.name_or_path", recipe.model.name_or_path, recipe.model.revision)
         tokenizer = model if recipe.model.tokenizer is None else _Place("model.tokenizer", recipe.model.tokenizer)
         is_of_images = isinstance(recipe.task, ImageKeys)
@@ -55,17 +56,19 @@ class LocalParts:
         finds(model, _WEIGHTS, "weights")
         has_processor = not is_of_images or finds(model, _PROCESSOR, "image processor")
         has_tokenizer = is_of_images or finds(tokenizer, _VOCABULARY, "tokenizer and lengths of rows")
-        has_teacher = distillation is not None
-        if distillation is not None:
-            teacher = _Place("distillation.teacher", distillation.teacher, distillation.revision)
-            has_teacher = finds(teacher, _CONFIGURATION, "configuration")
-            finds(teacher, _WEIGHTS, "weights")
-            has_teacher = (is_of_images or finds(teacher, _VOCABULARY, "tokenizer")) and has_teacher
+        has_second = True
+        for name, key in (row.name.split(".") for row in registered("second_model")):
+            if (section := getattr(recipe, name)) is None:
+                continue
+            second = _Place(f"{name}.{key}", getattr(section, key), section.revision)
+            has_second = finds(second, _CONFIGURATION, "configuration")
+            finds(second, _WEIGHTS, "weights")
+            has_second = (is_of_images or finds(second, _VOCABULARY, "tokenizer")) and has_second
         has_data = not isinstance(data, HubData) or _has_rows(data)
         if isinstance(data, HubData) and not has_data:
             lacking[_Place("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
         unchecked = tuple(place.unchecked(parts) for place, parts in lacking.items())
-        return cls(has_model, has_tokenizer, has_data and has_processor, unchecked, has_teacher)
+        return cls(has_model, has_tokenizer, has_data and has_processor, unchecked, has_second)
 
     @property
     def is_empty(self) -> bool:

@@ -134,8 +134,8 @@ def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
 
 def _is_set(recipe: Recipe, name: str) -> bool:
     *sections, key = name.split(".")
-    section: Section = reduce(getattr, sections, recipe)
-    return bool(section.changed(key))
+    section: Section | None = reduce(getattr, sections, recipe)
+    return section is not None and bool(section.changed(key))
 
 
 consume("task", _add_task)

@@ -27,7 +27,7 @@ from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
-from trainer.training.teaching import check_teacher
+from trainer.training.second_model import second_model
 
 _MOST_BYTES_OF_A_TOKEN = 16  # on average over a row
 MOST_ROWS = 10_000
@@ -90,10 +90,10 @@ def check_parts(plan: RunPlan) -> Checked:
     for tier in registered_tiers(recipe):
         with problems.collect():
             notes += tier.notes(recipe, model.whole if model else None)
-    if local.has_teacher:
+    if local.has_second_model and (second := second_model(recipe)):
         own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
         with problems.collect():
-            check_teacher(plan, data.task if data else build_task(recipe.task), own)
+            second.check(plan, data.task if data else build_task(recipe.task), own)
     return Checked(tuple(problems.messages), problems.error, tuple(notes), local.unchecked, model, data, most)
 
 

@@ -57,7 +57,7 @@ from trainer.training.model_card import complete_folder
 from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
-from trainer.training.teaching import load_teacher
+from trainer.training.second_model import LoadedModel, second_model
 from trainer.training.whole_split import Evaluator
 
 
@@ -315,7 +315,8 @@ def assemble(
         built = [build_model(described, cut, node) for cut in cuts]
     if adapt is not None:
         built = [replace(part, origin=None) for part in built]
-    placed = load_teacher(plan, mesh, task, models.teacher)
+    second = second_model(recipe)
+    loaded = second.load(plan, mesh, task, models.second) if second and models.second else LoadedModel()
     own = [part.model for part in built]
     for model in own:
         tokenizer = data.preparation.text_tokenizer
@@ -330,11 +331,11 @@ def assemble(
         "config": computed_facts(described.config),
     }
     saved = Saved(
-        identity(recipe, data.train_hash, beside, placed.digest),
+        identity(recipe, data.train_hash, beside, loaded.facts),
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
     )
-    engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), placed.teacher)
+    engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), loaded.loss)
     data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
     return Assembly(plan, mesh, data, built, engine, saved, Progress())
 

@@ -31,7 +31,7 @@ from trainer.tasks.task import Task
 from trainer.training.describing import DescribedModels, describe_model
 from trainer.training.row_encoding import require_fit, with_folder
 from trainer.training.run_data import PreparedData, prepare_data
-from trainer.training.teaching import check_teacher
+from trainer.training.second_model import second_model
 
 
 def prepare_checked(
@@ -52,7 +52,7 @@ def prepare_checked(
     recipe = plan.recipe
     observer = observer or Observer()
     problems = Problems()
-    data = described = teacher = None
+    data = described = checked = None
     check_needs(recipe, problems)
     with problems.collect():
         data = prepare_data(recipe, observer=observer, day=day)
@@ -65,13 +65,13 @@ def prepare_checked(
             described = describe_model(recipe, task, None if data is None else data.preparation.padding_token)
             if is_here and described.config.model_type in FAMILIES:
                 _check(plan, described, problems)
-    if data is not None and recipe.distillation is not None:
+    if data is not None and (second := second_model(recipe)):
         with problems.collect():
-            teacher = check_teacher(plan, data.task, data.preparation)
+            checked = second.check(plan, data.task, data.preparation)
     problems.raise_all()
     assert data is not None
     assert described is not None
-    return data, DescribedModels(described, teacher)
+    return data, DescribedModels(described, checked)
 
 
 def check_needs(recipe: Recipe, problems: Problems) -> None:

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import pytest
 
+from trainer.features.distillation.section import Distillation
 from trainer.recipe.paths import dotted
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.rules import contradictions
-from trainer.recipe.schema import Distillation, FileData, Model, Parallel, TextKeys, Traits
+from trainer.recipe.schema import FileData, Model, Parallel, TextKeys, Traits
 
 Minimal = dict[str, Any]
 CONFIG = 'model.config={"model_type": "bert"}'

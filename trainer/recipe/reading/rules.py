@@ -2,7 +2,7 @@
 
 Rules check valid sections with absolute paths. A rule over the keys of one section is beside it, in `recipe/schema/`.
 Two conditions that exclude each other are a row of `recipe/combinations.py`. To add another rule, write a generator and
-its row in `_RULES`.
+its row in `_RULES`. A feature registers rules by the names of their sections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from trainer.recipe.paths import dotted, shown_value
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import (
     Data,
-    Distillation,
     Evaluation,
     FileData,
     Generation,
@@ -34,7 +33,7 @@ from trainer.recipe.schema import (
 )
 from trainer.recipe.schema.section import Contradiction, clash
 
-_NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
+NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
 
 
 def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -42,7 +41,8 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     for row in EXCLUSIONS:
         if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
             yield clash(text, row.first.key, row.second.key)
-    for names, rule in _RULES.items():
+    of_features = {tuple(row.name.split()): resolved(row.value) for row in registered("rule")}
+    for names, rule in (_RULES | of_features).items():
         if all(sections.get(name) is not None for name in names):
             yield from rule(*(sections[name] for name in names))
     for name, section in sections.items():
@@ -76,7 +76,7 @@ def _secrets(value: Any, path: tuple[str, ...]) -> Iterator[Contradiction]:
 
 def _of_model_and_parallel(model: Model, parallel: Parallel) -> Iterator[Contradiction]:
     if model.adapter is not None and parallel.strategy == "dp":
-        yield clash(_NO_DP, "model.adapter", "parallel.strategy")
+        yield clash(NO_DP, "model.adapter", "parallel.strategy")
     if parallel.load == "broadcast" and model.config is not None and model.is_random:
         text = 'is "broadcast", which sends weights of files, but the weights are random (`model.config`); remove it'
         yield clash(text, "parallel.load", "model.config")
@@ -182,21 +182,6 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
         yield clash(text, strategy, "task.loss")
 
 
-def _of_distillation(distillation: Distillation, task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
-    if not task.traits.teacher:
-        others = ", ".join(name for name, keys in task_sections().items() if keys.traits.teacher)
-        text = f"is for {others}, but `task.type` is {task.type}; remove it"
-        yield clash(text, "distillation", "task.type")
-    if getattr(task, "multi_label", False):
-        text = "compares the probabilities of one class for each row, but `task.multi_label` is true; remove it"
-        yield clash(text, "distillation", "task.multi_label")
-    if isinstance(getattr(task, "vocabulary_chunk", None), int):
-        text = "needs the logits of the whole vocabulary, but `task.vocabulary_chunk` is a number; set that to null"
-        yield clash(text, "distillation", "task.vocabulary_chunk")
-    if parallel.strategy == "dp":
-        yield clash(_NO_DP, "distillation", "parallel.strategy")
-
-
 def _of_training_and_schedule(training: Training, schedule: ScheduleSection) -> Iterator[Contradiction]:
     warmup, last = schedule.warmup, training.max_steps
     if isinstance(warmup, int) and last is not None and warmup >= last:
@@ -251,8 +236,7 @@ def _of_logging_and_training(logging: Logging, training: Training) -> Iterator[C
         yield clash(text, "logging.profile.steps", "training.max_steps")
 
 
-_RULES: Mapping[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
-    ("distillation", "task", "parallel"): _of_distillation,
+_RULES: dict[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
     ("task", "parallel"): _of_task_and_parallel,
     ("model", "parallel"): _of_model_and_parallel,
     ("model", "training"): _of_model_and_training,

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import registered
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schema import Data, FileData, Model
@@ -65,7 +66,8 @@ def load_trained(
         raise UsageError(f"`FOLDER` must hold {RECIPE_FILE}, but {folder} has none; name its recipe with --recipe")
     start = _first_model(values["model"])
     values["model"] = {"name_or_path": str(folder)}
-    values["distillation"] = None  # a teacher is for training only
+    for row in registered("second_model"):  # it is for training only
+        values[row.name.partition(".")[0]] = None
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
     # A forward pass needs no global batch; this size divides among any ranks.
     training = values.setdefault("training", {})

@@ -14,7 +14,6 @@ from pydantic import Field
 from trainer.recipe.schema.checkpoint import Checkpoint
 from trainer.recipe.schema.data import Data, FileData, FolderData, HubData
 from trainer.recipe.schema.data_map import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
-from trainer.recipe.schema.distillation import Distillation
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern
 from trainer.recipe.schema.language import CausalLM, Generation, MaskedLM, Seq2SeqLM
@@ -60,8 +59,6 @@ class Recipe(Section):
         Data,
         Field(discriminator="source", description="The source of the examples, and their preparation."),
     ]
-    distillation: Distillation | None = None
-    """A frozen teacher to learn from beside the labels; null: none."""
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16, fp16: matrix products in that type; loss, gradients, norms and by default weights in fp32."""

@@ -22,6 +22,7 @@ from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16, weights_dtype
 from trainer.engine.zero import ZeroEngine
+from trainer.models.added_loss import AddedLoss
 from trainer.models.configuration import max_positions
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
@@ -30,7 +31,6 @@ from trainer.models.hub_files import one_line
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.models.quantizing import weights_of_parts
-from trainer.models.teacher import Teacher
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS, ROWS_AXIS
@@ -56,9 +56,9 @@ from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelle
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import replaced, shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
-from trainer.training.describing import describe_model, describe_teacher
+from trainer.training.describing import describe_model
 from trainer.training.row_encoding import with_folder
-from trainer.training.teaching import has_teacher, place_teacher, teacher_classes
+from trainer.training.second_model import second_model
 
 _MICROBATCHES = 3
 _FP32_BYTES = 4
@@ -67,12 +67,12 @@ _FP32_BYTES = 4
 def planned_task(plan: RunPlan) -> Task:
     """Return the task of a recipe.
 
-    Classes that only the data knows have the names of their weights, of the teacher's classes, or else "0" and "1".
+    Classes that only the data knows have the names of their weights, of those of a second model, or else "0" and "1".
     """
     task = with_folder(build_task(plan.recipe.task), plan.recipe)
     names: Sequence[str] = ("0", "1")
-    if task.class_names is None and plan.recipe.distillation is not None:
-        names = teacher_classes(describe_teacher(plan.recipe, task).config)
+    if task.class_names is None and (second := second_model(plan.recipe)):
+        names = second.class_names(plan.recipe, task)
     return task.without_data(names)
 
 
@@ -243,8 +243,8 @@ class _Simulation:
                 if self.early:
                     change["model"] = plan.recipe.model.model_copy(update={"unfreeze_at_step": sys.maxsize})
                 simulated = replace(plan, recipe=plan.recipe.model_copy(update=change))
-                teacher = _teacher(plan, task, self.mesh, ledger)
-                engine = build_engine(built, task, self.mesh, simulated, 2, teacher)
+                added_loss = _added_loss(plan, task, self.mesh, ledger)
+                engine = build_engine(built, task, self.mesh, simulated, 2, added_loss)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
             _label_model(ledger, engine, built, self.offload)
             if not copies_ahead:
@@ -280,16 +280,16 @@ def _shortened_groups(built: Sequence[PlacedModel], before: Mapping[nn.Parameter
     return ParameterGroups(rules, late=late)
 
 
-def _teacher(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> Teacher | None:
-    recipe = plan.recipe
-    if recipe.distillation is None or not has_teacher(plan, mesh):
+def _added_loss(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -> AddedLoss | None:
+    second = second_model(plan.recipe)
+    if second is None or not second.is_needed(plan, mesh):
         return None
-    built = place_empty(describe_teacher(recipe, task), tensor_cut(plan, mesh))
+    built = place_empty(second.describe(plan.recipe, task), tensor_cut(plan, mesh))
     with ledger.creating(TEACHER):
         _allocate(built.model)
-        teacher, _ = place_teacher(built, plan, mesh, task)
-    ledger.assign([*teacher.model.parameters(), *teacher.model.buffers()], TEACHER)
-    return teacher
+        added = second.place(built, plan, mesh, task)
+    ledger.assign([*added.model.parameters(), *added.model.buffers()], TEACHER)
+    return added
 
 
 def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:

@@ -17,6 +17,7 @@ from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_VIT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
+from trainer.features.distillation import feature
 from trainer.models.describe import describe
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
@@ -66,7 +67,8 @@ def test_a_run_learns_from_its_teacher_and_keeps_nothing_of_it(
     assert main(["check", str(recipe)]) == ExitCode.DONE
     described: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(describing, "describe", lambda *words: described.append(words) or describe(*words))
+        for module in (describing, feature):
+            patch.setattr(module, "describe", lambda *words: described.append(words) or describe(*words))
         assert train(recipe, "training.stop_at_step=4") == ExitCode.STOPPED
     assert len(described) == 2, "the student and the teacher, each once"
     facts = json.loads(next((tmp_path / "run").rglob("state.json")).read_text())

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.features.distillation.divergence import vocab_parallel_divergence
+from trainer.features.distillation.section import Distillation
+from trainer.models.added_loss import AddedLoss
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
-from trainer.parallel.tensor.divergence import vocab_parallel_divergence
-from trainer.recipe.schema import Distillation
 
 
-class Teacher:
+class Teacher(AddedLoss):
     """A model in evaluation mode, without gradients, and the loss that its outputs add.
-
-    It is no part of the trained model: neither the optimizer nor a checkpoint sees it.
 
     Args:
         columns: the teacher's class at the place of each class of the student; None: the classes have the same order.
@@ -40,23 +39,16 @@ class Teacher:
         self._known = _arguments(model)
 
     @torch.no_grad()
-    def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def outputs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the teacher's logits for the inputs of a microbatch, in the order of the student's classes."""
         known = {name: tensor for name, tensor in inputs.items() if name in self._known}
         logits: Tensor = self.model(**known, **self._constants).logits
         return logits if self._columns is None else logits[..., list(self._columns)]
 
-    def mixed(self, loss: Tensor, logits: Tensor, taught: Tensor, label_weights: Tensor) -> Tensor:
-        """Return `(1 - weight) * loss + weight * temperature**2 * divergence`, a sum over the labels.
-
-        Args:
-            loss: the sum of the losses of the labels.
-            logits: the student's logits `[batch, ..., classes]`, or this rank's shard of the vocabulary.
-            taught: the result of `logits` for the same rows.
-            label_weights: the weight of each label `[batch, ...]`, zero for ignored ones.
-        """
+    def mixed(self, loss: Tensor, logits: Tensor, outputs: Tensor, label_weights: Tensor) -> Tensor:
+        """Return `(1 - weight) * loss + weight * temperature**2 * divergence`, a sum over the labels."""
         cut = self._vocabulary or VocabularyCut(None, logits.shape[-1])
-        divergences = vocab_parallel_divergence(logits, taught, cut.group, cut.size, self._temperature)
+        divergences = vocab_parallel_divergence(logits, outputs, cut.group, cut.size, self._temperature)
         # The gradient of the divergence shrinks with the square of the temperature (Hinton et al. 2015, section 2).
         taught_loss = self._temperature**2 * (divergences * label_weights).sum()
         return (1.0 - self._weight) * loss + self._weight * taught_loss

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import PIL.Image
 
-from trainer.base.errors import Problems, UsageError
+from trainer.base.errors import Problems, RecipeError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
 from trainer.engine.sharded import Sharding, shard
+from trainer.features.distillation.section import keys_of
+from trainer.features.distillation.teacher import Teacher
 from trainer.models.configuration import vocabulary_size
-from trainer.models.describe import ModelDescription
+from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.fill import build_model, check_weights
 from trainer.models.image_processor import load_image_processor
 from trainer.models.place import PlacedModel, tensor_cut
 from trainer.models.statistics import persistent_buffers
-from trainer.models.teacher import Teacher
 from trainer.models.tensor_split import check_split
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.mesh import ParallelMesh
@@ -26,99 +28,76 @@ from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.parallel.shards.boxes import tensor_part, whole_part
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.recipe.schema import ImageKeys, Model, Recipe
 from trainer.tasks.classes import places_of
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
-from trainer.training.describing import describe_teacher, naming_the_teacher
 from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations, require_positions
+from trainer.training.second_model import LoadedModel, SecondModel
 
 _SEGMENTS = "token_type_ids"
 
 
-@dataclass(frozen=True)
-class PlacedTeacher:
-    """A teacher on its ranks, and the digest of its weights.
+class TeacherFeature(SecondModel):
+    """The teacher of `distillation`."""
 
-    Both are None without a distillation. `teacher` is None on the ranks without the last pipeline stage, too.
-    """
+    def describe(self, recipe: Recipe, task: Task, padding_token: int | None = None) -> ModelDescription:
+        keys = keys_of(recipe)
+        use = ModelUse(task.auto_class_name, {}, padding_token, packed=task.packs_documents, is_trained=False)
+        with _naming_the_teacher():
+            return describe(Model(name_or_path=keys.teacher, revision=keys.revision), recipe.training, use)
 
-    teacher: Teacher | None = None
-    digest: str | None = None
+    def class_names(self, recipe: Recipe, task: Task) -> tuple[str, ...]:
+        return _classes(self.describe(recipe, task).config)
 
+    def check(self, plan: RunPlan, task: Task, preparation: Preparation | None) -> ModelDescription:
+        recipe, problems = plan.recipe, Problems()
+        described = self.describe(recipe, task, None if preparation is None else preparation.padding_token)
+        with _naming_the_teacher():
+            model = described.on_meta()
+        with problems.collect(), _naming_the_teacher():
+            _require_all(recipe, check_weights(described))
+        with problems.collect():
+            _columns(recipe, task, described.config)
+        parallel = recipe.parallel
+        if plan.layout.ranks_per_row > 1:
+            with problems.collect(), _naming_the_teacher():
+                check_split(model, parallel.tensor, parallel.context, parallel.sequence)
+        if preparation is not None:
+            with problems.collect(), _naming_the_teacher():
+                _require_same_inputs(recipe, task, preparation, described)
+        problems.raise_all()
+        return described
 
-def teacher_classes(config: Any) -> tuple[str, ...]:
-    """Return the class names of a teacher's configuration, in the order of its head."""
-    return tuple(str(config.id2label[index]) for index in sorted(config.id2label))
+    def load(self, plan: RunPlan, mesh: ParallelMesh, task: Task, described: ModelDescription) -> LoadedModel:
+        """See `SecondModel`. The digest of the weights stands for the place of the teacher."""
+        teacher, own = None, 0
+        if self.is_needed(plan, mesh):
+            with _naming_the_teacher():
+                built = build_model(described, tensor_cut(plan, mesh))
+                _require_all(plan.recipe, built.lacking)
+                teacher, placements = _placed(built, plan, mesh, task)
+            parts = [
+                tensor_part(f"teacher.{name}", p.detach(), placements[name], mesh)
+                for name, p in teacher.model.named_parameters()
+            ]
+            buffers = persistent_buffers(teacher.model).items()
+            own = own_digest([*parts, *(whole_part(f"teacher.{name}", b.detach(), mesh) for name, b in buffers)])
+        digest = joined(mesh.all_gather(own))
+        return LoadedModel(teacher, {"distillation": {"teacher": digest, "revision": None}})
 
+    def is_needed(self, plan: RunPlan, mesh: ParallelMesh) -> bool:
+        """Return whether this rank has the last pipeline stage, or there is no pipeline."""
+        pipeline = plan.pipeline
+        return pipeline is None or pipeline.num_stages - 1 in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
 
-def check_teacher(plan: RunPlan, task: Task, preparation: Preparation | None) -> ModelDescription:
-    """Describe a teacher, and check its files against the student, without a read of its weights.
-
-    Args:
-        task: the task, perhaps without its classes.
-        preparation: that of the student; None if its tokenizer or image processor is not on this machine.
-
-    Raises:
-        UsageError: the teacher is missing, of another task, or does not read the inputs of the student.
-        RecipeError: several of these hold.
-    """
-    recipe, problems = plan.recipe, Problems()
-    described = describe_teacher(recipe, task, None if preparation is None else preparation.padding_token)
-    with naming_the_teacher():
-        model = described.on_meta()
-    with problems.collect(), naming_the_teacher():
-        _require_all(recipe, check_weights(described))
-    with problems.collect():
-        _columns(recipe, task, described.config)
-    parallel = recipe.parallel
-    if parallel.tensor * parallel.context > 1:
-        with problems.collect(), naming_the_teacher():
-            check_split(model, parallel.tensor, parallel.context, parallel.sequence)
-    if preparation is not None:
-        with problems.collect(), naming_the_teacher():
-            _require_same_inputs(recipe, task, preparation, described)
-    problems.raise_all()
-    return described
-
-
-def load_teacher(plan: RunPlan, mesh: ParallelMesh, task: Task, described: ModelDescription | None) -> PlacedTeacher:
-    """Load the teacher of a plan. All ranks must call it.
-
-    Args:
-        task: the student's task, with its classes.
-        described: the teacher; None: there is none.
-
-    Raises:
-        UsageError: the teacher cannot be loaded, is of another task, or cannot be cut over the tensor ranks.
-    """
-    if described is None:
-        return PlacedTeacher()
-    teacher, own = None, 0
-    if has_teacher(plan, mesh):
-        with naming_the_teacher():
-            built = build_model(described, tensor_cut(plan, mesh))
-            _require_all(plan.recipe, built.lacking)
-            teacher, placements = place_teacher(built, plan, mesh, task)
-        parts = [
-            tensor_part(f"teacher.{name}", p.detach(), placements[name], mesh)
-            for name, p in teacher.model.named_parameters()
-        ]
-        buffers = persistent_buffers(teacher.model)
-        own = own_digest([*parts, *(whole_part(f"teacher.{name}", b.detach(), mesh) for name, b in buffers.items())])
-    return PlacedTeacher(teacher, joined(mesh.all_gather(own)))
+    def place(self, built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> Teacher:
+        return _placed(built, plan, mesh, task)[0]
 
 
-def has_teacher(plan: RunPlan, mesh: ParallelMesh) -> bool:
-    """Return whether this rank needs the teacher: one that has the last pipeline stage, or any without a pipeline."""
-    pipeline = plan.pipeline
-    return pipeline is None or pipeline.num_stages - 1 in pipeline.stages_of(mesh.index(PIPELINE_AXIS))
-
-
-def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> tuple[Teacher, Placements]:
+def _placed(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -> tuple[Teacher, Placements]:
     """Place a built teacher on the device, sharded under fsdp and hsdp; return it with its placements."""
     recipe = plan.recipe
-    assert recipe.distillation is not None
     model = built.model.requires_grad_(False)
     placements = built.placements
     cast_forward(model, recipe.precision, mesh.device)
@@ -126,20 +105,35 @@ def place_teacher(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: T
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
         placements = shard(model, placements, mesh, Sharding(recipe.precision))
     columns = _columns(recipe, task, model.config)
-    return Teacher(model, recipe.distillation, without_cache(model), columns, built.vocabulary), placements
+    return Teacher(model, keys_of(recipe), without_cache(model), columns, built.vocabulary), placements
+
+
+@contextmanager
+def _naming_the_teacher() -> Iterator[None]:
+    """Let errors of the functions that load and check models name the teacher."""
+    key, problems = "`distillation.teacher`", Problems()
+    with problems.collect():
+        yield
+    if problems.messages:
+        own = [text.replace("`model.name_or_path`", key) for text in problems.messages]
+        raise RecipeError(*(text if key in text else f"{key}: {text}" for text in own))
+
+
+def _classes(config: Any) -> tuple[str, ...]:
+    """Return the class names of a teacher's configuration, in the order of its head."""
+    return tuple(str(config.id2label[index]) for index in sorted(config.id2label))
 
 
 def _columns(recipe: Recipe, task: Task, config: Any) -> list[int] | None:
     """Return the teacher's class for each class of the student; None if they have the same order, or are tokens."""
-    assert recipe.distillation is not None
     if not task.class_names:
         return None
-    names = teacher_classes(config)
+    names = _classes(config)
     columns = places_of(task.class_names, names)
     if columns is None:
         raise UsageError(
             f"`distillation.teacher` must have the classes of the task, {shown(task.class_names)}, but"
-            f" {recipe.distillation.teacher!r} has {shown(names)}; use a teacher of these classes, or correct"
+            f" {keys_of(recipe).teacher!r} has {shown(names)}; use a teacher of these classes, or correct"
             " `id2label` in its config.json, or `task.labels`"
         )
     return None if columns == list(range(len(columns))) else columns
@@ -148,10 +142,9 @@ def _columns(recipe: Recipe, task: Task, config: Any) -> list[int] | None:
 def _require_all(recipe: Recipe, lacking: Any) -> None:
     """Refuse a teacher that lacks weights, such as the head of the task."""
     if lacking:
-        assert recipe.distillation is not None
         raise UsageError(
             f"`distillation.teacher` must be trained for `task.type` {recipe.task.type}, but"
-            f" {recipe.distillation.teacher!r} has no weights for {shown(list(lacking))}; use a model that was trained"
+            f" {keys_of(recipe).teacher!r} has no weights for {shown(list(lacking))}; use a model that was trained"
             " for this task"
         )
 

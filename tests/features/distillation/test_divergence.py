@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers.ranks import RankPools
+from trainer.features.distillation.divergence import vocab_parallel_divergence
 from trainer.parallel.placement import Split
 from trainer.parallel.shards.slices import join_parts, part_of
-from trainer.parallel.tensor.divergence import vocab_parallel_divergence
 
 SHAPE = (3, 4)
 
