@@ -129,13 +129,16 @@ def begin_shift(tensors: Sequence[Tensor], group: Group, distance: int, tag: int
     """
     assert group is not None, "a ring has several ranks"
     size, index = group_size(group), index_in_group(group)
+    # The list keeps the copies alive until `wait`: the transfers read their memory.
     sent = [tensor.contiguous() for tensor in tensors]
     received = [torch.empty_like(tensor) for tensor in sent]
     operations = []
     for number, (ours, theirs) in enumerate(zip(sent, received, strict=True)):
         for transfer, tensor, step in ((dist.isend, ours, distance), (dist.irecv, theirs, -distance)):
             peer = dist.get_global_rank(group, (index + step) % size)
+            # Each tensor has a tag of its own, so that gloo pairs it with the right receive.
             operations.append(dist.P2POp(transfer, tensor, peer, group, tag=tag + number))
+    # As one batch, NCCL starts sends and receives together. One by one, all ranks of a ring would wait in their send.
     works = dist.batch_isend_irecv(operations)
 
     def wait() -> list[Tensor]:
@@ -192,9 +195,11 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
     assert x.shape[dim] == stop - start, f"this rank holds {x.shape[dim]} of {total} positions, not {stop - start}"
     shape = _part_shape(x, dim, total, size)
     sent = x.contiguous()
+    # The collective of one tensor needs parts of equal size, so a shorter part is padded on its way.
     if sent.shape[dim] < shape[dim]:
         sent = x.new_zeros(shape)
         sent.narrow(dim, 0, x.shape[dim]).copy_(x)
+    # The ranks are the first dimension. Their parts belong side by side in `dim`, which may be an inner one.
     received = x.new_empty(size, *shape)
     all_gather_single()(received.view(-1), sent.view(-1), group=group)
     bounds = (bounds_of_part(total, index, size) for index in range(size))
@@ -206,6 +211,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
     size, dim = group_size(group), dim % x.dim()
     shape = _part_shape(x, dim, total, size)
+    # Without padding, the loop writes every element, so the memory need not be zero before.
     make = x.new_empty if total == size * shape[dim] else x.new_zeros
     sent = make(size, *shape)
     for index, part in enumerate(sent):
@@ -219,12 +225,14 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> T
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     batch, _, part, width = x.shape
+    # `[degree, batch, heads / degree, part, width]`: consecutive heads belong to one rank.
     parts = x.reshape(batch, degree, -1, part, width).movedim(1, 0)
     return _exchange(parts, group).movedim(0, 2).flatten(2, 3)  # by the owner of the positions
 
 
 def _to_positions(x: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     batch, heads, _, width = x.shape
+    # `[degree, batch, heads, part, width]`: consecutive positions belong to one rank.
     parts = x.reshape(batch, heads, degree, -1, width).movedim(2, 0)
     return _exchange(parts, group).movedim(0, 1).flatten(1, 2)  # by the owner of the heads
 

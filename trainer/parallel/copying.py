@@ -22,6 +22,7 @@ def begin_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tenso
     """Begin to copy tensors to the host, and return a function that waits for them, but not for later work."""
     if not any(tensor.is_cuda for tensor in tensors.values()):
         return lambda: dict(tensors)
+    # Torch allocates pinned memory for such a copy, so the host goes on at once.
     copied = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -133,6 +133,7 @@ class DropoutKeys:
     def known(self, step: int, device: torch.device) -> tuple[list[_Call], Tensor]:
         """Return all known calls, and their keys in a step, int64 `[calls, 1]`, on `device`."""
         found = self._of_step.get(device)
+        # A new step has other keys, and a call that was just learned makes the table longer.
         if found is None or found[0] != step or len(found[1]) != len(self._calls):
             calls = list(self._calls)
             keys = torch.tensor(stream_keys((self.seed, step), calls), dtype=torch.int64).unsqueeze(-1)
@@ -175,6 +176,8 @@ class DropoutKeys:
         def places() -> slice:
             made, places = draws.made[first:], {call: place for place, call in enumerate(self._calls)}
             start = places[made[0]] if made else 0
+            # A compiled layer reads its keys from one slice in order, so its calls must be neighbours among the known
+            # ones.
             assert [places[call] for call in made] == [*range(start, start + len(made))], "calls in another order"
             return slice(start, start + len(made))
 
@@ -201,6 +204,7 @@ class DropoutKeys:
 
     def capture(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that opens a context with the current key and calls, for a recomputation from here on."""
+        # The counters are copied here, since the forward pass counts on, and again for each recomputation.
         draws, calls = self._now.draws, Counter(self._now.calls)
         return lambda: self._resume(draws, Counter(calls))
 
@@ -224,6 +228,7 @@ class DropoutKeys:
                 dimensions.
         """
         keys = self._of_layer.row_keys() if self._of_layer else self._next_row_keys(site)
+        # The last key is that of row 0, for masks that all rows share.
         keys = keys[-1:] if shared else keys[:-1]
         if shape[0] != len(keys):
             raise UsageError(
@@ -371,6 +376,7 @@ class DropoutSite:
         is_shared = self.shared_from is not None and self.keys.num_calls(self.name) >= self.shared_from
         is_cut = self.cut_dim is not None or self.sequence is not None
         assert not (is_shared and is_cut), f"{self.name} is cut, and has no batch"
+        # Activations that all rows share have no batch dimension; their mask is drawn for a batch of one.
         whole = (1, *shape) if is_shared else tuple(shape)
         if keys is None:
             keys = self.keys.row_keys(self.name, whole, is_shared)

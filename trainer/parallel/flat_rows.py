@@ -58,6 +58,7 @@ class RowGroup:
             return None
         positions = torch.arange(self.width, device=self.rows.device)
         distances = (positions[:, None] - positions)[None, None]
+        # The mask hides keys only: queries of padding have outputs too, which `join` drops.
         mask = torch.ones_like(positions, dtype=torch.bool) if self.is_token is None else self.is_token[:, None, None]
         if window is not None:
             mask = mask & (distances.abs() <= window)
@@ -87,6 +88,7 @@ class FlatRows:
             lengths: the tokens of each row, padded on the right, `[batch]`.
             width: the positions of the padded rows.
         """
+        # Stable, so that rows of equal length keep their order.
         order = np.argsort([-length for length in lengths], kind="stable")
         ordered = np.asarray(lengths)[order]
         rows, starts = order.repeat(ordered), ordered.cumsum() - ordered

@@ -17,6 +17,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
 
+# The size of the buckets of DDP.
 _BUCKET_BYTES = 25 * 2**20
 _MOST_SENDING = 2  # buckets on the way at once; each is a copy of its gradients
 
@@ -49,6 +50,8 @@ class OverlappedSums:
         self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket:
+                # The hook runs after autograd has added to `grad`, so the last of `num_passes` calls sees the whole
+                # sum.
                 hook = partial(self._count, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -59,6 +62,7 @@ class OverlappedSums:
 
     def _count(self, index: int, _: Tensor) -> None:
         self._missing[index] -= 1
+        # A full bucket waits for those before it: backends pair the collectives of ranks by their order.
         while self._num_begun < len(self._buckets) and not self._missing[self._num_begun]:
             self._send()  # in the order of the list, which is the same on all ranks
 
@@ -95,6 +99,7 @@ def _buckets(parameters: Iterable[nn.Parameter], sent_in: torch.dtype | None) ->
         # Weights in bf16 may have gradients in fp32.
         return sent_in or getattr(parameter, "grad_dtype", None) or parameter.dtype
 
+    # A bucket is one flat tensor of one type. Sorting by type would lose the order of the backward pass.
     for kind, alike in groupby(parameters, dtype):
         yield from batches(alike, torch.Tensor.numel, _BUCKET_BYTES // kind.itemsize)
 
@@ -139,6 +144,7 @@ def sum_while_backward(
     """Sum a partial gradient over an axis in each backward pass, for engines that consume gradients during it."""
 
     def summed(gradient: Tensor) -> Tensor:
+        # The sum is in place, and autograd may use the incoming gradient elsewhere too.
         sent = gradient.to(sent_in or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
         return mesh.sum_(sent, axis).to(gradient.dtype)
 

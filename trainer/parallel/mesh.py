@@ -56,6 +56,7 @@ class ParallelMesh:
         if dist.is_initialized():
             assert dist.get_world_size() == self.world_size, "the degrees must multiply to the world size"
             self.rank = dist.get_rank()
+            # A collective of all ranks: torch creates the groups of all axes here.
             self.device_mesh = init_device_mesh(device.type, tuple(self._degrees.values()), mesh_dim_names=AXES)
             for axis in self._indices:
                 line = _line(self.device_mesh, axis, self._degrees)
@@ -166,6 +167,7 @@ class ParallelMesh:
     def agree_table(self, values: Sequence[int]) -> list[list[int]]:
         """Return the `values` of every rank, in order of rank, on all ranks; each has the same number of them."""
         table = torch.zeros((self.world_size, len(values)), dtype=torch.int64)
+        # Each rank fills its row, and the others add zeros to it, so the sum is the gathered table.
         table[self.rank] = torch.tensor(values)
         if self.world_size > 1:
             dist.all_reduce(table, group=self._control)
@@ -185,6 +187,7 @@ class ParallelMesh:
         message = _as_tensor(encode(value))
         size = torch.tensor([len(message)])
         sizes = [torch.empty_like(size) for _ in range(self.world_size)] if self.rank == 0 else None
+        # The sizes come first, because rank 0 allocates the memory of each message.
         dist.gather(size, sizes, group=self._control)
         if sizes is None:
             dist.send(message, dst=0, group=self._control)  # gloo's gather would pad all to the longest
@@ -210,6 +213,7 @@ class ParallelMesh:
             value: a value of the types that `gather` takes.
         """
         digests = self.gather(hashlib.sha256(encode(value)).hexdigest())
+        # Of equal values, that of the lowest rank is sent: it comes last in the reversed list and replaces the others.
         chosen: list[int] = self.share(
             list({digest: rank for rank, digest in reversed([*enumerate(digests or [])])}.values())
         )
@@ -242,8 +246,10 @@ class ParallelMesh:
                 result = action()
             except TrainerError as raised:
                 error = raised
+        # One message has the result and the error. With two, other ranks could wait for one that rank 0 never sends.
         result, values = self.share((result, error_to_values(error) if error else None))
         if values is not None:
+            # Rank 0 raises the original error, with its traceback; the others make it again from its values.
             raise error or error_of_values(values)
         return cast(Result, result)
 
@@ -279,6 +285,7 @@ def _line(mesh: DeviceMesh, axis: str, degrees: Mapping[str, int]) -> DeviceMesh
 
 
 def _as_tensor(message: bytes) -> Tensor:
+    # Torch warns of memory that cannot be written, such as `bytes`, and refuses an empty buffer.
     return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
 
 
@@ -311,6 +318,7 @@ def collectives_within(timeout: timedelta) -> Iterator[None]:
     A new group does not take the limit of the group of all ranks, but torch's default of 10 or 30 minutes.
     """
     defaults: Any = dist.distributed_c10d
+    # Torch reads these variables of its module when a group is made; groups of NCCL have one of their own.
     before = defaults.default_pg_timeout, defaults.default_pg_nccl_timeout
     defaults.default_pg_timeout = defaults.default_pg_nccl_timeout = timeout
     try:
@@ -329,6 +337,7 @@ def init_process_group(device: torch.device, rank: int, world_size: int, store: 
     store.set_timeout(timeout)
     dist.init_process_group(
         backend(device),
+        # The rendezvous has put keys into the same store, so those of the group have a prefix.
         store=PrefixStore("group", store),
         rank=rank,
         world_size=world_size,

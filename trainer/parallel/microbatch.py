@@ -60,6 +60,7 @@ class Microbatch:
             inputs={name: function(tensor) for name, tensor in self.inputs.items()},
             labels=function(self.labels),
             rows=function(self.rows),
+            # A copy that was begun has the tensors of before.
             ahead=None,
         )
 
@@ -130,6 +131,7 @@ class CopyAhead:
         copied, self._copied = self._copied, None
         if copied is None:
             return None
+        # The next copy begins before this one is used, so it runs beside the passes of this microbatch.
         if self._waiting:
             self._waiting.popleft().begin()
         copy, done = copied
@@ -154,6 +156,7 @@ def copied_ahead(batches: Iterable[RankBatch], device: torch.device) -> Iterator
         # Added before the batch before is used: its last copy, once taken, begins the first one of these.
         copies = [CopyAhead(microbatch, stream, waiting) for microbatch in batch.microbatches]
         waiting.extend(copies)
+        # No earlier copy begins the first one.
         if before is None:
             waiting.popleft().begin()
         else:

@@ -45,9 +45,11 @@ class NodeRanks:
         sent = encode([result, str(error) if error else None]) if self.is_reader else b""
         size = torch.tensor([len(sent)])
         self._broadcast(size)
+        # On the other ranks, `bytearray(n)` is n zero bytes, which the broadcast fills.
         message = torch.frombuffer(bytearray(sent or int(size)), dtype=torch.uint8)
         self._broadcast(message)
         result, text = decode(message.numpy().tobytes())
+        # A reader that raised before the broadcasts would leave its peers waiting.
         self._raise(error, text)
         return result
 

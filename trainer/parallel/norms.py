@@ -35,15 +35,18 @@ def global_grad_norm(
         if parameter.grad is not None:
             gradients.append(local_part(parameter.grad))
     total: Tensor | None = None
+    # All ranks must begin the sums below in the same order, and the order of their parameters may differ.
     for axes, gradients in sorted(by_axes.items()):
         square = _sum_of_squares(gradients, mesh.device)
         if most is not None:
+            # An infinite square on one rank makes the norm infinite on all of them, so all skip this step.
             square = square.masked_fill(largest_element(gradients, mesh.device) > most, torch.inf)
         for axis in axes:
             mesh.sum_(square, axis)
         total = square if total is None else total + square
     if total is None:
         total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+    # Stages may hold parameters of other kinds, so their sums join only here, in one number.
     if mesh.size(PIPELINE_AXIS) > 1:
         total = mesh.sum_(total, PIPELINE_AXIS)
     return total.sqrt()
@@ -62,6 +65,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
+    # The norms of pieces are in the type of the gradients; their squares are added in fp64.
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2)), dtype=torch.float64)
     return norm.square().to(device)
 

@@ -68,6 +68,7 @@ class ParameterPlacement:
             if split.dim is None:
                 shape = [prod(shape)]
             dim = split.dim or 0
+            # Each block is cut by itself, and the first rank has the largest part of each.
             shape[dim] = split.blocks * ceil(shape[dim] // split.blocks / sizes[split.axis])
         return prod(shape)
 

@@ -58,12 +58,14 @@ def stream_keys(first: Sequence[int | str], rest: Iterable[Sequence[int | str]])
     for parts in rest:
         whole = begun.copy()
         if parts:
+            # The hashed bytes are those of `_text` for all parts together.
             whole.update(b"\x00" + _text(parts))
         keys.append(int.from_bytes(whole.digest(), "little", signed=True))
     return keys
 
 
 def _text(parts: Sequence[int | str]) -> bytes:
+    # With the type of each part, the number 1 and the text "1" give different keys.
     return "\x00".join([f"{type(part).__name__}:{part}" for part in parts]).encode()
 
 
@@ -99,6 +101,7 @@ def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
         The numbers, float64 `[..., n]`.
     """
     words = derive_keys(keys, counters)
+    # The upper 53 bits, as many as float64 holds; the shift copies the sign bit, which the mask takes away.
     return ((words >> 11) & ((1 << _FLOAT64_BITS) - 1)).double() * 2.0**-_FLOAT64_BITS
 
 
@@ -116,6 +119,7 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
         into uint8, and multiply by it, several times faster than with bool.
     """
     lanes = random_lanes(keys, num_columns, first_column)
+    # Lanes are int16 and begin at -32768, so the threshold moves down by half of the levels.
     threshold = dropped_levels(probability) - LANE_LEVELS // 2
     return torch.ge(lanes, threshold, out=torch.empty(lanes.shape, dtype=torch.uint8, device=keys.device))
 
@@ -125,6 +129,7 @@ def random_lanes(keys: Tensor, num_columns: int, first_column: int = 0) -> Tenso
     first_word, last_word = first_column // LANES, (first_column + num_columns + LANES - 1) // LANES
     words = derive_keys(keys, torch.arange(first_word, last_word, device=keys.device))
     start = first_column - first_word * LANES
+    # The lowest 16 bits of a word come first, as on all little-endian machines; the kernels shift in this order.
     return words.view(torch.int16)[..., start : start + num_columns]
 
 
@@ -135,6 +140,7 @@ def quantised(probability: float) -> float:
 
 def dropped_levels(probability: float) -> int:
     """Return the number of the 65536 values of a lane that drop its element."""
+    # Below 1, because the kept share is a divisor.
     return min(round(probability * LANE_LEVELS), LANE_LEVELS - 1)
 
 
@@ -167,6 +173,7 @@ def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> 
     """
     assert len(shape) <= MAX_INDEX_DIMS, f"a counter has no room for the indices of {len(shape)} dimensions"
     for level, (size, offset) in enumerate(zip(shape, offsets, strict=True), start=1):
+        # Products wrap modulo 2**64. So `index * stride` moves the counter by `index << level * 21`.
         stride = _signed(GOLDEN_GAMMA << level * INDEX_BITS)
         keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
     return keys

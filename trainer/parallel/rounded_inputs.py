@@ -29,6 +29,7 @@ class _Copy:
 
     def __init__(self, x: Tensor, dtype: torch.dtype, users: _Users) -> None:
         self.exact = x
+        # A change of `x` in place raises its version, and this copy is then out of date.
         self.version = x._version
         self._rounded = x.detach().to(dtype)
         self._users = users
@@ -38,6 +39,7 @@ class _Copy:
     def take(self) -> Tensor:
         """Return the copy for one more product."""
         if not self._left:
+            # As many copies as products took of the last input, so that one node of autograd adds all their gradients.
             number = max(1, self._users.number - self._taken)
             self.exact, *self._left = _Shared.apply(self.exact, self._rounded, number)  # type: ignore[no-untyped-call]
         self._taken += 1
@@ -50,6 +52,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Tensor, number: int) -> tuple[Tensor, ...]:
+        # A copy without a gradient gets None; zeros would cost a sum.
         ctx.set_materialize_grads(False)
         # `x` holds its copy, and a view would hold `x`: the collector cannot free such a circle.
         return x.detach(), *(rounded.detach() for _ in range(number))

@@ -65,6 +65,7 @@ class SequenceCut:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all positions of these ranks, before matrices that are cut over them."""
+        # Rounded before it is sent, since the products would round it anyway.
         return gather_sequence(in_product_type(x), self.group, SEQUENCE_DIM, self._total)
 
     def join(self, x: Tensor) -> Tensor:
@@ -86,6 +87,7 @@ class ContextSplit:
     @classmethod
     def of(cls, degree: int, numbers_of_heads: Iterable[int]) -> ContextSplit:
         """Return the split with the most ranks over the heads; each of `numbers_of_heads` is divisible by them."""
+        # Queries and keys may have different numbers of heads, and the ranks must divide each of them.
         heads = gcd(degree, *numbers_of_heads)
         return cls(heads, degree // heads)
 
@@ -127,6 +129,7 @@ class ContextCut(SequenceCut):
     def blocks(self) -> list[range]:
         """The positions of each block, without padding; the last ones may have none."""
         length = self._total // self.of_heads.ring
+        # The padding is at the end of the sequence, so only the last blocks are shorter.
         edges = [min(number * length, self._unpadded) for number in range(self.of_heads.ring + 1)]
         return [range(start, stop) for start, stop in pairwise(edges)]
 
@@ -153,6 +156,7 @@ class ContextCut(SequenceCut):
 
     def to_positions(self, x: Tensor) -> Tensor:
         """Return all heads of this rank's positions, after attention; the reverse of `to_heads`."""
+        # Attention returns no padding, but ranks exchange parts of equal size.
         block = _padded(x, _POSITIONS_OF_HEADS, self._total // self.of_heads.ring)
         return heads_to_positions(block, self.group, self.of_heads.heads)
 

@@ -86,6 +86,7 @@ def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     if x.dim() == num_dims + 1:
         return convolution(layer, x.unsqueeze(0)).squeeze(0)
     padding = layer.padding
+    # `torch.convolution` takes zeros and numbers only, so any other padding is added before.
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode), (0,) * num_dims
@@ -173,6 +174,7 @@ class _Convolution(torch.autograd.Function):
             of_x = backward(gradient, x, weight.to(_NARROW), None, *ctx.options, [True, False, False])[0]
         if needs_weight:
             with nullcontext() if _is_cpu(x) else _tf32_in_convolutions():
+                # In fp32, products of fp16 are exact and their sum does not overflow.
                 exact = gradient.float(), x.float(), weight.float()
                 of_weight = backward(*exact, None, *ctx.options, [False, True, False])[1]
         if needs_bias:

@@ -57,11 +57,13 @@ class KeyedRounding:
         views: defaultdict[_Place, list[tuple[str, Tensor]]] = defaultdict(list)
         for piece, flat in zip(pieces, torch.split(lanes, sizes), strict=True):
             placement = self._placements[piece.parameter]
+            # FSDP cuts the first dimension, so a shard is a run of elements of the flattened part.
             offset = _first_row(piece.parameter) * prod(piece.parameter.shape[1:]) + piece.start
             tensor_splits = tuple(split for split in placement.splits if split.axis not in DATA_AXES)
             part = flat_part("", flat, offset, replace(placement, splits=tensor_splits), self._mesh, ())
             for box in part.boxes:
                 views[_Place(box.start, box.shape, placement.shape)].append((placement.name, box.view))
+        # Parameters with equal boxes draw their bits together, in few operations.
         for place, named in views.items():
             names, boxes = zip(*named, strict=True)
             keys = stream_keys((self._seed, step, "stochastic rounding"), ((name,) for name in names))

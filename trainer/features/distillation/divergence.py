@@ -53,6 +53,8 @@ class _VocabParallelDivergence(torch.autograd.Function):
         if number > 1:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         student, taught = (part - maximum.unsqueeze(-1) for part, maximum in zip(parts, maxima, strict=True))
+        # With t and s relative to their maxima and p = exp(t) / sum exp(t), the divergence is sum p (t - s) + log sum
+        # exp(s) - log sum exp(t). All three are sums over columns, so ranks add their parts.
         weights = taught.exp()
         sums = torch.stack([student.exp().sum(-1), weights.sum(-1), (weights * (taught - student)).sum(-1)])
         if number > 1:
@@ -71,5 +73,6 @@ class _VocabParallelDivergence(torch.autograd.Function):
             for whole, maximum, log_sum in zip((logits, teacher), maxima, log_sums, strict=True)
         )
         slopes = torch.zeros_like(logits)
+        # The derivative by a logit is (student's probability - teacher's probability) / temperature.
         slopes[..., : ctx.width] = (student.exp() - taught.exp()) * (grad / ctx.temperature).unsqueeze(-1)
         return slopes, None, None, None, None

@@ -33,6 +33,7 @@ from trainer.parallel.random import LANES, element_keys, keep_mask, quantised
 _MOST_SCORES = 1 << 24
 """The scores of a tile of queries, unless one query has more: 64 MiB in fp32."""
 
+# Keys and values have the tags 0 and 1. Their gradients travel at the same time, and need other ones.
 _GRADIENTS_TAG = 2  # of shifts of gradients, behind those of keys and values
 
 _NOTHING, _EVERYTHING = 0, 2
@@ -157,6 +158,7 @@ class Piece:
         if self.places is None:
             return x.narrow(2, 0, length)
         num_rows = self.rows.stop - self.rows.start
+        # `[heads, rows * length, ...]`: the rows of a piece have one length, so a view divides them.
         joined = x.squeeze(0).narrow(1, self.places[side], num_rows * length)
         return joined.view(x.shape[1], num_rows, length, *x.shape[3:]).transpose(0, 1)
 
@@ -216,11 +218,15 @@ class BlockAttention:
         for tile, positions in _tiles(query, key, queries):
             scores = self.scores(query[:, :, tile], key, positions, keys)
             largest = scores.amax(-1)
+            # An added mask may hide all keys of a query by -inf. Relative to 0, their shares are 0; relative to -inf,
+            # NaN.
             shares = scores.sub_(_finite(largest).unsqueeze(-1)).exp_()
+            # The sum precedes dropout, because the softmax divides by all exponentials and dropout acts on its results.
             total = shares.sum(-1)
             if self.probability:
                 kept = self.kept(row_keys, query.shape[1], positions, keys)
                 shares = shares.mul_(kept).mul_(self.kept_scale)
+            # Products have the type of the values, as in the eager function; the sums over blocks stay in fp32.
             shares = shares.to(value.dtype)
             products = torch.matmul(_grouped(shares, value), value).view(*shares.shape[:3], value.shape[-1])
             sums.add(tile, at_least_fp32(products), largest, total)
@@ -232,10 +238,12 @@ class BlockAttention:
         The gradient of the output is `[batch, queries, heads, value_dim]`. `results` are those of all keys.
         """
         if self.fused:
+            # The kernel reads the sums in its own form: the maximum, and the binary logarithm of the sum.
             sums = torch.stack([results.largest, results.total.log2()])
             arguments = self._arguments(query, block)
             found = fused_attention.backward_of(output_gradient, results.output, sums, *arguments, False)
             for gradient, part in zip(gradients, found, strict=True):
+                # `_arguments` may have put hidden keys before the block, and their gradients are dropped here.
                 gradient += part.narrow(2, part.shape[2] - gradient.shape[2], gradient.shape[2])
             return
         key, value, row_keys, queries, keys = block
@@ -250,6 +258,8 @@ class BlockAttention:
             shares.div_(results.total[:, :, tile].unsqueeze(-1))
             of_output = _grouped(of_output, value)
             of_shares = at_least_fp32(torch.matmul(of_output, value.transpose(2, 3))).view(shares.shape)
+            # The gradient of the values needs the shares after dropout; the derivative of the softmax needs those
+            # before it.
             dropped = shares
             if self.probability:
                 kept = self.kept(row_keys, query.shape[1], positions, keys)
@@ -266,10 +276,13 @@ class BlockAttention:
         """Return the arguments of the fused kernel for a block, with hidden keys before it up to a multiple of 4."""
         key, value, row_keys, queries, keys = block
         mask = None if self.mask is None else self.mask.of_block(queries, keys)
+        # Other blocks that `skips` leaves have earlier keys only, and all queries see them.
         is_diagonal = self.is_causal and queries.start == keys.start
+        # A word of the dropout mask serves four keys, and the kernel begins each block with a whole word.
         if before := keys.start % LANES:
             if mask is None:
                 mask = key.new_ones((len(queries), len(keys)) if is_diagonal else len(keys), dtype=torch.bool)
+                # The causal mask of the kernel compares places in the block, and the padding moves those of the keys.
                 mask, is_diagonal = mask.tril() if is_diagonal else mask, False
             assert mask.dtype == torch.bool, "rows that are joined have no mask that is added"
             key, value, mask = (
@@ -280,6 +293,7 @@ class BlockAttention:
             keys = range(keys.start - before, keys.stop)
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
+            # Dimensions that broadcast get a stride of 0 and no memory.
             mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
         tiles = fused_attention.visible_tiles(mask, query, key, value, other_keys=True) or (None, None)
         offsets = [self.first_head, queries.start, keys.start]
@@ -347,6 +361,7 @@ class Sums:
 
     def finish(self, dtype: torch.dtype) -> Results:
         """Return the results, the output in a type."""
+        # A query without a computed block has an output of 0; 0 / 0 would make it NaN.
         total = self.total.masked_fill(self.total == 0, 1.0)
         output = (self.output / total.unsqueeze(-1)).to(dtype).transpose(1, 2).contiguous()
         return Results(output, self.largest, total)
@@ -401,9 +416,11 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, row_keys: Tensor, options: BlockAttention, ring: Ring
     ) -> Tensor:
+        # Autocast is off in the backward pass, so both passes round at the same places.
         with torch.autocast(query.device.type, enabled=False):
             sums = Sums.begin(query, value)
             held = [key, value]
+            # In step s, this rank holds the keys and values of the block s places before its own.
             for step in range(ring.size):
                 # The next block travels while this one is computed.
                 receive = ring.begin_shift(held) if step < ring.size - 1 else None
@@ -413,6 +430,7 @@ class _RingAttention(torch.autograd.Function):
                         options.forward_block(sums.of(piece), piece.of_queries(query), block)
                 held = receive() if receive else []
             results = sums.finish(value.dtype)
+        # Only the keys and values of this rank are kept; the backward pass sends all around the ring again.
         ctx.save_for_backward(query, key, value, row_keys, *results)
         ctx.options, ctx.ring = options, ring
         return results.output
@@ -424,6 +442,7 @@ class _RingAttention(torch.autograd.Function):
         results = Results(*found)
         options: BlockAttention = ctx.options
         ring: Ring = ctx.ring
+        # The shares of all blocks are added in fp32, and rounded once at the end.
         of_query = torch.zeros_like(at_least_fp32(query))
         own: list[Tensor] = []
         held, receive_gradients = [key, value], None

@@ -125,6 +125,8 @@ def _scores(
             scores = tl.where((query - key <= mask) & (key - query <= mask), scores, _LOWEST)
         if CAUSAL:
             scores = tl.where(query >= key, scores, _LOWEST)
+        # Hidden keys have the lowest number and absent ones -inf, so a row that sees no key sees the existing ones
+        # alike.
         scores = tl.where(key < num_keys, scores, float("-inf"))
     return scores
 
@@ -148,9 +150,11 @@ def _key_pieces(
     else:
         whole, seen = num_keys // BLOCK_N, num_keys
         if CAUSAL:
+            # The first query of the tile sees the fewest keys, and the last one the most.
             whole = tl.minimum(first_query + 1, num_keys) // BLOCK_N
             seen = tl.minimum(first_query + BLOCK_M, num_keys)
         if MASK == _BOOLEAN:
+            # Without a list, each tile of a mask may be hidden in part.
             whole = num_keys * 0
         first = whole
         if MASK == _WINDOW:
@@ -186,6 +190,7 @@ def _query_pieces(
             first = tl.maximum(first, tl.maximum(first_key - mask, 0) // BLOCK_M)
             last = tl.cdiv(tl.minimum(first_key + BLOCK_N + mask, num_queries), BLOCK_M)
             whole = last
+        # A tile that ends beyond the last key is partial for all queries.
         whole = tl.where(first_key + BLOCK_N > num_keys, last, whole)
         return tl.minimum(first, last), tl.minimum(whole, last), last
 
@@ -214,6 +219,7 @@ def _forward_piece(
         base = tl.where(larger == float("-inf"), 0.0, larger)  # so far, no key that can be seen
     shares = tl.exp2((scores - base[:, None]) * _LOG2_E)
     decay = tl.exp2((largest - base) * _LOG2_E)
+    # The sum precedes dropout: the softmax divides by all exponentials.
     total = total * decay + tl.sum(shares, 1)
     if DROPOUT:
         kept = _keep_mask(streams, (first_key + key_offset) // 4, threshold, BLOCK_N)
@@ -292,6 +298,7 @@ def forward_kernel(
             num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
         )  # fmt: skip
+    # The sum of the row and the scale of dropout are one factor of the output, and multiply no tile.
     accumulated = accumulated * (kept_scale / total)[:, None]
     exists = queries < num_queries
     tl.store(
@@ -323,6 +330,7 @@ def _query_gradient_piece(
         _product(query, columns, None, PRECISION), scale, queries[:, None], keys[None, :], num_queries,
         num_keys, mask, mask_strides, bias, bias_strides, MASK, BIAS, CAUSAL, PARTIAL,
     )  # fmt: skip
+    # The exponential relative to the maximum, divided by the sum, given as its binary logarithm.
     probabilities = tl.exp2((scores - largest[:, None]) * _LOG2_E - logarithm[:, None])
     values = _load(
         value + keys[None, :] * value_stride + value_dims[:, None], value_dims[:, None], keys[None, :], VALUE_DIM,
@@ -528,6 +536,7 @@ def key_gradient_kernel(
             own_tiles, first_key, num_queries, num_keys, mask, BLOCK_M, BLOCK_N, UNIT_M, CAUSAL, TILES, MASK
         )
         if TILES:
+            # A list has the whole pieces first. Without one, the partial pieces of a causal mask come first.
             partial_first, partial_end, whole_first, whole_end = low, middle, high, low
         else:
             partial_first, partial_end, whole_first, whole_end = low, middle, middle, high
@@ -560,6 +569,7 @@ def key_gradient_kernel(
     value_gradient += start * value_gradient_strides[2]
     tl.store(
         key_gradient + keys[:, None] * key_gradient_strides[2] + dims[None, :],
+        # The scores are products times `scale`, so it multiplies the sum of all pieces once.
         (of_keys * scale).to(key_gradient.dtype.element_ty),
         mask=exists & (dims[None, :] < HEAD_DIM),
     )
@@ -594,6 +604,7 @@ def bias_gradient_kernel(
     queries, keys = first_query + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_N)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     gradient = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # A bias has one row or all, and one head or all; these rows and heads have added the same tile.
     sharing = num_rows // bias_rows * (num_heads // bias_heads)
     if CAUSAL:
         sharing = tl.where(first_key >= first_query + BLOCK_M, 0, sharing)  # no query sees these keys
@@ -683,6 +694,7 @@ def key_tiles_kernel(
         seen += number
         num_whole += (tl.sum(number, 0) == UNIT_M * UNIT_N).to(tl.int32)
     is_blind = tl.sum(((seen == 0) & (query < num_queries)).to(tl.int32), 0) > 0
+    # The list begins with the whole tiles, so the first pass has counted them.
     next_whole, next_part = tile * 0, num_whole
     for index in range(0, key_tiles):
         key = index * UNIT_N + tl.arange(0, UNIT_N)

@@ -48,6 +48,7 @@ def dropout_kernel(
     value = tl.load(x + start + column, mask=exists, other=0.0)
     if residual is None:
         value = value.to(output.dtype.element_ty)  # a gradient may have more digits
+    # Rounded before the residual is added, as by two operations of torch.
     result = (value.to(tl.float32) * factor).to(value.dtype)
     if residual is not None:
         result = result.to(tl.float32) + tl.load(residual + start + column, mask=exists, other=0.0).to(tl.float32)

@@ -113,9 +113,11 @@ def _attend(
             *call.added_strides, *call.strides(key_tiles)[:3],
             query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
         )  # fmt: skip
+        # In one dimension: CUDA limits the others to 65,535 programs.
         grid = (num_blocks * call.rows * query.shape[1],)
         return [Launch(_kernels().forward_kernel, grid, numbers, call.options(block, key_tiles is not None))]
 
+    # All that `plan` reads and Triton compiles for. Without one of them, another call would get this launch.
     facts = (
         "forward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype),
         *facts_of(query, key, value, mask, bias, key_tiles),
@@ -182,6 +184,7 @@ def backward_of(
             *strides(key_tiles)[:3], heads, call.group, *sizes, num_blocks, *offsets,
         )  # fmt: skip
         grid, options = (num_blocks * call.rows * heads,), call.options(block, key_tiles is not None)
+        # The order counts: the first kernel writes `deltas`, and the others read them.
         launches = [Launch(kernels.query_gradient_kernel, grid, numbers, options)]
 
         block = call.blocks.of_keys
@@ -198,6 +201,7 @@ def backward_of(
             block = call.blocks.of_queries
             blocks = (-(-call.queries // block.queries), -(-call.keys // block.keys))
             options = call.options(block, False)
+            # The kernel of the bias lists no tiles and joins no rows, and always has a bias.
             for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
                 del options[name]
             numbers = (
@@ -335,6 +339,7 @@ def fused_attention(
         lengths, window,
     )  # fmt: skip
     output, sums = _KeyedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+    # `_with_aligned_heads` may have padded the values.
     return output if output.shape[-1] == size else output[..., :size].contiguous(), sums
 
 

@@ -64,6 +64,7 @@ def _dropped(
     def plan() -> list[Launch]:
         num_columns = x.shape[-1]
         between, first = _of_two(x.shape[1 - len(offsets) : -1], 1), _of_two(offsets[1:-1], 0)
+        # The first word may begin before this slice; `START` of its lanes are left out.
         num_words = (offsets[-1] % LANES + num_columns + LANES - 1) // LANES
         words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
         levels = dropped_levels(probability)

@@ -113,6 +113,7 @@ def launch(facts: tuple[Hashable, ...], tensors: Sequence[Sequence[Any]], plan: 
         return
     started: list[_Started] = []
     for (kernel, grid, numbers, constants), own in zip(plan(), tensors, strict=True):
+        # The first launch goes through Triton, which finds or compiles the kernel; later ones call it directly.
         compiled = kernel[grid](*own, *numbers, **constants)
         if compiled is not None:
             names = kernel.arg_names[len(own) + len(numbers) :]

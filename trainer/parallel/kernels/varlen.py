@@ -65,6 +65,7 @@ def attention(
         The output `[1, tokens, heads, head_dim]`.
     """
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    # FlashAttention takes -1 for no limit, and 0 keys on the right for a causal mask.
     before = -1 if window is None else window
     output = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale,

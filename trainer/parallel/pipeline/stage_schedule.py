@@ -165,6 +165,7 @@ class PipelineDriver:
         schedule = self._schedule(shapes, is_training=True)
         self._loss = loss
         losses: list[Tensor] = []
+        # Torch cuts the target into microbatches as it cuts the inputs, so each loss learns its index.
         numbers = torch.arange(self._num_microbatches) if self.has_last_stage else None
         self._run(lambda: schedule.step(target=numbers, losses=losses, return_outputs=False, **inputs))
         if not losses:
@@ -191,6 +192,7 @@ class PipelineDriver:
         if made_for == shapes:
             return schedule
         stages = [self._stage(index, shapes, is_training) for index in self._stages]
+        # These two classes of torch take one stage, and the others take a list.
         single = issubclass(self._class, ScheduleGPipe | Schedule1F1B)
         schedule = self._class(
             stages[0] if single else stages,
@@ -208,6 +210,7 @@ class PipelineDriver:
     def _stage(self, index: int, shapes: Shapes, is_training: bool) -> _TimedStage:
         def examples(sender: int) -> tuple[Tensor, ...]:
             sent = shapes[sender] if 0 <= sender < len(shapes) else ()
+            # Torch reads their shapes and types only, to allocate the memory in which it receives.
             return tuple(
                 torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=is_training) for shape in sent
             )

@@ -79,6 +79,8 @@ class Received(Absent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden: Tensor = self.__dict__["_traffic"].hidden
+        # The first layer of this stage takes the received states themselves, with their gradient; this result ends in
+        # masks.
         return hidden.detach()
 
 

@@ -165,6 +165,7 @@ def _boxes(
         list(_within(segments, first, first + size, 0))
         for segments, first, size in zip(dims, corner, extent, strict=True)
     ]
+    # A dimension may have several segments, such as those of q, k and v; each combination is one box.
     for segments in product(*clipped):
         piece = view
         for dim, segment in enumerate(segments):
@@ -185,6 +186,7 @@ def _blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
         return
     row = prod(shape[1:])
     first, last = start // row, stop // row  # the rows that contain `start` and `stop`
+    # First the rest of a row that begins before the range, then whole rows, then the part of a last one.
     if start % row:
         end = min(stop, (first + 1) * row)
         for corner, extent in _blocks_of_range(shape[1:], start - first * row, end - first * row):

@@ -48,10 +48,12 @@ def laid_out_as(part: Tensor, parameter: Tensor) -> Tensor:
 
 def part_like(whole: Tensor, parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> Tensor:
     """Return this rank's part of a whole tensor, laid out as `parameter`, without communication."""
+    # The tensor axis cuts first, and FSDP cuts its part; `join_whole` goes the other way.
     for split in tensor_splits(placement, mesh):
         whole = part_of(whole, split, mesh.index(split.axis), mesh.size(split.axis))
     if not isinstance(parameter, DTensor):
         return whole
+    # Every rank has the whole tensor, so torch cuts it without a broadcast (`src_data_rank`).
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
@@ -61,6 +63,7 @@ def join_whole(tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh
     Args:
         tensor: this rank's part. One with fewer dimensions (a count of steps) is not split over the tensor axis.
     """
+    # Data shards lie within the part of a tensor rank, so they are joined first.
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if whole.dim() == len(placement.shape):
         for split in tensor_splits(placement, mesh):

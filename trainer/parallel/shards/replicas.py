@@ -23,6 +23,7 @@ def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: Par
     """
     if mesh.world_size == 1:
         return
+    # As integers: a sum of numbers would round small differences away, and NaN is unequal to itself.
     bits = [tensor.detach().contiguous().view(_BITS[tensor.element_size()]) for tensor in held.values()]
     sums = torch.stack([one.sum(dtype=torch.int64) for one in bits]).tolist()  # the host waits once
     parts = [tuple((axis, mesh.index(axis)) for axis in placements[name].split_axes) for name in held]

@@ -96,13 +96,16 @@ def block_rows(
     runs = [Segment(run.start * inner, run.length * inner, run.local * inner) for run in dims[last]] if dims else []
     runs = runs or [Segment(0, prod(shape[last:]), 0)]  # a number without dimensions, or an empty part
     local, stride = prod(shape[last:]), prod(placement.shape[last:])
+    # The widest rows that cross neither a block nor the end of a run, nor the padding behind it.
     width = gcd(BLOCK, local, *(value for run in runs for value in (run.start, run.local, run.length)))
     if last:
         width = gcd(width, stride)
+    # The position of the first element of each row, within the dimensions from `last` on; 0 for padding.
     first = torch.zeros(local // width, dtype=torch.int64, device=device)
     for run in runs:
         positions = torch.arange(run.start, run.start + run.length, width, device=device)
         first[run.local // width : (run.local + run.length) // width] = positions
+    # The index of each slice of these, over the dimensions before `last`.
     outer = torch.zeros(1, dtype=torch.int64, device=device)
     for dim in range(last):
         places = torch.zeros(shape[dim], dtype=torch.int64, device=device)

@@ -87,8 +87,10 @@ def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_size: int) -> Tens
     else:  # this rank has padded columns only
         best_here = logits.new_full(logits.shape[:-1], -torch.inf)
         column = torch.zeros_like(best_here, dtype=torch.int64)
+    # The collective changes its tensor, and `best_here` is compared with the result.
     best = at_least_fp32(best_here).clone()
     dist.all_reduce(best, dist.ReduceOp.MAX, group)
+    # Ranks with a smaller maximum name a column beyond all, so the minimum is the first of the largest.
     place = (column + start).masked_fill_(best_here != best, vocab_size)
     dist.all_reduce(place, dist.ReduceOp.MIN, group)
     return place
@@ -106,6 +108,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         start, stop = bounds_of_part(vocab_size, index_in_group(group), group_size(group))
         known = logits[..., : stop - start]  # without padded columns, which count as minus infinity
         maximum = known.amax(-1) if start < stop else known.new_full(labels.shape, -torch.inf)
+        # A rank with padded columns only joins both collectives too; its maximum is -inf, and its sums are 0.
         maximum = at_least_fp32(maximum)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
         shifted = known - maximum.unsqueeze(-1)  # in the type of the maximum
@@ -113,6 +116,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ignored = labels == IGNORED_LABEL
         target, elsewhere = target_columns(labels, ignored, start, num_columns, vocab_size)
         at_label = at_least_fp32(logits.gather(-1, target.unsqueeze(-1))).squeeze(-1) - maximum
+        # One collective for both numbers: the ranks without the label add 0 to its logit.
         summed = torch.stack([at_label.masked_fill_(elsewhere, 0.0), shifted.exp_().sum(-1)])
         dist.all_reduce(summed, group=group)
         at_label, sum_of_exponentials = summed.unbind()

@@ -64,6 +64,7 @@ class _ParallelLinear(nn.Module):
         self.transposed = transposed
         self.pads = pads
         self.whole_shape = tuple(weight.shape)
+        # The inputs are dimension 1 of `[out, in]`, and dimension 0 of `[in, out]`.
         dim = int(self.cuts_inputs != transposed)
         self.axis = ROWS_AXIS if pads else TENSOR_AXIS  # a vocabulary is cut over context ranks, too
         self.weight_split = Split(dim, self.axis, blocks)
@@ -99,6 +100,7 @@ class _ParallelLinear(nn.Module):
 
     def _part_of_product(self, whole: LowRank) -> LowRank:
         """Return this rank's part of a product: its tensors are cut as the outputs of the layer, or as its inputs."""
+        # A row-parallel layer gets its part of the features, so its mask is this part of the whole mask.
         dropout = copy.copy(whole.dropout)
         if self.cuts_inputs and isinstance(dropout, KeyedDropout):
             dropout.site = replace(dropout.site, cut_dim=-1, part=index_in_group(self.group))
@@ -107,6 +109,7 @@ class _ParallelLinear(nn.Module):
         parts = {name: self._part_of(tensor, self._factor_split(name)) for name, tensor in tensors.items()}
         magnitude = Magnitude(parts["magnitude.weight"]) if whole.magnitude else None
         start = (parts["start_A"], parts["start_B"]) if whole.start else None
+        # The norms of rows are sums over the inputs, which a column-parallel layer has whole.
         group = self.group if self.cuts_inputs else None
         part = LowRank(parts["A"], parts["B"], whole.scaling, dropout, magnitude, start, group)
         for name, factor in part.named_parameters():
@@ -114,6 +117,7 @@ class _ParallelLinear(nn.Module):
         return part
 
     def _factor_split(self, name: str) -> Split | None:
+        # The columns of A are inputs, so a row-parallel layer cuts it. The other tensors have outputs.
         has_inputs = name.endswith("A")
         if has_inputs != self.cuts_inputs:
             return None
@@ -215,6 +219,7 @@ class RowParallelLinear(_ParallelLinear):
         """Return the output `[..., out]`, or this rank's positions of it, for inputs `x` `[..., in / tp]`."""
         if group_size(self.group) == 1:
             return self._linear(x, self.bias)  # in one kernel: bit-identical to the unsharded layer
+        # With the bias, the sum would add it once for each rank.
         product = self._linear(x, None)
         if self.sequence_parallel:
             total = scatter_sum_sequence(product, self.group, SEQUENCE_DIM)

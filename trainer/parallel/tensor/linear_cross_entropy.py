@@ -103,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         layer = LinearLayer(weight, bias)
         ignored = labels == IGNORED_LABEL
         rows = at_least_fp32(x.new_zeros(len(labels)))
+        # The lowest number in place of -inf: a block may have the label's column only, and -inf minus -inf is NaN.
         maximum, sums, at_label = torch.full_like(rows, torch.finfo(rows.dtype).min), rows.clone(), rows.clone()
         place = torch.full_like(labels, cut.size)
         start, _ = bounds_of_part(cut.size, index_in_group(cut.group), group_size(cut.group))
@@ -128,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if group_size(cut.group) > 1:
                 maximum = here.clone()
                 dist.all_reduce(maximum, dist.ReduceOp.MAX, cut.group)
+                # The sums become relative to the maximum of all ranks; a rank without the label has 0 for its logit.
                 shared = torch.stack([sums * (here - maximum).exp_(), at_label])
                 dist.all_reduce(shared, group=cut.group)
                 sums, at_label = shared.unbind()
@@ -147,6 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if group_size(cut.group) > 1:
                     place = place.masked_fill(here != maximum, cut.size)
                     dist.all_reduce(place, dist.ReduceOp.MIN, cut.group)
+                # The maximum is that of the other columns. Of equal logits, the first column wins, as in `argmax`.
                 wins = (at_label > maximum) | ((at_label == maximum) & (labels < place))
                 right = (wins & ~ignored).to(rows.dtype)
         ctx.save_for_backward(x, weight, bias, labels, maximum, wrong, share, slope)
@@ -167,11 +170,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         start, stop = bounds_of_part(ctx.cut.size, index_in_group(ctx.cut.group), group_size(ctx.cut.group))
         for of_columns in (of_weight, of_bias):
             if of_columns is not None:
+                # Padded columns are in no block, so nothing else writes their gradient.
                 of_columns[stop - start :] = 0.0
         if of_weight is not None or of_bias is not None:
             others, at_label = share * grad, -wrong * grad
             for block in _blocks(x, LinearLayer(weight, bias), labels, ctx.cut, ctx.num_columns):
                 slopes = block.logits.sub_(maximum.unsqueeze(1)).exp_().mul_(others.unsqueeze(1))
+                # A row with its label elsewhere has the target 0, and `where` gives this column its own slope back.
                 found = slopes.gather(1, block.target).squeeze(1)
                 slopes.scatter_(1, block.target, torch.where(block.has_label, at_label, found).unsqueeze(1))
                 if of_weight is not None:

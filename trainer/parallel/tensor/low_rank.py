@@ -111,6 +111,7 @@ class LowRank(nn.Module):
             return self._without_start(output, x) + product
         factors: Tensor = self.magnitude(self._norms(base.weight()))
         unchanged = self._without_start(output if base.bias is None else output - base.bias, x)
+        # Without dropout, the layer has computed its product with this input already.
         if dropped is x:
             changed = factors * (unchanged + product)
         else:
@@ -133,6 +134,7 @@ class LowRank(nn.Module):
         """
         weight, first, second, *start = map(in_product_type, (weight, self.A, self.B, *(self.start or ())))
         with torch.autocast(weight.device.type, enabled=False):
+            # The two products together are one of twice the rank, since `start` is subtracted.
             if start:
                 first, second = torch.cat([first, start[0]]), torch.cat([second, -start[1]], dim=1)
             weight, first, second = weight.float(), first.float(), second.float() * self.scaling

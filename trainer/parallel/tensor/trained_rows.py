@@ -74,6 +74,7 @@ class TrainedVectors(TrainedRows):
 
     def forward(self, ids: Tensor, vectors: Tensor) -> Tensor:
         """Return the vectors `[*, hidden]` of `ids` `[*]`, with trained rows in place of those of their tokens."""
+        # A token without a trained row gets the place of another one, and `where` keeps its vector.
         place = torch.searchsorted(self.ids, ids).clamp_max(len(self.ids) - 1)
         own = self.scale(F.embedding(place, self.rows, self.padding))
         return torch.where((self.ids[place] == ids).unsqueeze(-1), own, vectors)
