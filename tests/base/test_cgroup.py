@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from trainer.base import cgroup
@@ -38,6 +40,15 @@ V1 = {"/proc/self/cgroup": "4:cpu,cpuacct:/docker/ab\n5:memory:/docker/ab\n6:pid
 )
 def test_the_limit_of_memory_of_the_control_group(files: dict[str, str], memory: int | None):
     assert cgroup.memory_bytes(files.get) == memory
+
+
+def test_limits_of_the_process_are_those_of_its_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=9 * GIB))
+    limits = "Max data size    unlimited    unlimited    bytes\nMax address space    {}    unlimited    bytes\n"
+    found = [
+        cgroup.machine_memory_bytes({"/proc/self/limits": limits.format(soft)}.get) for soft in ("unlimited", 2 * GIB)
+    ]
+    assert found == [9 * GIB, 2 * GIB]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Limits of this process's control group, version 2 or 1, as set by a container or a batch system.
+"""Limits of memory of this process and of its control group, version 2 or 1, as set by a container or a batch system.
 
 Source: the kernel's documentation, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1.
 """
@@ -48,11 +48,20 @@ def free_memory_bytes(read: Read = read_file) -> int | None:
 
 
 def machine_memory_bytes(read: Read = read_file) -> int:
-    """Return the memory of this machine, or of this process's control group if that is less."""
+    """Return the memory of this machine, or the least limit of this process or its control group if that is less."""
     import psutil  # here, because the doctor runs without it
 
     total: int = psutil.virtual_memory().total
-    return min(total, memory_bytes(read) or total)
+    return min(total, memory_bytes(read) or total, *_of_process(read))
+
+
+def _of_process(read: Read) -> Iterator[int]:
+    """Yield the limits of memory that `ulimit -v` and `ulimit -d` set."""
+    for line in (read("/proc/self/limits") or "").splitlines():
+        if line.startswith(("Max address space ", "Max data size ")):
+            soft = line.split()[-3]
+            if soft.isdigit():
+                yield int(soft)
 
 
 def _values(read: Read, name: str, controller: str | None = None) -> Iterator[str]:
