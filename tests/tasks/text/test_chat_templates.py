@@ -71,6 +71,12 @@ def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
     assert ChatTemplate("name", "{{ messages[0].content * 3 }}{{ 2 ** 10 }}", ()).write(CHAT, "") == "hihihi1024"
 
 
+@pytest.mark.parametrize(("text", "name"), [("{{ ['a', 'b']|random }}", "random"), ("{{ lipsum() }}", "lipsum")])
+def test_a_template_that_draws_is_refused(text, name):
+    with pytest.raises(DataError, match=f"row 1 is a chat that the tokenizer's template refuses: .*'{name}'"):
+        ChatTemplate("name", text, ()).write(CHAT, "row 1")
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("bomb", "cause"),

@@ -193,11 +193,18 @@ def _address_space() -> int | None:
 
 @lru_cache(maxsize=1)
 def _bound_sandbox(module: Any) -> None:
-    """Let transformers compile templates in a sandbox without large powers, which no signal interrupts."""
+    """Let transformers compile templates in a sandbox without large powers, which no signal interrupts.
+
+    It has no random functions either: ranks, and a resumed run, would train on other texts.
+    """
     sandbox: Any = module.ImmutableSandboxedEnvironment
 
     class Bounded(sandbox):  # type: ignore[misc]
         intercepted_binops = frozenset({"*", "**"})
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            del self.filters["random"], self.globals["lipsum"]
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if isinstance(left, int) and isinstance(right, int):
