@@ -92,7 +92,9 @@ class Disk(WritingTier[list[WrittenFile]]):
         Raises:
             TrainerError: this checkpoint or the previous one cannot be written.
         """
+        # One checkpoint is written at a time, so that a rank holds one copy of its state at most.
         self.finish()
+        # All ranks write into this folder, so it must be there before any of them starts a thread.
         self._mesh.on_rank_zero(lambda: self._or_fail(step, lambda: self.store.begin(step)))
         facts, tensors = snapshot()
         folder = self.store.unfinished_path(step)

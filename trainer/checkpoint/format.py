@@ -33,6 +33,7 @@ from trainer.parallel.shards.boxes import Box, TensorPart, own_share
 FORMAT = 2
 FACTS, SUMS, MODEL_FOLDER = "state.json", "SHA256SUMS", "model"
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+# A checkpoint may come from anyone. These are all names that it may list, and none leads out of its folder.
 _SHARE_NAME = re.compile(r"state-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _MODEL_FILE_NAME = re.compile(rf"{MODEL_FOLDER}(/[A-Za-z0-9_-][A-Za-z0-9_.-]*){{1,2}}")
 LARGEST_FACTS_BYTES = 1 << 30
@@ -144,7 +145,9 @@ def seal(folder: Path, facts: Facts, files: Iterable[WrittenFile]) -> None:
     files = sorted(files, key=lambda file: file.name)
     described = {**facts.to_json(), "files": {file.name: file.num_bytes for file in files}}
     files.append(write_bytes(folder, FACTS, json.dumps(described, indent=1).encode()))
+    # Written last, since the sums cover `state.json` too.
     (folder / SUMS).write_text("".join(f"{file.sha256}  {file.name}\n" for file in files), encoding="ascii")
+    # A synced file may still lack its entry in its folder, so the folders are synced too.
     for place in {folder / SUMS, *((folder / file.name).parent for file in files)}:
         sync(place)
 
@@ -182,7 +185,9 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
         found = _regular(folder / name).st_size
         if found != size:
             raise ValueError(f"it is damaged: {name} has {found} bytes and should have {size}")
+    # All ranks must divide the same list.
     names = sorted(sizes)
+    # Every rank uses `state.json`, so each verifies it; they share the other files.
     for name in (FACTS, *names[turn::num_turns]):
         if file_digest(folder / name) != sums[name]:
             raise ValueError(f"it is damaged: {name} does not match its checksum in {SUMS}")
@@ -200,6 +205,7 @@ def open_blocks(file: Path) -> Iterator[BlockReader]:
 
         def read(key: str, bounds: Sequence[Sequence[int]]) -> Tensor:
             places = tuple(slice(start, stop) for start, stop in bounds)
+            # A scalar has no dimension to slice.
             block: Tensor = opened.get_slice(key)[places] if places else opened.get_tensor(key)
             return block
 
@@ -301,6 +307,7 @@ class SavedBoxes:
     def _dtype(self, name: str) -> torch.dtype:
         first = self._boxes[name][0]
         with self.open_file(first.file) as read:
+            # A slice without elements has the type of the tensor.
             return read(first.key, [[0, 0], *([0, size] for size in first.shape[1:])][: len(first.shape)]).dtype
 
     def _refuse_incomplete(self) -> None:
@@ -405,6 +412,7 @@ def _copy(read: BlockReader, saved: SavedBox, box: Box) -> None:
         target = target.narrow(dim, start - first, stop - start)
     places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
     block = read(saved.key, places)
+    # `copy_` would convert the numbers without a word.
     if block.dtype != target.dtype:
         raise ValueError(f"{saved.key} in {saved.file.name} has the type {block.dtype}, and must have {target.dtype}")
     target.copy_(block)
@@ -425,6 +433,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
         described = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is damaged: {FACTS} is not JSON ({error})") from error
+    # Readers descend into these values by recursion.
     if not is_shallow(described):
         raise ValueError(f"it is damaged: {FACTS} is nested too deeply")
     if not isinstance(described, dict) or "format" not in described:
@@ -439,6 +448,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
     _regular(folder / SUMS)
     sums = {}
     for line in (folder / SUMS).read_bytes().decode("ascii", "replace").splitlines(keepends=True):
+        # The last line of a file that was cut has no line break.
         match = _SUM_LINE.fullmatch(line.removesuffix("\n"))
         name = match[2] if match else ""
         if not match or not line.endswith("\n") or not _is_summed(name) or name in sums:

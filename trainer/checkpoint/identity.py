@@ -44,6 +44,7 @@ def identity(
     for section, facts in second.items():
         sections[section] |= facts
     sections["model"] |= {name: fact for name, fact in (beside or {}).items() if fact is not None}
+    # The hash stands for the rows; other keys of the data count only if they change the order of rows or the texts.
     data: dict[str, Any] = {"group_by_length": recipe.data.group_by_length, "train": content_hash}
     if weights := recipe.data.source_weights:
         data["mixture"] = weights

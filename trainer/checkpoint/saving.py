@@ -110,6 +110,7 @@ class Saver:
                 raise UsageError(
                     f"{found.name} was changed by another program: {error}; remove it, or restore its files"
                 ) from error
+            # In place, because the assembly and the batches of the run hold the same counters.
             self.progress.become(state.facts.progress)
             step = found.step
             break
@@ -144,6 +145,7 @@ class Saver:
 
         Call this before a step and the function after it, on all ranks; then no rank waits.
         """
+        # All ranks begin these collectives in the order of the tiers, and wait for none of them here.
         settles = [tier.begin_poll() for tier in self.tiers]
 
         def settle() -> None:
@@ -207,6 +209,7 @@ class Saver:
         own = self._saved.identity
         if not is_partly_frozen(own):
             return own
+        # Frozen weights never change, so one digest serves all checkpoints.
         if self._frozen is None:
             self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
         return {**own, "model": {**own["model"], FROZEN_WEIGHTS: self._frozen}}
@@ -250,6 +253,7 @@ class Saver:
                     f" {min(unknown)}, which is not trained; remove it, or restore its files"
                 )
             step = state.facts.progress.step
+            # If every step was bad or skipped, the optimizer has no state yet.
             has_updates = step > max(state.facts.progress.bad_steps, skipped_steps(state.scalars))
             keeps = stepped or (has_updates and self._engine.keeps_state())
             if not keeps or not (without := sorted(trained - stepped)):

@@ -182,6 +182,7 @@ class CheckpointStore:
         """
         final = self.path(step)
         replace_folder(self.unfinished_path(step), final)
+        # After the rename, so that `latest` never names a missing folder.
         replace_text(self.folder / _LATEST, f"{final.name}\n")
         return final
 

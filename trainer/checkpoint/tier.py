@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 Snapshot = Callable[[], tuple[Facts, Mapping[str, Tensor]]]
 """Copies this rank's part of the state. All ranks must call it."""
 
+# The largest of all ranks counts: one failure at once, then one unfinished share.
 WRITTEN, WRITING, FAILED = 0, 1, 2
 
 
@@ -95,6 +96,7 @@ class Background(Generic[Result]):
         self.result: Result | None = None
         self.error: Exception | None = None
         self._write = write
+        # A daemon, because a disk that hangs must not keep the process from its end.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -125,6 +127,7 @@ class WritingTier(Tier, Generic[Result]):
 
     def begin_poll(self) -> Callable[[], None]:
         """See `Tier`. Call it before a step, and the function after it; then no rank waits."""
+        # All ranks save and settle together, so either all return here or none.
         if self._writing is None:
             return _nothing
         answer = self._mesh.begin_agree_max(self._writing[1].status)
@@ -142,6 +145,7 @@ class WritingTier(Tier, Generic[Result]):
 
     def _settle(self, status: int) -> None:
         assert self._writing is not None
+        # First, so that after an error nobody completes this checkpoint again.
         (facts, writing), self._writing = self._writing, None
         if status == FAILED:
             self._fail(facts.progress.step, writing)
