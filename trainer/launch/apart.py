@@ -52,6 +52,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callb
             "caller": os.getpid(),
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        # A notebook or a test replaces these streams. Then the output of the child passes through this process.
         shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
         child = subprocess.Popen(
             [sys.executable, "-m", "trainer.launch.apart", str(folder)],
@@ -99,6 +100,7 @@ def main(folder: Path) -> int:
     from trainer.recipe.reading.loading import load_recipe
 
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    # The modules of extensions and callbacks are found as in the caller.
     sys.path[:] = job["path"]
     sys.orig_argv[:] = job["argv"]  # the command to resume with is the caller's
     _stop_with(int(job["caller"]))
@@ -119,6 +121,7 @@ def _stop_with(caller: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The caller may have died before `prctl`, and then no signal comes.
         if os.getppid() != caller:
             os.kill(os.getpid(), signal.SIGTERM)
 

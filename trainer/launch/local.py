@@ -129,6 +129,7 @@ def plan_start(
             _check_devices(environment.local_world_size)
         return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
+    # Planned here too, so that a recipe that does not fit fails once, and before any rank starts.
     plan_run(recipe, number)
     _check_devices(number)
     return environment, None if number == 1 and not max_restarts else number
@@ -237,6 +238,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
             try:
                 return _attempt(resolved, number, method, stop, job)
             except TrainerError as error:
+                # The other errors would come again: those of the user, non-finite losses, and stops.
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
                     raise
                 restarts = f"restart {restart} of {max_restarts}: all ranks start again from the last checkpoint"
@@ -246,6 +248,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
                 raise StoppedError(
                     f"stopped by {stop.signal.name} before the restart; the last checkpoint is unchanged"
                 )
+            # The first attempt may have left checkpoints, which `resume` never would refuse.
             resolved = _resuming(resolved)
         return _attempt(resolved, number, method, stop, job)
 

@@ -168,6 +168,8 @@ class LocalRanks:
                 )
                 for rank in range(number):
                     own = replace(environment, rank=rank, local_rank=rank, error_file=folder / f"error-{rank}.json")
+                    # A fork inherits the socket anyway, and closes it. A spawned rank gets it only if it serves the
+                    # store.
                     self._start(life, argument, own, listener if rank == 0 or method == "fork" else None)
         except BaseException:
             self.kill()
@@ -207,12 +209,14 @@ class LocalRanks:
             output = _Output(source, target, f"[rank {number}] ")
             self._outputs.append(output)
             self._selector.register(source.fileno(), selectors.EVENT_READ, output)
+        # A fork inherits the reading ends of all pipes so far, and must close them.
         ours = [output.source for output in self._outputs] if self._context.get_start_method() == "fork" else []
         writers = tuple(writer for _, writer in pipes)
         process = self._context.Process(
             target=_become_rank, args=(life, argument, environment, os.getpid(), listener, writers, ours)
         )
         process.start()
+        # With the writing end in the rank alone, the end of the rank is the end of the stream.
         for writer in writers:
             writer.close()
         self._ranks.append(_Rank(number, process))
@@ -247,6 +251,7 @@ class LocalRanks:
         if running and (stop.is_urgent or (self._kill_at is not None and time.monotonic() >= self._kill_at)):
             self.was_killed = self.was_killed or self._was_asked
             self.kill()
+        # SIGTERM waits until a suspended rank continues, so such a rank would hold up the end of all.
         elif self._ended:
             for rank in running:
                 if rank.is_suspended():
@@ -278,18 +283,22 @@ def _become_rank(
     for connection in inherited:
         connection.close()
     if listener is not None and environment.rank == 0 and environment.world_size > 1:
+        # `detach` leaves the descriptor open for torch's store, which takes it over.
         environment = replace(environment, listen_fd=listener.detach())
     elif listener is not None:
         listener.close()
     for descriptor, connection in enumerate(outputs, start=1):
+        # Below Python's streams, so that output of libraries in C++ takes the same way.
         os.dup2(connection.fileno(), descriptor)
         connection.close()
+    # A pipe is no terminal, so Python would hold lines back until its buffer is full.
     if outputs and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     os.setsid()  # Ctrl-C in the terminal reaches the watching process alone, which passes it on
     guard()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # Signals that have come since the start of this process arrive here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_leave_without, args=(parent, bool(outputs)), daemon=True).start()
     set_rank(environment)

@@ -90,6 +90,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
         LaunchError: variables are missing, are not numbers, or contradict each other.
     """
     accelerate = {name: value for name, value in environ.items() if name.startswith("ACCELERATE_")}
+    # Other launchers may run inside of a Slurm job, so their variables count before those of Slurm.
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _from_rank_variables(environ, accelerate)
     if "ACCELERATE_USE_CPU" in environ:  # set by the launcher that starts a single process, or one `mpirun`
@@ -253,7 +254,9 @@ def mlflow_settings() -> tuple[str, str]:
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
     launcher: Launcher
     if "TORCHELASTIC_RUN_ID" in environ:
+        # `accelerate launch` starts its ranks by torchrun's agent, and adds variables of its own.
         launcher = "accelerate" if accelerate else "torchrun"
+    # Of these launchers, only deepspeed sets these two.
     elif "LOCAL_SIZE" in environ and "CROSS_SIZE" in environ:
         launcher = "deepspeed"
     else:

@@ -24,6 +24,7 @@ def route_to(address: str) -> str:
     """
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # For datagrams, this chooses the route and sends nothing.
         probe.connect((address, _ANY_PORT))
         return str(probe.getsockname()[0])
 

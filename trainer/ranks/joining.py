@@ -59,7 +59,9 @@ def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendez
     """
     deadline = time.monotonic() + timeout_seconds
     with _bounded(environment, timeout_seconds + _AFTER_TORCH_SECONDS):
+        # Either torch's elastic agent serves the store, which outlives the ranks, or rank 0 does.
         hosts_store = environment.rank == 0 and not environment.has_agent_store
+        # A connection of our own comes first, because torch's store does not say why it cannot connect.
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
         with _lost_store():
@@ -143,6 +145,7 @@ class Rendezvous:
         Raises:
             TrainerError: the error of the rank that failed, on all ranks.
         """
+        # Each exchange has keys of its own, so that a fast rank overwrites nothing that a slow one has still to read.
         name = self._next_question()
         try:
             result = action()
@@ -151,6 +154,7 @@ class Rendezvous:
             text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
             with suppress(dist.DistError):  # the store has ended with its rank
                 self._put(f"{name}/problem", [int(code), self._signed(text)])
+                # It ends the wait of the other ranks, which then look for a problem.
                 self.store.set(f"{name}/all", "")
                 self._wait_for_readers(name)
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
@@ -239,10 +243,13 @@ class Rendezvous:
 
         def name_own_address() -> None:
             if self._own_address is not None and not is_loopback(self._own_address):
+                # An address of another machine, by which rank 0's machine finds the interface that leads to others.
                 self.store.compare_set("outside", "", self._own_address)
 
         self.together(name_own_address, timeout_seconds)
         with ExitStack() as stack:
+            # Three rounds: all ranks listen, then all know all places, and then they connect while all sockets are
+            # open.
             mine = self.together(lambda: self._listen(stack), timeout_seconds)
             self.together(lambda: self._check_order(mine), timeout_seconds)
             self.together(lambda: self._reach_next(mine), timeout_seconds)
@@ -307,6 +314,7 @@ class Rendezvous:
         return f"question/{self._questions}"
 
     def _count(self, name: str) -> None:
+        # The last rank sets the key for which the others wait, so that none of them reads the counter.
         if self.store.add(f"{name}/count", 1) == self._size:
             self.store.set(f"{name}/all", "")
 
@@ -412,6 +420,7 @@ def _store(environment: LaunchEnvironment, hosts_store: bool, timeout_seconds: f
 
 def _listen_for_ranks(environment: LaunchEnvironment) -> int:
     address = listening_address(environment.master_addr, one_machine=environment.num_nodes == 1)
+    # Without one certain address, the socket takes IPv4 and IPv6.
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
     try:
@@ -451,6 +460,7 @@ def _await_all(
         wait: function that waits until a time; it returns None if ranks are missing.
         missing: function that returns the missing ranks; None: rank 0 and possibly others.
     """
+    # First until the notice, then until the limit.
     for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
         found = wait(until)
         if found is not None:
@@ -484,6 +494,7 @@ def _bounded(environment: LaunchEnvironment, seconds: float) -> Iterator[None]:
 
 def _give_up(environment: LaunchEnvironment) -> None:
     os.write(sys.stderr.fileno(), for_terminal(f"error: {_not_met(environment, 'no answer')}\n").encode())
+    # The main thread hangs inside of torch, where no exception of this thread reaches it.
     os._exit(ExitCode.FAILED)
 
 

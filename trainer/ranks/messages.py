@@ -44,6 +44,7 @@ def _plain(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, np.generic):
         return _plain(value.item(), tensors)
+    # Subclasses, such as members of an `IntEnum`, become plain numbers.
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -66,6 +67,7 @@ def _restored(value: Any, tensors: dict[str, Tensor]) -> Any:
         return [_restored(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
+    # `_plain` makes objects of one key only.
     [(kind, content)] = value.items()
     if kind == "tensor":
         return tensors[content]

@@ -56,6 +56,7 @@ class RollCall:
         return f"{self._roll}/{_ARRIVED}"
 
     def _is_complete(self) -> bool:
+        # A later process with this rank has replaced the name.
         if self._store.get(_process(self._rank)).decode() != self._own:
             raise two_processes(self._rank)
         if self._rank == 0:
@@ -70,6 +71,7 @@ class RollCall:
         if not self._store.check(keys):
             return
         names = [name.decode() for name in self._store.multi_get(keys)]
+        # A new process has come, so the answers to the earlier roll no longer count.
         if names != self._names:
             self._names, self._roll = names, secrets.token_hex(8)
             keys = [f"{self._roll}/name/{rank}" for rank in range(self._size)]
@@ -83,6 +85,7 @@ class RollCall:
         if not self._store.check(["roll"]):
             return
         roll = self._store.get("roll").decode()
+        # A roll that names an earlier process of this rank is out of date; rank 0 will publish another one.
         if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._own:
             self._roll = roll
             enter(self._store, self._answers, self._rank)

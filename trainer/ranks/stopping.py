@@ -112,6 +112,7 @@ class StopRequest:
         """
         if self._folder is not None and self._clock() >= self._next_look:
             self._next_look = self._clock() + _LOOK_SECONDS
+            # The table has `stop` first, which wins.
             self._found = next((number for number, name in _FILES.items() if (self._folder / name).exists()), 0)
         return max(self.received, self._found)
 
