@@ -174,6 +174,11 @@ class TestPipeline:
                 "tensor` times `parallel.context` 2 must divide the 6 processes, but is 2; use 4 processes",
             ),
             (
+                4,
+                ["tensor=2", "context=3"],
+                "use 6 processes or a multiple of it, or smaller degrees",
+            ),
+            (
                 2,
                 ["pipeline.stages=2", "pipeline.microbatches=1"],
                 "at least the 2 stages for the schedule 1f1b, but is 1",

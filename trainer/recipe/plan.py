@@ -191,6 +191,8 @@ def _checked_cut(parallel: Parallel, world_size: int) -> Layout:
         (key, degree), *others = [(key, degree) for key, degree in degrees.items() if degree > 1]
         product = "".join(f"times `parallel.{other}` {size} " for other, size in others)
         one = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"
+        if world_size % (cut.world_size // degree):  # the other degrees do not divide it either
+            one = "smaller degrees"
         raise RecipeError(
             f"`parallel.{key}` {product}must divide the {_counted(world_size, 'process', 'es')}, but is {degree}; use"
             f" {cut.world_size} processes or a multiple of it, or {one}"
