@@ -583,11 +583,13 @@ def test_a_template_without_tool_calls_is_refused(chatty):
     task, rows = task_of(messages="messages"), rows_of(messages=[[ASKED, call_of(name="file")]], tools=["open"])
     with pytest.raises(DataError, match=r"row 1 .*, message 2, has tool calls, which the chat template .* not write"):
         encode(task, rows, chatty)
-    for column in ("system", "images", "chat_template_kwargs", "documents"):
+    known = ("system", "images", "chat_template_kwargs", "enable_thinking", "train", "mask_history", "documents")
+    for column in (*known, "id", "roles_to_train"):
         rows = rows.add_column(column, ["be brief"])
     notes = task.conversion_notes(rows.features)
     assert "column `system` is not read; name it in `system` of `data.map.columns`" in notes[0]
-    assert [note.split("`")[1] for note in notes[1:]] == ["tools", "images", "chat_template_kwargs", "documents"]
+    assert [note.split("`")[1] for note in notes[1:-1]] == ["tools", *known[1:]]
+    assert notes[-1] == "columns that are not read: `id`, `roles_to_train`"
     texts = rows_of(prompt=["open"], completion=["file"], system=["be brief"])
     notes = task_of(prompt="prompt", completion="completion").conversion_notes(texts.features)
     assert notes == ["column `system` is not read; write it before the prompt by a template in `data.map.columns`"]

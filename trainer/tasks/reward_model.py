@@ -80,7 +80,7 @@ class RewardModelTask(ScoredTexts):
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         is_chat = holds_chats(features[self.answer_columns[0]])
-        notes = unread_notes(features, self.columns, is_chat, takes_tools=False)
+        notes = unread_notes(features, [*self.columns, "margin"], is_chat, takes_tools=False)
         if self.margin is None and "margin" in features and len(self.answer_columns) > 1:
             notes.append("column `margin` is not read; name it in `task.margin` to learn by it")
         return notes

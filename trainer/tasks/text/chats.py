@@ -10,12 +10,17 @@ from typing import Any, Literal
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.nulls import item_of
+from trainer.base.text import listed
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.chat_messages import messages_of, parsed, read_messages, require_written
 from trainer.tasks.text.chat_templates import ChatTemplate, Tools, end_of_call
 from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, bare, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
 from trainer.tasks.types import Encoded, Tokenizer
+
+_OF_SHAPES = frozenset(("conversations", "instruction", "output"))
+"""Columns of other tools from which chats and prompts are made, with a note on the columns beside them."""
+_COLUMNS_SHOWN = 10
 
 Turns = Literal["all", "last", "each"]
 Spans = list[tuple[int, int]]
@@ -353,23 +358,25 @@ def holds_chats(feature: Any) -> bool:
 def unread_notes(
     features: Mapping[str, Any], read: Sequence[str], is_chat: bool = True, takes_tools: bool = True
 ) -> list[str]:
-    """Return notes on columns beside those of chats or prompts that usually belong to them, but are not read."""
+    """Return notes on columns beside those of chats or prompts that are not read, with fixes for known ones."""
     of_system = "name it in `system` of `data.map.columns` to begin the chats with it"
     if not is_chat:
         of_system = "write it before the prompt by a template in `data.map.columns`"
-    fixes = dict.fromkeys(("system", "system_prompt"), of_system)
+    fixes = dict.fromkeys(("system", "system_prompt", "instructions"), of_system)
     if is_chat:
         of_tools = "name it in `task.tools` to describe the tools in chats"
         of_images = "the model reads the texts of chats only"
         fixes |= dict.fromkeys(("tools", "functions") if takes_tools else (), of_tools)
         fixes |= dict.fromkeys(("image", "images", "videos", "audios"), of_images)
-        fixes["chat_template_kwargs"] = "set them in a copy of the chat template"
+        fixes |= dict.fromkeys(("chat_template_kwargs", "enable_thinking"), "set it in a copy of the chat template")
+        fixes |= dict.fromkeys(("weight", "train", "loss", "mask_history"), "set `weight` in the messages instead")
         fixes["documents"] = "write them into the messages"
-    return [
-        f"column `{column}` is not read; {fix}"
-        for column, fix in fixes.items()
-        if column in features and column not in read
-    ]
+    unread = [column for column in features if column not in read]
+    others = [f"`{column}`" for column in unread if column not in fixes]
+    notes = [f"column `{column}` is not read; {fix}" for column, fix in fixes.items() if column in unread]
+    if others and _OF_SHAPES.isdisjoint(features):
+        notes.append(f"columns that are not read: {listed(others, _COLUMNS_SHOWN)}")
+    return notes
 
 
 def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str], where: str) -> bool:
