@@ -58,11 +58,13 @@ class Adafactor(EngineOptimizer):
         for parameter, like in zip(batch, gradient, strict=True):
             if not self.state[parameter]:
                 self.state[parameter].update(_zeros_for(like))
+        # The parameters of a batch have one shape, so the first one has the keys of all.
         keys = [key for key in self.state[batch[0]] if key in self.whole_keys]
         states = {key: [self.state[parameter][key] for parameter in batch] for key in keys}
         old = {key: stack_of(tensors) for key, tensors in states.items()}
         updated, new = _factored_update(whole, gradient, old, group)
         del whole, gradient
+        # In a bad step, the flag on the device keeps the old numbers, and the host need not wait for it.
         flag = self.found_inf
         write_unless(flag, weights, own, self._whole.parts(batch, updated))
         for key, tensors in states.items():
@@ -110,9 +112,11 @@ def _factored_update(
         update = new["variance"].clamp(min=smallest**2)
     else:
         for key, dim in (("row_var", -1), ("col_var", -2)):
+            # The mean of the squares of a row or column.
             square = gradient.norm(dim=dim, keepdim=True).square_().div_(gradient.size(dim))
             new[key] = state[key].lerp(square, fresh)
         row, column = new["row_var"], new["col_var"]
+        # The second moment as a product of rank 1: row times column, divided by their common mean.
         update = (row * column).div_(row.mean(dim=-2, keepdim=True).clamp_(min=smallest)).clamp_(min=smallest**2)
     update.rsqrt_().mul_(gradient)
     clipped = rate / (norms(update) / (length * group["d"])).clamp(min=1.0)

@@ -54,6 +54,7 @@ def _maxima(first, second, exists):
 @triton.jit
 def _store(codes, moment, scale, table, element, exists):
     """Store the codes of a moment, given the scales of its rows."""
+    # Rounded to the nearest, as torch divides; Triton's own quotient may differ in the last bit, and so its code.
     number = tl.div_rn(moment, tl.maximum(scale, _TINY)[:, None])
     index = (number.to(tl.int32, bitcast=True) >> _LOW_BITS) & _INDEX_MASK
     tl.store(codes + element, tl.load(table + index), mask=exists)

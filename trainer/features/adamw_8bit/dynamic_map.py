@@ -53,7 +53,9 @@ class DynamicMap:
 
     def codes(self, device: torch.device) -> Tensor:
         """Return the codes of all numbers, by the upper 18 bits of their fp32, which `code_index` returns."""
+        # Each number has these upper bits, and lies in the middle of all numbers that share them.
         numbers = (torch.arange(1 << INDEX_BITS) * 2 + 1 << LOW_BITS - 1).int().view(torch.float32)  # with these bits
+        # The code is the number of edges up to the number; the copied sign selects the symmetric code.
         codes = torch.bucketize(numbers.abs(), torch.tensor(self._edges), right=True).float()
         return (codes.copysign_(numbers) if self.signed else codes).to(self.dtype).to(device)
 

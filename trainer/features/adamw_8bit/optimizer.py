@@ -106,6 +106,7 @@ class AdamW8bit(PartlyAdamW):
         mesh = self._whole.mesh
         shared: list[_Part] = []
         for part in (part for group in groups for part in self._parts(group)):
+            # A whole parameter needs no maxima of other ranks. The others wait below, for one exchange of all.
             if is_shared(part.placement, mesh):
                 shared.append(part)
             else:
@@ -126,8 +127,10 @@ class AdamW8bit(PartlyAdamW):
         steps = [state[STEP] for state in states]
         torch._foreach_add_(steps, 1)
         if flag is not None:
+            # A bad step (flag 1) does not count, and the host need not read the flag.
             torch._foreach_sub_(steps, [flag] * len(steps))
         first, second = (1 - beta ** torch.stack(steps).double() for beta in group["betas"])
+        # In fp64: `1 - beta ** step` is near 0 in the first steps, and fp32 would lose digits.
         corrections = torch.stack((group["lr"] / first, 1 / second), 1).float()
         is_fused = kernel_support.obstacle(corrections.device) is None
         for parameter, state, own in zip(parameters, states, corrections, strict=True):
@@ -200,12 +203,14 @@ class _Part:
         else:
             for rows in self.rows.pieces(_PIECE):
                 changed = [rows.of(tensor) for tensor in (weight, *(self.state[key] for key in MAPS))]
+                # Shared scales are written once, after all rows.
                 own_scales = [] if maxima is not None else [scales[:, rows.blocks]]
                 with unchanged_if(self.flag, *changed, *own_scales):
                     self._update(rows, *changed, maxima=maxima)
         if maxima is not None:
             with unchanged_if(self.flag, scales):
                 scales.copy_(maxima)
+        # A part with other strides was updated as a contiguous copy.
         if weight is not self.weight:
             self.weight.copy_(weight)
 
@@ -221,6 +226,7 @@ class _Part:
             maxima = self.state[SCALES]
             self._raise(maxima, rows, first, second)
         for moment, scale, stored, table in zip((first, second), maxima, codes, self.tables.codes, strict=True):
+            # Relative to the largest moment of the block; a block of zeros is divided by the smallest normal number.
             index = code_index(moment / rows.spread(scale).clamp(min=_TINY))
             torch.index_select(table, 0, index.view(-1), out=stored.view(-1))
         rate, factor = self.corrections

@@ -44,6 +44,7 @@ class Averages(OptimizerUpdate):
         loss = super().step(closure)
         share: float | Tensor = 1 - self.decay
         if self.found_inf is not None:
+            # In a bad step the share is 0, so the average stays.
             share = share * (1 - self.found_inf)
         for parameter in trained:
             state = self.state[parameter]
@@ -66,6 +67,7 @@ class Averages(OptimizerUpdate):
 
     def load(self, scalars: Any) -> None:
         super().load(scalars)
+        # Checkpoints are saved while parameters hold the averages, so a loaded one holds them too.
         self._is_shown = True
 
     @torch.no_grad()

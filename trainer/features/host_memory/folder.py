@@ -49,6 +49,7 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
     taken: set[str] = set()
     with suppress(OSError):  # `claim` will raise it
         taken = {one for one in os.listdir(folder) if one.startswith(name)}
+    # The first of several in order of their names, so that all ranks of a host choose the same.
     own = min((one for one in taken if _is_own(folder / one)), default=None)
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
     return folder / (own or next(one for one in names if one not in taken))
@@ -123,11 +124,13 @@ def enter(root: Path) -> tuple[str, BinaryIO]:
     root.mkdir(exist_ok=True)
     remove_unused(root.parent, root.name)
     draft = root / f".{HOST}-{secrets.token_hex(8)}"
+    # The name is complete before the link shows it, so no other rank reads a part of it.
     draft.write_text(secrets.token_hex(_HOST_BYTES))
     with suppress(FileExistsError):
         os.link(draft, root / HOST)  # the first rank names the host
     draft.unlink()
     lock = os.fdopen(open_plain(root / HOST, os.O_RDONLY), "rb")
+    # All ranks of a run share the lock. Another run tests it by an exclusive one, in `is_used`.
     fcntl.flock(lock, fcntl.LOCK_SH)
     return host_name(root), lock
 
@@ -189,6 +192,7 @@ def is_used(root: Path) -> bool:
     """Return whether a run on this host uses the checkpoints in a folder."""
     try:
         with open(open_plain(root / HOST, os.O_RDONLY), "rb") as host:
+            # Closing the file ends the lock at once, so this only asks.
             fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

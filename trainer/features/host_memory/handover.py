@@ -171,8 +171,10 @@ def _move(
     with noted():
         store: Any = dist.PrefixStore("shares", rendezvous.store)  # type: ignore[attr-defined]
         limit = timedelta(seconds=timeout_seconds)
+        # There is no mesh yet, so the shares need a group of their own, which is not registered with torch.
         group: Any = dist.ProcessGroupGloo(store, environment.rank, environment.world_size, limit)
         peers, sent = Peers(group), []
+        # All ranks go through the moves in one order; sends begin without a wait, so no two ranks wait for each other.
         for part, sender, receiver in plan.moves:
             place = CheckpointStore(root / place_of(part, plan.size), KEPT)
             name = share_name(part, plan.size)

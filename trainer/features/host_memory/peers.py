@@ -135,6 +135,7 @@ class Peers:
 
     def _receive(self, rank: int | None, tag: int) -> tuple[int, bytes]:
         """Wait for a message of a rank, or of any (None); return its sender and the message."""
+        # Two messages: the receiver must know the length before it can allocate the second one.
         size = torch.zeros(1, dtype=torch.int64)
         pending = self._group.recv([size], rank, tag) if rank is not None else self._group.recv_anysource([size], tag)
         pending.wait()

@@ -194,6 +194,8 @@ class HostMemory(WritingTier[None]):
         hosts = {part: self._by_preference(found, part) for part in found.holders}
         shares: dict[int, _Share] = {}  # verified, of those that this rank reads
         problems: list[str] = []
+        # Each round reads every share from its preferred host. A damaged one tries its next host; without any, the loop
+        # ends.
         while all(hosts.values()):
             damaged = []
             for part in hosts:
@@ -208,6 +210,7 @@ class HostMemory(WritingTier[None]):
                     return self._state(found, hosts, shares), problems
                 except ValueError as error:  # of the shares together, so on all ranks
                     return None, [*problems, str(error)]
+            # All ranks have the same list, so their preferences stay equal.
             for part, problem in damaged:
                 hosts[part].pop(0)
                 problems.append(problem)
@@ -241,6 +244,7 @@ class HostMemory(WritingTier[None]):
         first = replace(shares[0][1], shapes={}).to_json() if 0 in shares else None
         trainings = [digest_of(facts.identity) for _, facts in shares.values()]
         gathered = self._mesh.all_gather((first, keys))
+        # Shares of one step may be left from two runs in the same folder.
         if len({one for some in self._mesh.all_gather(trainings) for one in some}) > 1:
             raise ValueError("its shares belong to different trainings")
         facts = replace(Facts.from_json(next(one for one, _ in gathered if one is not None)), shapes=shapes)
@@ -345,10 +349,13 @@ class HostMemory(WritingTier[None]):
             self._begin(own, step)
             folder = own.unfinished_path(step)
             seal(folder, facts, [write_share(folder, name, tensors)])
+            # The share is renamed before the other ranks have written theirs: a checkpoint is complete by the number of
+            # its shares.
             own.adopt(step)
         except Exception as raised:
             error = raised  # the other ranks still wait for this one
         if self._peers is not None:
+            # After an error too: the receiver waits for the sizes, which then say that files are missing.
             sent = self._peers.begin_send_share(own.path(step), name, self._hosts.target_of(rank))
             for source in self._hosts.sources_of([rank]):
                 store, name = self._store(source), share_name(source, self._mesh.world_size)
@@ -363,6 +370,7 @@ class HostMemory(WritingTier[None]):
 
     def _begin(self, store: CheckpointStore, step: int) -> None:
         claim(self.folder)  # again, if a cleaner has removed it
+        # Before the next share, so that a host holds two checkpoints at most.
         store.keep_only({self.last})
         begin_share(self.folder, store, step)
 

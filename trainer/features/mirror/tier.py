@@ -181,6 +181,7 @@ class Mirror(Tier):
                 return []
             if resumes:
                 return self.fetch()
+        # The look also tests that the place takes files, before the first upload.
         if steps := self._whole_copies():  # this run would remove them
             raise UsageError(
                 f"`checkpoint.resume` is never, but {self._name} has a checkpoint of step {steps[-1]}; name another"
@@ -256,8 +257,11 @@ class Mirror(Tier):
     def send(self, step: int) -> None:
         """Upload a complete checkpoint in a thread; it takes the place of one that still waits."""
         self._is_stopped = _never  # an upload is no start of a run
+        # The run would remove the checkpoint when newer ones are complete, while the thread still reads its files.
         self._store.hold(step)
         with self._lock:
+            # Only the newest waiting checkpoint is uploaded; an upload may take longer than the time between two of
+            # them.
             if self._wanted is not None:
                 self._store.release(self._wanted)
             self._wanted = step
@@ -277,6 +281,8 @@ class Mirror(Tier):
             with self._lock:
                 step, self._wanted = self._wanted, None
                 if step is None:
+                    # Under the lock, together with the look at `_wanted`: `send` then starts a new thread, or this one
+                    # sees the step.
                     self._is_working = False
                     return
             problem = None
@@ -297,6 +303,7 @@ class Mirror(Tier):
         """Return the steps of all copies, also of those that are not whole."""
 
         def ask() -> list[str]:
+            # fsspec keeps listings, which would lack files that were written since.
             self._files.invalidate_cache()
             return list(self._files.ls(f"{self._root}/{_CHECKPOINTS}", detail=False))
 

@@ -62,6 +62,7 @@ class Muon(PartlyAdamW):
         momenta = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in batch]
         gradient, old = stack_of(gradients_of(batch)), stack_of(momenta)
         momentum = old.lerp(gradient, 1 - group["momentum"])
+        # Rounded to bf16 before ranks gather it: half of the bytes, and the iterations round to bf16 anyway.
         update = gradient.lerp(momentum, group["momentum"]).bfloat16()  # Nesterov's
         write_unless(flag, momenta, old, momentum)
         del gradient, old, momentum
@@ -84,6 +85,7 @@ def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
     if len(matrices) == 1:  # batched products of one matrix are slower on a CPU
         return _zeropower_via_newtonschulz(matrices[0], (DEFAULT_A, DEFAULT_B, DEFAULT_C), iterations, EPS).unsqueeze(0)
     is_tall = matrices.size(-2) > matrices.size(-1)
+    # The product of a matrix with its transpose is smaller for the shorter side.
     found = matrices.mT if is_tall else matrices
     # Singular values are 1 at most.
     found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp(min=EPS)

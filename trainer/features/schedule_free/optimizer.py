@@ -83,7 +83,9 @@ class ScheduleFreeAdamW(EngineOptimizer):
             for group in groups:
                 # For the own rate of a group, which changes no share of the average.
                 weight_sum, largest = group["weight_sum"] * group[RATE] ** 2, group["lr_max"] * group[RATE]
+                # A copy of the group: its parameters are updated, but its counters stay as they were.
                 self._step({**group, "weight_sum": weight_sum, "lr_max": largest})
+                # Without parameters, the step of the package only counts, at the rate of the recipe.
                 base = {**group, "params": [], "lr": self.rate}
                 self.param_groups = [base]
                 super().step()
@@ -113,6 +115,7 @@ class ScheduleFreeAdamW(EngineOptimizer):
             return False
         for parameter, state, beta in self._stepped():
             state[_TRAINED] = parameter.detach().clone()
+            # x from y and z: the formula at the end of the line gives y, and is solved for x here.
             parameter.lerp_(state["z"], 1 - 1 / beta)  # y = (1 - beta) z + beta x
         self._is_shown = True
         return True
@@ -122,6 +125,7 @@ class ScheduleFreeAdamW(EngineOptimizer):
         if not self._is_shown:
             return False
         for parameter, state, _ in self._stepped():
+            # The kept bits return; computing y from x would round.
             parameter.copy_(state.pop(_TRAINED))
         self._is_shown = False
         return True
