@@ -64,9 +64,13 @@ class AccumulationSchedule(Schedule):
         total: Tensor | None = None
         self._sums.begin(len(microbatches))
         for index, microbatch in enumerate(microbatches):
+            # The last backward pass sums the gradients of all microbatches over the data ranks, so the passes before it
+            # need no collective.
             with nullcontext() if index == len(microbatches) - 1 else self._no_sync():
+                # `denominator` counts the whole global batch, so shares of microbatches and ranks are added.
                 loss = self._loss_sum(microbatch) / denominator
                 (loss if scale is None else loss * scale).backward()  # type: ignore[no-untyped-call]
+            # Without `detach`, the total would keep the graphs of all microbatches alive.
             total = loss.detach() if total is None else total + loss.detach()
         self._sums.finish()  # before anything else changes a gradient
         assert total is not None, "a step has a microbatch, perhaps a filler"

@@ -53,13 +53,16 @@ def build_engine(
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
     if columns is not None:
+        # The loss comes from the task that knows the cut, and before `for_token_scores` replaces it.
         heads = [chunk_head(part.model, columns, cut, task.token_scores) for part in built]
         built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
+        # The head now returns scores of tokens in place of logits, so the task must read those.
         task = task.for_token_scores()
     if plan.pipeline is not None:
         from trainer.engine.pipelined import build_pipelined
 
         return build_pipelined(built, task, mesh, plan, total_steps)
+    # Without a pipeline, a rank holds exactly one model.
     (whole,) = built
     build: EngineBuilder = resolved(f"trainer.engine.{_BUILDERS[plan.recipe.parallel.strategy]}")
     return build(whole, task, mesh, plan, total_steps)
@@ -92,9 +95,11 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     if columns is None:
         return None
     needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
+    # A text lets the trainer choose. `dp` copies modules, but the `forward` of a copied head would call the first one.
     if isinstance(columns, str) and needs_all:
         return None
     why = next((why for part in built if (why := why_whole(part.model))), None)
+    # A number is the user's wish, which is refused and never dropped in silence; a text allows whole logits.
     if why is not None and not isinstance(columns, str):
         raise refuse_blocks(why)
     return columns if why is None else None

@@ -37,6 +37,7 @@ def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket
     work = dist.all_reduce(sent, group=group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(
+        # DDP reads the sum from the bucket's buffer, because parameters' gradients are views of it.
         lambda _: buffer if sent is buffer else buffer.copy_(sent)
     )
     return summed
@@ -79,6 +80,7 @@ def wrap_ddp(
         left_out: the names of parameters with gradients that DDP does not sum.
         places: learns the places of gradients.
     """
+    # DDP reads this list from the model when it is built, so it must be set before.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)  # type: ignore[no-untyped-call]
     group = mesh.group("dp")
     # Buffers of transformers' models are constants, such as position ids; torch 2.13 renamed the option.
@@ -88,6 +90,7 @@ def wrap_ddp(
         model,
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         process_group=group,
+        # Gradients are views of the buckets, which saves a copy of each and the memory of a second gradient.
         gradient_as_bucket_view=True,
         init_sync=simulated() is None,  # a plan has no other ranks to compare weights with
         **{sync_buffers: False},  # type: ignore[arg-type]
@@ -126,16 +129,19 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    # DDP refuses a model without any gradient to sum.
     if not is_alone and any(p.requires_grad and name not in left_out for name, p in named.items()):
         call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
         no_sync = wrapped.no_sync
     complete: Callable[[], object] = nothing
     if is_alone and sent_in is not None:
+        # No rank receives these gradients, but one process must round as several ranks do.
         complete = partial(round_gradients_, list(named.values()), sent_in)
     elif not is_alone and not recipe.cuda_graphs:
         complete = partial(_refuse_unused_parameters, model)
     # A graph rounds the weights itself, because it reads the memory that it was captured with.
     forward = ModelForward(built, task, mesh, plan, call, rounded=None if recipe.cuda_graphs else rounded)
+    # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.
     loss_sum = forward.loss_sum if rounded is None else learning(model, forward.loss_sum, rounded.learn)
     if recipe.cuda_graphs:
         if task.rows_depend:

@@ -40,6 +40,7 @@ def _without_mlflow() -> Iterator[None]:
     if "mlflow" in sys.modules:
         yield
         return
+    # Python raises ImportError for a module that is None in this table.
     sys.modules["mlflow"] = None  # type: ignore[assignment]
     try:
         yield

@@ -59,6 +59,7 @@ class Engine(ABC):
         self._recipe = forward.plan.recipe
         self._total_steps = total_steps
         self._step = 0
+        # bf16 has the exponents of fp32 and needs no scale.
         self._scaler = LossScaler(self._mesh.device) if self._recipe.precision == "fp16" else None
 
     @abstractmethod
@@ -122,6 +123,7 @@ class Engine(ABC):
     def state(self) -> EngineState:
         """Return this rank's part of a checkpoint; all ranks must call it."""
         self._show()
+        # A tied weight has a copy on another stage; a checkpoint holds it once.
         own = [label for label in self.parameters if not self.placements[label].is_copy]
         return EngineState(
             (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
@@ -145,6 +147,7 @@ class Engine(ABC):
         Raises:
             ValueError: it is no state of this engine.
         """
+        # Checked before tensors are read, so that this refusal changes no weight.
         expected, saved = self._scalars(), source.scalars
         if saved.keys() != expected.keys() or not all(map(isfinite, saved.values())):
             raise ValueError(f"it must have {sorted(expected)} as finite numbers, but has {dict(saved)}")
@@ -153,11 +156,13 @@ class Engine(ABC):
             self._scaler.load_state(source.scalars)
         self.optimizer.load(source.scalars)  # after the tensors: the saved weights are the shown ones
         self._use_changed_weights()
+        # The number of steps keys the dropout masks and gives the learning rate.
         self._step = step
 
     def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder, which all ranks share; a collective."""
         self._show()
+        # Functions, not tensors: weights are gathered one by one while the file is written, so a rank never holds all.
         weights = {label: partial(self._whole_weights, label) for label in self.parameters}
         tensors = whole_tensors(weights, self._models, self.placements, self._mesh)
         adapter, dtype = self._recipe.model.adapter, weights_dtype(self._recipe)
@@ -180,11 +185,13 @@ class Engine(ABC):
         parameter = self.parameters[label].detach()
         if not is_stored_rounded(self.parameters[label]):
             return parameter
+        # Training needs only the rounded weight, but exports and digests must have the bits of the origin.
         rounded = local_part(parameter)
         part = self._forward.read_again(label, parameter.dtype)
         if part is None:
             return parameter
         part = part.to(rounded.device)
+        # Somebody may have replaced the origin's file since the start; its rounding proves that it is the same weight.
         if not torch.equal(part.to(rounded.dtype), rounded):
             raise origin_changed(f"{label} is another one there")
         return laid_out_as(part, parameter)
@@ -212,5 +219,6 @@ class Engine(ABC):
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step; skipped steps do not count."""
+        # So the schedule of fp16 depends on the scaler, which `begin_step` must settle before this call.
         done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
         return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)

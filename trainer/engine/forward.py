@@ -59,6 +59,7 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         checkpoint_layers(layers_of(built.model, CHECKPOINTING).values(), how, built.dropout_keys)
     if plan.recipe.compile:
         layers = layers_of(built.model, COMPILE).values()
+        # The layers run eagerly in the first pass; `_end_first_pass` starts the compiler.
         compiled = CompiledLayers(layers, built.dropout_keys, mesh.device)
         built = replace(built, compiled=compiled)
     if weights_dtype(plan.recipe) == torch.bfloat16:
@@ -68,6 +69,7 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         store_frozen(built, plan.recipe.precision)
     # A recomputation would keep the copies.
     if plan.recipe.precision != "fp32" and _runs_once(plan.recipe):
+        # Before `cast_forward`: in fp16 it replaces the classes that `plain_products` looks for.
         share_rounded_inputs(plain_products(built.model))
     cast_forward(built.model, plan.recipe.precision, mesh.device)
     return built
@@ -90,6 +92,7 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
 
     With a cache, a recomputation would add them twice, and transformers would not find the documents of packed rows.
     """
+    # A head often passes `**kwargs` to its base model, so its signature alone does not show the argument.
     own, of_base = (
         inspect.signature(type(module).forward).parameters for module in (model, getattr(model, "base_model", model))
     )
@@ -105,10 +108,12 @@ def denominator_of(task: Task, batch: RankBatch, device: torch.device, sum_: Cal
     Args:
         sum_: sums a tensor over the data-parallel ranks, in place, and returns it.
     """
+    # Every rank knows this number, so no collective is needed.
     if task.rows_are_labels:
         return torch.full((), float(batch.num_rows), device=device)
     counts = [task.num_valid(m.labels) for m in batch.microbatches if not m.filler]
     # Unlike `torch.tensor`, `torch.full` does not let the host wait for a GPU.
+    # Counts are exact in fp64, so the order of the sum does not matter; fp32 is exact below 2**24 only.
     total = sum_(torch.full((), sum(map(float, counts)), dtype=torch.float64, device=device)).float()
     # A batch with ignored labels only has a loss of 0, not 0 / 0.
     return total.masked_fill_(total <= 0, 1.0)
@@ -180,8 +185,10 @@ class ModelForward:
         If the rows of `batch` depend on each other, a first pass computes their losses.
         """
         self._step = step
+        # Reset before the first pass: losses of the previous batch must not enter this one.
         self._num_rows, self._joint = batch.num_rows, None
         with self._rounded.use() if self._rounded else nullcontext():
+            # An evaluation between two steps leaves the model in evaluation mode.
             self._set_training(True)
             self._seed_dropout()
             if self._task.rows_depend:
@@ -197,6 +204,7 @@ class ModelForward:
         if self._keys is None:
             # Torch's own dropout must draw other masks on each data-parallel rank and in each stage, and the same masks
             # again after a resumption.
+            # Tensor and context ranks are absent from the formula on purpose: they share rows and need equal masks.
             place = self.mesh.index("dp") + self.mesh.size("dp") * self.mesh.index("pp")
             seed_generator(self.mesh.device, stream_key(self._seed, self._step, place))
 
@@ -209,6 +217,7 @@ class ModelForward:
         if len(batch.microbatches) == 1:
             return None
         scores = [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
+        # A collective: every data rank has the same number of microbatches, fillers included.
         return joint_losses(self._task, self.mesh, batch.num_rows, batch.microbatches, scores)
 
     def denominator(self, batch: RankBatch) -> Tensor:
@@ -224,6 +233,7 @@ class ModelForward:
         else:
             joint = self._joint or joint_losses(self._task, self.mesh, self._num_rows, [microbatch], [logits])
             loss = joint.sum_of(microbatch.rows, logits)
+        # A filler must run its backward pass too, because FSDP and DDP communicate inside of it.
         return loss * 0.0 if microbatch.filler else loss
 
     def _taught(self, inputs: dict[str, Tensor], is_padded: bool | None) -> Tensor | None:
@@ -244,6 +254,7 @@ class ModelForward:
         """Return the scores of a microbatch, on this rank's device, with the dropout of its rows."""
         mask = microbatch.inputs.get("attention_mask")
         key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.flat, mask)
+        # The key belongs to this microbatch, and a recomputation captures it, whatever runs in between.
         with self._watch, self._rotation, self._keys.use(key) if self._keys else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
         self._end_first_pass()
@@ -259,7 +270,9 @@ class ModelForward:
     def begin_eval(self, microbatch: Microbatch) -> Callable[[], EvalResult]:
         """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
         self._set_training(False)
+        # Counted before the copy to the device.
         num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
+        # A filler runs the model as well: under FSDP its layers gather weights on all ranks.
         microbatch, logits = self._evaluated(microbatch, labelled=True)
         generated = self._generated(microbatch)
         if logits is None:
@@ -292,6 +305,7 @@ class ModelForward:
 
     def _generated(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return the generated tokens of the rows `[batch, tokens]`, if the task needs them."""
+        # Ranks that share weights must call the model equally often, so fillers generate there too.
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
         with padding_known(microbatch.is_padded):  # generated tokens add none
@@ -299,12 +313,14 @@ class ModelForward:
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""
+        # Read on the host, before the copy; on a GPU the question would make the host wait.
         is_padded = has_padding(microbatch.hidden) if microbatch.is_padded is None else microbatch.is_padded
         num_labels = self._num_labels(microbatch) if self._head else None
         ready = replace(microbatch.to(self.mesh.device), is_padded=is_padded, num_labels=num_labels)
         if not self._padding_free or ready.flat is not None:
             return ready
         mask = microbatch.inputs["attention_mask"]
+        # The mask of the host is read for the same reason.
         flat = FlatRows.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self.mesh.device)
         return replace(ready, flat=flat)
 
@@ -316,11 +332,13 @@ class ModelForward:
 
     def _scores(self, call: ModelCall, microbatch: Microbatch, labels: Tensor | None = None) -> Tensor:
         inputs, flat = microbatch.inputs, {FLAT: microbatch.flat} if self._padding_free else {}
+        # A head in chunks computes only labelled positions, so it must know the labels before the model runs.
         head = self._head.use(labels, microbatch.num_labels) if self._head and labels is not None else nullcontext()
         with head, padding_known(microbatch.is_padded):
             output = call(**self._task.model_inputs(inputs), **self._constants, **flat)
         return self._task.scores(output, inputs, labels)
 
     def _set_training(self, mode: bool) -> None:
+        # `train` walks over all modules, which takes time in each microbatch.
         if self._model.training != mode:
             self._model.train(mode)

@@ -53,6 +53,7 @@ class CudaCapture:
         return graph.replay
 
 
+# Scalars at fixed addresses, because a graph reads and writes the memory that it was captured with.
 class _Numbers:
     def __init__(self, denominator: Tensor, scale: Tensor | None) -> None:
         self.denominator = torch.empty_like(denominator)
@@ -93,6 +94,7 @@ class GraphedSchedule(Schedule):
         self._graphs: dict[Hashable, tuple[Microbatch, Callable[[], object]]] = {}
 
     def run(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
+        # The tensors must live as long as the graphs.
         if self._numbers is None:
             self._numbers = _Numbers(denominator, scale)
         self._numbers.begin(denominator, scale)
@@ -105,9 +107,11 @@ class GraphedSchedule(Schedule):
             if shape in self._seen:
                 self._replay(shape, microbatch)
             else:
+                # An eager pass first: kernels that compile on first use cannot be captured.
                 self._pass(microbatch, self._numbers)
                 self._seen.add(shape)
         self._sums.finish()
+        # The next step sets the fixed tensor to zero, perhaps before the host has read this total.
         return self._numbers.total.clone()
 
     def _pass(self, microbatch: Microbatch, numbers: _Numbers) -> None:
@@ -123,6 +127,7 @@ class GraphedSchedule(Schedule):
             num_labels=microbatch.num_labels,
         )
         table = self._dropout_table(ready.rows.device)
+        # A new tensor means that a dropout site got a new call; captured graphs read keys of the old tensor.
         if table is not self._table:
             self._table = table
             self._graphs.clear()
@@ -132,9 +137,11 @@ class GraphedSchedule(Schedule):
                     f"`cuda_graphs` is true, but microbatches have more than {MOST_GRAPHS} shapes, and each has a"
                     " graph; set `data.pad_to` to a larger number, such as 64, or `cuda_graphs` to false"
                 )
+            # The copies stay at the addresses of the graph; later microbatches are copied into them.
             own = ready.map(torch.clone)
             self._graphs[shape] = own, self._captured(own)
         own, replay = self._graphs[shape]
+        # Capturing runs nothing, so the first microbatch of a graph is replayed as well.
         for tensor, new in zip(own.tensors, ready.tensors, strict=True):
             tensor.copy_(new)
         replay()

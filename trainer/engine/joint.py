@@ -51,10 +51,13 @@ def joint_losses(
         task: the task, with `rows_depend`.
         scores: the scores of each microbatch `[batch, ...]`, those of fillers included.
     """
+    # A row's index in the global batch is its place here, so all layouts build the same tensor.
     shape = (num_rows, *scores[0].shape[1:])
     every = torch.zeros(shape, dtype=scores[0].dtype, device=mesh.device)
+    # Fillers have labels of the right shape too, so every rank allocates tensors of equal shape for the collective.
     of_row = task.row_labels(microbatches[0].labels).shape[1:]
     has_labels = 0 not in of_row
+    # fp64 holds integer labels exactly, and float labels of fp32 too.
     labels = torch.zeros((num_rows, *of_row) if has_labels else num_rows, dtype=torch.float64, device=mesh.device)
     for microbatch, part in zip(microbatches, scores, strict=True):
         if not microbatch.filler:
@@ -66,6 +69,7 @@ def joint_losses(
     mesh.sum_(every, "dp")
     mesh.sum_(labels, "dp")
     with torch.enable_grad():
+        # Every rank computes the whole loss. It is small beside the model, and needs no second collective.
         losses = task.joint_losses(every.requires_grad_(), labels)
         (gradient,) = torch.autograd.grad(losses.sum(), every)
     return JointLosses(losses.detach(), gradient)

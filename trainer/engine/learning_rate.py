@@ -31,6 +31,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
     if step < warmup:
         risen = (step + 1) / (warmup + 1)
         return least + (1.0 - least) * risen if isinstance(schedule, WarmupStableDecay) else risen
+    # Steps after the end of the schedule keep its last rate.
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     match schedule:
         case Linear():
@@ -38,6 +39,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
         case Cosine():
             share = _half_cosine(done)
         case CosineWithRestarts(cycles=cycles):
+            # At `done` = 1, the remainder would be 0 and the rate would jump back to its top.
             share = _half_cosine(cycles * done % 1.0) if done < 1.0 else 0.0
         case Polynomial(power=power):
             share = (1.0 - done) ** power
@@ -45,6 +47,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int, total_steps: int)
             scale = timescale or warmup or 10_000
             share = math.sqrt(scale / (scale + step - warmup))
         case WarmupStableDecay(decay_shape=shape):
+            # Decay and warm-up do not overlap: the warm-up keeps its steps.
             decay = max(1, min(_steps(schedule.decay, total_steps), total_steps - warmup))
             done = min(1.0, max(0.0, (step - total_steps + decay) / decay))
             decayed = {"linear": 1.0 - done, "cosine": _half_cosine(done), "1-sqrt": 1.0 - math.sqrt(done)}

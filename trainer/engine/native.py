@@ -69,6 +69,7 @@ class NativeEngine(Engine):
         # parameters without an update before the step `model.unfreeze_at_step`
         self.late = [parameter for name, parameter in self.parameters.items() if placements[name].name in names]
         self._late_until = recipe.model.unfreeze_at_step or 0
+        # One order on all ranks: `sum_partial_gradients_` joins the gradients of an axis in one tensor.
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._sent_in = sent_dtype(recipe.parallel.communication)
@@ -76,32 +77,43 @@ class NativeEngine(Engine):
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         self._hide()
+        # Not `item()`: the host would wait for the last step. The tensor changes in place after this step's passes.
         scale = self._scaler.scale if self._scaler else None
         with self._forward.step(self._step, batch):
             share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
         # Begun before the sums of gradients and read after them, so that it adds no wait of its own.
         loss = self._mesh.begin_sum_(share, "dp")
+        # Partial gradients of tensor and context ranks first: the norm and the clipping need whole gradients.
         sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
         self._complete()
+        # After `_complete`, which refuses parameters without a gradient, and before the norm, which leaves these out.
         if self._step < self._late_until:
             for parameter in self.late:
                 parameter.grad = None
         norm = global_grad_norm(self._placed, self._mesh, LARGEST if self._scaler else None)
+        # One tensor, so that the host reads once. The gradients, and so their norm, still carry the loss scale.
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         # On its way to the host before the update, which the device then runs while the host reads.
         read = _begin_read(numbers)
+        # The host reads and logs the step before while the device computes the passes. The weights are still those of
+        # that step, so its reader may raise without a further update.
         before_update()
         self._hide()  # an evaluation there showed other weights
         self._use_changed_weights()
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
         # The host waits for the device only here.
+        # `cache` lets both the caller and the next step ask for the result: the first call reads and counts, later
+        # ones get the same. `scalars()` is taken before the update, so a bad step can be undone in `count_as`.
         self._settle = finish = cache(partial(self._result, read, rate, self.optimizer.scalars()))
         # inf and nan times 0 are nan; fewer kernels than `isfinite`
         flag = (numbers * 0.0).sum(dtype=torch.float32).ne_(0.0)
+        # Each rank has the same flag, because loss and norm are sums over all ranks.
         self._update(rate, numbers[1], flag)
         if self._scaler:
+            # After the update, which divides by the scale that the loss was multiplied by.
             self._scaler.update(flag)
+        # A CUDA graph adds to gradients at fixed addresses, so there they are zeroed and kept.
         self.optimizer.zero_grad(set_to_none=not self._schedule.adds_in_place)
         self._step += 1
         return finish
@@ -113,6 +125,7 @@ class NativeEngine(Engine):
             self.optimizer.count_as(counts)
         if self._scaler:
             result = self._scaler.settle(result)
+        # Not reached if the scaler raises: the next step asks again, and raises too.
         self._settle = nothing
         return result
 
@@ -126,6 +139,7 @@ class NativeEngine(Engine):
         most = self._recipe.training.max_grad_norm
         factor: Tensor | float = 1.0 if most is None else clip_factor(norm, most)
         if self._scaler:
+            # One multiplication unscales and clips.
             factor = factor / self._scaler.scale
         if isinstance(factor, Tensor):
             multiply_gradients_(self.parameters.values(), factor)
@@ -142,6 +156,7 @@ class NativeEngine(Engine):
 
     def state(self) -> EngineState:
         self._settle()
+        # A checkpoint has the counts of skipped steps, which are known once the last step is read.
         return super().state()
 
     def _use_changed_weights(self) -> None:

@@ -65,6 +65,7 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
     Args:
         microbatches: this rank's microbatches. Fillers are dropped, except that one is kept if there is no other.
     """
+    # The schedule needs the same number of passes on all ranks, so a rank without rows sends a filler through.
     real = [microbatch for microbatch in microbatches if not microbatch.filler]
     source = real or list(microbatches[:1])
     inputs = {name: torch.cat([m.inputs[name] for m in source]) for name in source[0].inputs}
@@ -82,6 +83,7 @@ def passes_of(microbatches: Sequence[Microbatch], num_passes: int, num_microbatc
                 {name: tensor[places] for name, tensor in inputs.items()},
                 labels[places],
                 rows[places],
+                # Later passes of a short batch have no real rows at all.
                 num_rows=min(max(num_rows - start, 0), num_microbatches * size),
                 rows_of_each=size,
             )
@@ -108,6 +110,7 @@ class PipelinedForward(ModelForward):
         self._compiled = [stage.compiled for stage in built if stage.compiled]
         self._batch = plan.batch
         self._pipeline: PipelinePlan = plan.pipeline
+        # Weights stored in 16 bits say nothing of the type between layers; the other parameters do.
         types = {p.dtype for p in first.model.parameters() if p.is_floating_point()} - set(COMPUTE_DTYPES.values())
         self._own_type = types.pop() if types else torch.get_default_dtype()
         # Hidden states travel in the type of the products. In fp16, gradients could overflow where one process has them
@@ -116,8 +119,10 @@ class PipelinedForward(ModelForward):
         stages = plan.pipeline.stages_of(mesh.index(PIPELINE_AXIS))
         for stage in built:
             model: Any = stage.model
+            # Torch's schedule calls this with the tensors that the stage received, and with the inputs by name.
             model.forward = partial(self._run_stage, stage, _part(stage), model.forward)
         self._driver = PipelineDriver(
+            # `built` has the stages of this rank in the order of `stages_of`.
             {index: stage.model for stage, index in zip(built, stages, strict=True)},
             plan.pipeline.num_stages,
             plan.pipeline.schedule.name,
@@ -147,12 +152,15 @@ class PipelinedForward(ModelForward):
                 return logits.sum() * 0.0  # its backward pass must run too
             if self._joint is not None:
                 places = to_device(rows.rows[real], logits.device)
+                # Repeated rows at the end have logits, but no loss.
                 return self._joint.sum_of(places, logits[:count]) * factor / denominator
             own = None if taught is None else taught[:count]
             return self._row_losses(logits[:count], labels[real], own) * factor / denominator
 
+        # The schedule calls `loss` once for each microbatch, on the rank with the last stage.
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
         self._end_first_pass()
+        # The loss of a step is reported without the loss scale.
         return total / factor
 
     @torch.no_grad()
@@ -161,6 +169,7 @@ class PipelinedForward(ModelForward):
         passes = passes_of(batch.microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         found = [self._scores_of_pass(rows) for rows in passes]
         parts = [(rows, scores) for rows, scores in zip(passes, found, strict=True) if scores is not None]
+        # No collective is left out: the data ranks of one stage all have scores, or all have none.
         if not parts:
             return None
         real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows, _ in parts]
@@ -174,6 +183,7 @@ class PipelinedForward(ModelForward):
         scores = self._scores_of_pass(rows)
         if microbatch.filler or scores is None:
             return microbatch, None
+        # The rows that fill the last microbatch are cut off.
         return microbatch.to(self.mesh.device), scores[: len(microbatch.rows)]
 
     def _scores_of_pass(self, rows: Pass) -> Tensor | None:
@@ -188,19 +198,24 @@ class PipelinedForward(ModelForward):
         **inputs: Tensor,
     ) -> Any:
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
+        # These three are no arguments of the model.
         rows = inputs.pop(_ROWS)
         labels, hidden = inputs.pop(_LABELS, None), inputs.pop(_HIDDEN, None)
         keys = built.dropout_keys
+        # Rows travel with their microbatch: 1F1B runs forward passes of others before this one's recomputation.
         key = MicrobatchKey(self._step, text_rows(rows, inputs), mask=inputs.get("attention_mask"))
+        # Evaluations draw no masks.
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
         known = padding_known(has_padding(hidden))
         with self._watch if built.model.training else nullcontext(), keyed, labelled, known:
             output = part.run(
                 forward,
+                # Layers between the products expect the type of one process; only the transport is in 16 bits.
                 tuple(t.to(self._own_type) for t in received),
                 {**self._task.model_inputs(inputs), **self._constants},
             )
+        # Only the last stage returns no tuple: its output is the model's.
         if not isinstance(output, tuple):
             return self._task.scores(output, inputs, labels)
         return tuple(tensor.to(self._sent_in or self._own_type) for tensor in output)
@@ -209,12 +224,14 @@ class PipelinedForward(ModelForward):
         tensors = {**rows.inputs, _ROWS: rows.rows, _LABELS: rows.labels}
         inputs = {name: to_device(tensor, self.mesh.device) for name, tensor in tensors.items()}
         hidden = hidden_positions(rows.inputs)
+        # Kept out of the copy to the device: the host reads it.
         return inputs if hidden is None else {**inputs, _HIDDEN: hidden}
 
     def _taught_rows(self, rows: Pass, microbatch: int) -> Tensor | None:
         """Return a second model's outputs for a microbatch at the last stage; None: there is none."""
         if self._added_loss is None:
             return None
+        # Repeated rows too; `loss` cuts them off.
         start, end = microbatch * rows.rows_of_each, (microbatch + 1) * rows.rows_of_each
         inputs = {name: tensor[start:end] for name, tensor in rows.inputs.items()}
         on_device = {name: to_device(tensor, self.mesh.device) for name, tensor in inputs.items()}
@@ -250,9 +267,11 @@ class PipelinedSchedule(Schedule):
             self._clock.reset()
             self._forward.busy.reset()
         self._num_runs += 1
+        # Each microbatch of each pass accumulates into the gradients once.
         self._sums.begin(self._batch.num_microbatches)
         total: Tensor = self._clock.run(lambda: self._passes(microbatches, denominator, scale))
         self._sums.finish()  # before anything else changes a gradient
+        # Ranks without the last stage have zero, so the sum is a broadcast from the last stage.
         return self._forward.mesh.sum_(total, PIPELINE_AXIS)
 
     def idle_share(self) -> float | None:
@@ -264,6 +283,7 @@ class PipelinedSchedule(Schedule):
         total = torch.zeros((), device=denominator.device, dtype=torch.float64)
         passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
         for rows in passes:
+            # Every rank runs every pass, with or without real rows, or its neighbours would wait for ever.
             total = total + self._forward.accumulate(rows, denominator, scale)
         return total
 
@@ -284,6 +304,7 @@ def build_pipelined(
             stage.model.to(mesh.device)
             placed = stage.placements
         assert not placements.keys() & placed.keys(), "two stages of a rank have parameters of one name"
+        # Labels of copies of one tied weight differ by stage.
         placements |= placed
     # A backward pass that computes gradients of weights later finds them by the products that need them.
     together = not plan.pipeline.schedule.splits_backward
@@ -295,8 +316,10 @@ def build_pipelined(
     sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out) if data_group is not None else None
 
     def complete() -> None:
+        # One data rank sends nothing, but rounds as several would.
         if sums is None and sent_in is not None and not is_sharded:
             round_gradients_(parameters, sent_in)
+        # After the sums over data ranks, so that each copy adds whole gradients.
         tied.sum_()
 
     return NativeEngine(forward, built, PipelinedSchedule(forward, sums), placements, total_steps, complete)

@@ -132,8 +132,10 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
     if precision == "fp16":
         for name, module in model.named_modules():
             if _multiplies_itself(module):
+                # The class changes and the object stays, so hooks, names and references to the module remain valid.
                 module.__class__ = _with_wide_products(type(module))  # type: ignore[arg-type]
             module.__class__ = (_WIDE | _NORMS).get(type(module), type(module))
+            # Last, so that the shared method wraps the class that was chosen above.
             if (shared := shared_product(model, name)) is not None:
                 module.__class__ = _sharing(type(module), shared)  # type: ignore[arg-type]  # a class is hashable
     if precision != "fp32":
@@ -141,6 +143,7 @@ def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.devic
         for method in ("forward", "generate"):  # the latter calls an encoder by itself
             if hasattr(model, method):
                 function = getattr(model, method)
+                # On the object, so that other models of the class are not cast.
                 setattr(model, method, partial(_autocast, function, COMPUTE_DTYPES[precision], device.type))
 
 
@@ -150,6 +153,7 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
     Ranks may gather them in the type of the products, which changes no result. Tied embeddings and norms, which compute
     in fp32, are not among them.
     """
+    # A tied weight has several users, and it is rounded only if all of them are products.
     users: dict[Tensor, set[type[nn.Module]]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -164,6 +168,7 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain_products(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that use their input in one matrix product only: those of one process without adapters."""
     for _, module in products(model):
+        # Exact types: a subclass, or a layer with adapters inside, may read its input more than once.
         if type(module) in (nn.Linear, Conv1D) and not any(module.children()):
             yield module
 
@@ -179,6 +184,7 @@ def store_in_bf16(built: PlacedModel) -> None:
     for name, parameter in built.model.named_parameters():
         if name in rounded and parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
+            # Without it, autograd would cast gradients to bf16 before it adds those of several microbatches.
             parameter.grad_dtype = torch.float32
 
 
@@ -196,6 +202,7 @@ def store_frozen(built: PlacedModel, precision: PrecisionName) -> None:
         if name in rounded - shared and not parameter.requires_grad and parameter.dim() > 1:
             parameter.data = parameter.data.to(COMPUTE_DTYPES[precision])
             if built.shards is not None:
+                # Parameters on `meta` have their values here.
                 built.shards[name] = built.shards[name].to(COMPUTE_DTYPES[precision])
 
 
@@ -218,6 +225,7 @@ def weights_dtype(recipe: Recipe) -> torch.dtype:
 def _require(precision: PrecisionName, device: torch.device) -> None:
     able = torch.amp.autocast_mode.is_autocast_available(device.type)
     if device.type == "cuda" and precision == "bf16":
+        # Without this argument, torch also accepts GPUs that emulate bf16.
         able = torch.cuda.is_bf16_supported(including_emulation=False)
     if not able:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

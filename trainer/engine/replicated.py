@@ -39,6 +39,7 @@ class LossReplica(nn.Module):
         key = MicrobatchKey(step, rows, mask=inputs.get("attention_mask"))
         with self._keys.use(key) if self._keys else nullcontext():
             output = self.model(**self._task.model_inputs(inputs), **self._constants)
+        # DataParallel concatenates outputs along dimension 0, which a scalar lacks.
         return self._task.loss_sum(self._task.scores(output, inputs, labels), labels).unsqueeze(0)
 
 
@@ -77,4 +78,5 @@ def build_replicated(
     built.model.to(mesh.device)
     forward = ReplicatedForward(built, task, mesh, plan)
     schedule = AccumulationSchedule(forward.loss_sum, nullcontext)
+    # One process holds every parameter whole.
     return NativeEngine(forward, [built], schedule, whole(built.model), total_steps)

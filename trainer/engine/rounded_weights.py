@@ -56,6 +56,7 @@ class RoundedWeights:
             for name, module in products(model):
                 for key, parameter in module.named_parameters(recurse=False):
                     if parameter.dtype == torch.float32 or parameter.requires_grad:  # others stay as they are stored
+                        # A weight that two products share belongs to one group, and has one copy.
                         if parameter not in found and parameter.requires_grad:
                             group = f"{number}.{_layer(name) if together else name}"
                             groups.setdefault(group, []).append(parameter)
@@ -64,9 +65,11 @@ class RoundedWeights:
         self._groups = list(groups.values())
         self._trained = [parameter for group in self._groups for parameter in group]
         self._frozen = [parameter for parameter in found if not parameter.requires_grad]
+        # Copies are listed as trained, then frozen; `use` joins them in this order.
         place = {parameter: number for number, parameter in enumerate((*self._trained, *self._frozen))}
         self._users: list[_User] = [(place[parameter], attributes, key) for parameter, attributes, key in users]
         self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
+        # Nothing is known before the first backward pass: every gradient is cast by itself, which is always right.
         self._used_once: Set[Tensor] = frozenset()
 
     def learn(self, loss: Tensor) -> None:
@@ -76,6 +79,7 @@ class RoundedWeights:
         """
         once = used_once(loss)
         copies = {place: attributes[key] for place, attributes, key in self._users if place < len(self._trained)}
+        # `get_gradient_edge` returns the node and output of the copy, in the form that `used_once` collects.
         self._used_once = {self._trained[i] for i, copy in copies.items() if get_gradient_edge(copy)[:2] in once}
 
     @contextmanager
@@ -89,6 +93,7 @@ class RoundedWeights:
             yield
         finally:
             for _, attributes, key in self._users:
+                # The parameter of the module is visible again.
                 del attributes[key]
 
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
@@ -102,10 +107,12 @@ class RoundedWeights:
         copies = iter(self._copies(self._trained))
         for group in self._groups:
             rounded = [next(copies) for _ in group]
+            # One node for each group: its gradients return to fp32 as soon as the last of them is computed.
             yield from _Rounded.apply(rounded, self._place_of, *group)  # type: ignore[no-untyped-call]
 
     def _kept(self) -> list[Tensor]:
         versions, copies = self._of_frozen
+        # Torch raises the version at each change in place, such as the loading of a checkpoint.
         now = [parameter._version for parameter in self._frozen]
         if versions != now:
             copies = self._copies(self._frozen)
@@ -115,6 +122,7 @@ class RoundedWeights:
     @torch.no_grad()
     def _copies(self, weights: list[Tensor]) -> list[Tensor]:
         copies = [self._copy(weight) for weight in weights]
+        # One kernel for all weights. Weights in 16 bits are views, so nothing is copied for them.
         if exact := [weight for weight in weights if weight.dtype == torch.float32]:
             rounded = [copy for copy, weight in zip(copies, weights, strict=True) if weight.dtype == torch.float32]
             torch._foreach_copy_(rounded, exact)
@@ -154,15 +162,18 @@ def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = 
         for one, place in zip(tensors, places or repeat(None, len(tensors)), strict=True)
     ]
     if rounded := [one for one in tensors if one.dtype != torch.float32]:
+        # One cast for the whole list; the lists of new and of rounded tensors have the same order.
         torch._foreach_copy_([new for new, old in zip(exact, tensors, strict=True) if new is not old], rounded)
     return exact
 
 
 def used_once(loss: Tensor) -> set[tuple[Any, int]]:
     """Return the outputs in the graph of a loss that one operation uses, each as its node and its number there."""
+    # A walk with a list, because the graph of a deep model is deeper than Python's recursion limit.
     waiting: list[Any] = [loss.grad_fn]
     known, uses = set(waiting), Counter[tuple[Any, int]]()
     while waiting:
+        # A node of None stands for an input that needs no gradient.
         edges = [(node, number) for node, number in waiting.pop().next_functions if node is not None]
         uses.update(edges)
         new = {node for node, _ in edges} - known
@@ -185,6 +196,7 @@ def learning(
     def run(microbatch: Microbatch) -> Tensor:
         loss = loss_sum(microbatch)
         while waiting:
+            # The list is then empty, so only the first graph is walked.
             waiting.pop()(loss)
         return loss
 
@@ -198,6 +210,7 @@ class _Rounded(torch.autograd.Function):
     def forward(
         ctx: Any, copies: Sequence[Tensor], place_of: Callable[[Tensor], Tensor | None], *weights: Tensor
     ) -> tuple[Tensor, ...]:
+        # A weight without a use in this pass gets no gradient, as by autocast, and not zeros.
         ctx.set_materialize_grads(False)
         ctx.place_of, ctx.weights = place_of, weights
         return tuple(copies)
@@ -207,6 +220,7 @@ class _Rounded(torch.autograd.Function):
         present = [
             (gradient, weight) for gradient, weight in zip(gradients, ctx.weights, strict=True) if gradient is not None
         ]
+        # Asked now and not before: the place is free only if no earlier pass left a gradient.
         places = [ctx.place_of(weight) for _, weight in present]
         found = iter(in_fp32([gradient for gradient, _ in present], places))
         return None, None, *(None if gradient is None else next(found) for gradient in gradients)

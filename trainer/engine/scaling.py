@@ -17,6 +17,7 @@ from trainer.engine.results import StepResult
 
 LARGEST = torch.finfo(torch.float16).max
 """The largest element of the scaled gradient of a step that is not skipped."""
+# The initial scale and the interval are the defaults of torch's `GradScaler`.
 _INITIAL, _SMALLEST = 2.0**16, 1.0
 _GROWTH_INTERVAL = 2000
 _PREFIX = "loss_scaler."
@@ -37,6 +38,7 @@ class LossScaler:
 
     def update(self, flag: Tensor) -> None:
         """Change the factor after a step, without a wait; `flag` is 1.0 if the step was bad, and else 0.0."""
+        # The kernel of torch's `GradScaler`: it reads the flag on the device and resets the count of good steps.
         torch._amp_update_scale_(self.scale, self._good_steps, flag, 2.0, 0.5, _GROWTH_INTERVAL)
 
     def settle(self, result: StepResult) -> StepResult:
@@ -51,6 +53,7 @@ class LossScaler:
         if not result.is_finite:
             skipped = self.skipped_steps + 1
             assert result.loss_scale is not None
+            # The device has halved its scale already; the host repeats the arithmetic on the number that it read.
             if result.loss_scale / 2.0 < _SMALLEST:
                 raise NonFiniteError(
                     f"the loss scale of fp16 fell below {_SMALLEST:g} after {skipped} skipped steps: the model"

@@ -57,6 +57,7 @@ def optimizer_shapes(source: StateSource) -> dict[str, dict[str, tuple[int, ...]
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for full, shape in source.shapes.items():
         if full.startswith(OPTIMIZER_PREFIX):
+            # From the right: names of parameters contain dots, keys of an optimizer's state do not.
             name, _, key = full.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
             found.setdefault(name, {})[key] = shape
     return found
@@ -92,7 +93,9 @@ def whole_tensors(
     for label, read in weights.items():
         placement = placements[label]
         if not placement.is_copy:
+            # A function, so that `WholeTensors` gathers one tensor at a time, in one order on all ranks.
             joins[placement.name] = partial(joined, read, placement)
+            # Shapes are known without a gather: the writer sizes its files first.
             like[placement.name] = torch.empty(placement.shape, device="meta")
     for model in models:
         for name, buffer in persistent_buffers(model).items():

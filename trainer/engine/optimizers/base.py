@@ -56,6 +56,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def begin(self, rate: float, num_steps: int, found_inf: Tensor | None = None) -> None:
         """Set the learning rate and the flag of the step after `num_steps` steps, before `step`."""
         for group in self.param_groups:
+            # A group with a rule of its own keeps its ratio to the schedule.
             group["lr"] = rate * group[RATE]
         self.num_steps, self.rate = num_steps, rate
         self.found_inf = found_inf
@@ -84,6 +85,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def parts(self, parameter: nn.Parameter, placement: ParameterPlacement, mesh: ParallelMesh) -> Iterator[TensorPart]:
         """Yield this rank's parts of the state of a parameter, without copies; none before its first step."""
+        # `get`, because torch's state is a defaultdict: a look-up would create an empty state.
         for key, value in self.state.get(parameter, {}).items():
             name = f"{OPTIMIZER_PREFIX}{placement.name}.{key}"
             if key in self.whole_keys:
@@ -102,6 +104,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def state_bytes(self, parameter: nn.Parameter, shape: tuple[int, ...], number: int) -> int:
         """Return the bytes of the state of a parameter on a rank with `number` of its elements, but for its steps."""
         return sum(
+            # A whole tensor does not shrink with the number of ranks.
             4 * prod(whole) if key in self.whole_keys else self.state_dtypes.get(key, torch.float32).itemsize * number
             for key, whole in self.state_shapes(parameter, shape).items()
             if key != "step"
@@ -150,6 +153,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if key in self.state_dtypes:  # codes, or the bits that rounding cuts off, in the order of the elements
             dtype = self.state_dtypes[key]
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        # Moments of weights in bf16 are fp32, those of weights in fp64 are fp64.
         return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 

@@ -34,6 +34,7 @@ def no_decay_names(model: nn.Module) -> set[str]:
     """
     names = set()
     for module_name, module in model.named_modules():
+        # Models have norms of their own, such as T5's or Llama's, that derive from no class of torch.
         is_norm = isinstance(module, NormTypes) or type(module).__name__.endswith("Norm")
         is_norm |= not getattr(module, "has_weight_decay", True)
         for name, _ in module.named_parameters(recurse=False):
@@ -48,6 +49,7 @@ def matrix_names(model: nn.Module) -> set[str]:
     Raises:
         UsageError: the layers of the model are unknown, because its family is not in the table.
     """
+    # By identity and not by name, because a tied weight has several names.
     inside = {
         module.weight
         for layer in layers_of(model, "`optimizer.name`").values()
@@ -110,6 +112,7 @@ class TrainedParameters:
             names: the parameters to group; None: all that are not frozen.
         """
         found: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+        # The order of the groups follows from recipe and model alone, so it is equal on all ranks.
         for decays in (True, False):
             for name, parameter in self.trainable.items():
                 if (name not in self.no_decay) == decays and (names is None or name in names):

@@ -47,5 +47,6 @@ class SGD(EngineOptimizer, torch.optim.SGD):
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
         state = self.state[parameter]
         if not state:
+            # Torch would copy the first gradient, which is momentum * 0 + gradient: dampening is 0 here.
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return local_part(state["momentum_buffer"])

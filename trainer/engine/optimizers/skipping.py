@@ -22,6 +22,7 @@ def unchanged_if(flag: Tensor | None, *tensors: Tensor) -> Iterator[None]:
     if flag is not None:
         is_bad = flag.bool()
         for tensor, old in zip(tensors, before, strict=True):
+            # A selection, not a product with the flag: 0 times nan is nan.
             torch.where(is_bad, old, tensor, out=tensor)
 
 

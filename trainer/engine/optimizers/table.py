@@ -19,5 +19,6 @@ def build_optimizer(section: OptimizerKeys, trained: TrainedParameters) -> Engin
     """Return the optimizer of a section, with the updates that the recipe of its parameters asks for."""
     kind = optimizer_class(section)
     if updates := asked_for("update", trained.recipe) if trained.recipe else ():
+        # Updates stand before the optimizer in the order of classes, so `super` in them reaches it.
         kind = type(kind.__name__, (*updates, kind), {"recipe": trained.recipe})
     return kind.build(section, trained)

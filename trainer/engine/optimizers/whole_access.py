@@ -37,6 +37,7 @@ class WholeAccess:
 
         def kind(one: nn.Parameter) -> Hashable:
             placement = self.placement(one)
+            # Equal splits too, because `_cut_over` asks the first parameter of a batch only.
             return placement.shape, placement.splits, one.dtype
 
         for group in alike(stepped(parameters), kind):
@@ -55,6 +56,7 @@ class WholeAccess:
         """
         if (mesh := self._cut_over(parameters)) is None:
             return parts
+        # One collective for each matrix, in the order of `batches`, which all ranks share.
         gathered = partial(gather_on_all, mesh=mesh)
         return stack_of(
             [gathered(part, one, self.placements[one]) for one, part in zip(parameters, parts, strict=True)]
