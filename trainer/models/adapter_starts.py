@@ -51,16 +51,21 @@ def product_start(layer: str, adapter: Adapter, seed: int, transposed: bool) -> 
         return None
 
     def start(stored: Tensor, used: Tensor) -> Mapping[str, Tensor]:
+        # From here on matrices are `[out, in]`, as PEFT has them; `Conv1D` stores `[in, out]`.
         weight, base = (stored.t(), used.t()) if transposed else (stored, used)
         found: dict[str, Tensor] = {}
+        # LoftQ fits the factors to the error of the quantisation; a layer that is not quantised has none.
         if adapter.start == "loftq" and used is not stored:
             first, second = _principal(weight - base, layer, adapter, stream_key(seed, "start", layer))
             found |= {"A": first, "B": second}
             base = base + adapter.scaling_of(layer) * second @ first
         elif adapter.start in ("pissa", "pissa_niter_16"):
             first, second = _principal(weight, layer, adapter, stream_key(seed, "start", layer))
+            # PiSSA trains the factors and keeps their first values. The base weight stays, because the product of the
+            # first values is subtracted.
             found |= {"A": first, "B": second, "start_A": first.clone(), "start_B": second.clone()}
         if adapter.type == "dora":
+            # DoRA's magnitudes are the norms of the rows of the weight, with the product as it begins.
             found["magnitude.weight"] = torch.linalg.vector_norm(base, dim=1)
         return {f"{layer}.{ATTRIBUTE}.{name}": tensor for name, tensor in found.items()}
 
@@ -73,6 +78,7 @@ def _principal(weight: Tensor, layer: str, adapter: Adapter, key: int) -> tuple[
     Singular vectors have no sign of their own, so another machine may find the opposite ones. The largest element of
     each row of `A` is made positive.
     """
+    # A plan needs shapes only.
     if weight.is_meta:
         rank = adapter.rank_of(layer)
         return weight.new_empty(rank, weight.shape[1]), weight.new_empty(weight.shape[0], rank)
@@ -82,8 +88,10 @@ def _principal(weight: Tensor, layer: str, adapter: Adapter, key: int) -> tuple[
 
     kind = "pissa" if adapter.start == "loftq" else adapter.start
     rank, alpha = adapter.rank_of(layer), adapter.alpha_of(layer)
+    # On `meta`, so that no random weight is drawn only to be replaced.
     base = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     base.weight = nn.Parameter(weight, requires_grad=False)
+    # The approximate decomposition draws random numbers; the seed makes them a function of the layer's name.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key)
         config = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=adapter.rank_stabilised, init_lora_weights=kind)

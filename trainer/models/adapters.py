@@ -50,12 +50,15 @@ def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = (
     """
     if recipe.freeze is not None and recipe.unfreeze_at_step is None:
         for parameter in frozen_parameters(model, recipe.freeze):
+            # With `unfreeze_at_step`, they must have gradients from the start; the engine leaves out their updates.
             parameter.requires_grad_(False)
         _require_trained_tokens(model, recipe, recipe.freeze)
     if recipe.adapter is not None:
         _add_products(model, recipe.adapter, seed, drawn)
         if recipe.adapter.trainable_tokens is not None or recipe.new_tokens is not None:
             _train_rows(model, recipe, recipe.adapter.trainable_tokens or ())
+        # The order matters. Quantisation replaces the weights, so their exact values are held by `weights` before it;
+        # starts need both values, so they are computed after it.
         starts = starts_of(model, recipe.adapter, seed)
         weights = {name: model.get_parameter(name) for name in starts}
         if recipe.quantization is not None:
@@ -80,6 +83,7 @@ def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Para
         UsageError: a pattern matches nothing, or no other parameter is trained.
     """
     matched = matched_parameters(model, patterns, "model.freeze")
+    # A tied weight is frozen if any of its names matches.
     found = {parameter: names[0] for parameter, names in aliases(model).items() if matched.intersection(names)}
     if all(parameter in found for parameter in model.parameters() if parameter.requires_grad):
         raise UsageError(
@@ -90,6 +94,7 @@ def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Para
 
 def _quantize(model: nn.Module, kind: str) -> None:
     """Quantise the frozen layers, which keep their products."""
+    # Quantisation replaces the layers, so products are taken from the old and attached to the new ones.
     products = {name: product for name, layer in model.named_modules() if (product := product_of(layer))}
     quantize_layers(model, kind)
     for name, product in products.items():
@@ -113,6 +118,7 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
         saved = matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     targets = _targets(model, adapter, saved)
     _check_patterns(adapter, targets)
+    # Freeze all, then free `saved`; factors are made afterwards, and are trained by default.
     model.requires_grad_(False)
     for name in saved:
         model.get_parameter(name).requires_grad_(True)
@@ -121,9 +127,11 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
+    # `Conv1D` stores `[in, out]`.
     out_features, in_features = reversed(layer.weight.shape) if isinstance(layer, Conv1D) else layer.weight.shape
     rank, device = adapter.rank_of(name), "meta" if layer.weight.is_meta else "cpu"
     sizes = in_features, out_features
+    # A start from singular vectors has at most as many as the smaller side of the matrix.
     most, condition = (max(sizes), "") if adapter.start is None else (min(sizes), f" with `start` {adapter.start}")
     if rank > most:
         raise UsageError(
@@ -136,6 +144,7 @@ def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
     def factor(which: str) -> Tensor:
         if device == "meta":
             return torch.empty(shapes[which], device="meta")
+        # Drawn from a stream of the layer's name, so that every layout has the same factors.
         return drawn_factor(f"{name}.{ATTRIBUTE}.{which}", shapes[which], seed)
 
     return LowRank(
@@ -144,6 +153,7 @@ def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
         adapter.scaling_of(name),
         nn.Dropout(adapter.dropout),
         Magnitude(torch.empty(out_features, device=device)) if adapter.type == "dora" else None,
+        # PiSSA's first values are subtracted in the forward pass; see `adapter_starts.py`.
         None if adapter.start in (None, "loftq") else (factor("A"), factor("B")),
     ).train(layer.training)
 
@@ -155,6 +165,7 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
         if product_of(layer) is not None:
             start = product_start(name, adapter, seed, isinstance(layer, Conv1D))
             found |= {} if start is None else {f"{name}.weight": start}
+    # Rows of a tied weight are trained once; the start stands under each of its names.
     for names in aliases(model).values():
         layers = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
         with_rows = [name for name in layers if rows_of(model.get_submodule(name)) is not None]
@@ -183,6 +194,7 @@ def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
         weight: Any = getattr(layer, "weight", None)
         if layer is not head and weight is not embedding.weight:
             continue
+        # A module that is trained whole learns the rows of new tokens anyway.
         if weight.requires_grad and not tokens:
             continue
         if weight.requires_grad:
@@ -191,6 +203,7 @@ def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
                 " `model.adapter.modules_to_save`; remove one of them"
             )
         rows = _attached_rows(name, layer, ids, torch.empty(len(ids), embedding.embedding_dim, device=weight.device))
+        # Modules that share a weight share the trained rows too.
         rows.rows = tied.setdefault(weight, rows.rows)
 
 
@@ -200,6 +213,7 @@ def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tenso
         vectors = TrainedVectors(begin, ids, padding, scale)
         attach_rows(layer, vectors)
         return vectors
+    # The exact type: a subclass may use its weight in another way.
     if type(layer) is nn.Linear:
         logits = TrainedLogits(begin, ids)
         attach_rows(layer, logits)
@@ -232,6 +246,7 @@ def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) 
                 )
             ids.add(number)
     problems.raise_all()
+    # Sorted, so that the order of names in the recipe does not change the parameter.
     return sorted(ids)
 
 
@@ -259,6 +274,7 @@ def _head_parameters(model: Any) -> set[str]:
     """Return the parameters outside of the base model, but not the head of a language model, which is no fresh one."""
     if any(mark in type(model).__name__ for mark in _LANGUAGE_HEADS) or model.base_model is model:
         return {name for name, _ in model.named_parameters() if is_added(name)}
+    # By identity: a head that is tied to the embedding belongs to the base model.
     base = {id(parameter) for parameter in model.base_model.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in base}
 
@@ -270,14 +286,17 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
         if layers_pattern(model.config) is None:
             raise _unknown_layers(model)
         layers = set(layers_of(model).values())
+        # Linear layers inside of the repeated layers only; the head and the pooler are not adapted by default.
         inside = {id(part) for layer in layers for part in layer.modules()}
         return {name: m for name, m in modules.items() if id(m) in inside and _is_linear(m)}
     linear = [name for name, module in modules.items() if _is_linear(module)]
     if adapter.targets == "all-linear":
         left_out = {f"{name}.weight" for name in linear if modules[name] is model.get_output_embeddings()}
+        # PEFT's "all-linear" leaves out the output head as well.
         left_out |= _head_parameters(model) | set(saved)
         return {name: modules[name] for name in linear if f"{name}.weight" not in left_out}
     found: dict[str, nn.Module] = {}
+    # A product on a tied weight would change the other module as well when it is merged.
     tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     problems = Problems()
     for pattern in adapter.targets:
@@ -326,6 +345,7 @@ def _shortest_patterns(names: Collection[str], others: Collection[str]) -> list[
     found: dict[str, None] = {}
     for name in names:
         *outer, last = name.split(".")
+        # From the shortest pattern to the full name, which matches no other module.
         ends = (last, *(f"{part}.*.{last}" for part in reversed(outer) if not part.isdigit()), name)
         own = (end for end in ends if matches(end, name) and not any(matches(end, other) for other in others))
         found[next(own)] = None
@@ -405,6 +425,7 @@ class MergedWeights:
         inside = {part for weight in self._quantized.values() for part in weight.parts.values()}
         for name in shapes:
             for attribute, tensors in ((ATTRIBUTE, self._products), (ROWS, self._rows)):
+                # The dot in front lets a model that is itself the layer match.
                 layer, found, own = f".{name}".partition(f".{attribute}.")
                 if found:
                     tensors.setdefault(f"{layer[1:]}.weight", {})[own] = name
@@ -425,12 +446,14 @@ class MergedWeights:
         else:
             weight = read(name)
         if self._adapter is not None and name in self._products:
+            # Products of 16-bit factors are computed in fp32, and the sum is rounded once, at the end.
             product = {own: read(source).float() for own, source in self._products[name].items()}
             layer = name.rpartition(".")[0]
             is_transposed = isinstance(self._model.get_submodule(layer), Conv1D)
             merged = _merged(weight.t() if is_transposed else weight, product, self._adapter.scaling_of(layer))
             weight = (merged.t() if is_transposed else merged).to(weight.dtype)
         if "rows" in self._rows.get(name, {}):
+            # Trained rows replace those of the weight. After the product, because they do not go through it.
             ids, rows = (read(self._rows[name][own]) for own in ("ids", "rows"))
             weight = weight.index_copy(0, ids.to(torch.int64), rows.to(weight.dtype))
         return weight
@@ -440,8 +463,10 @@ def _merged(weight: Tensor, product: Mapping[str, Tensor], scaling: float) -> Te
     """Return a weight `[out, in]` with a product added."""
     added = product["B"] @ product["A"]
     if "start_A" in product:
+        # PiSSA: only the change of the product since its start is added to the weight.
         added -= product["start_B"] @ product["start_A"]
     merged = weight.float() + scaling * added
     if "magnitude.weight" in product:
+        # DoRA scales each row of the sum to its learned norm.
         merged *= (product["magnitude.weight"] / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
     return merged

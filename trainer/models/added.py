@@ -30,6 +30,7 @@ def add_module(model: nn.Module, module: nn.Module) -> None:
 
     Its arguments are the hidden states and the mask of tokens.
     """
+    # A copy, because one task may describe several models.
     added = copy.deepcopy(module)
     if next(model.parameters()).is_meta:
         added.to("meta")
@@ -48,6 +49,7 @@ def _forward(base: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(base_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A mask of its own says which tokens are pooled; the model must not see the argument.
         mask = kwargs.pop(POOLED, None)
         output = base_forward(self, *args, **kwargs)
         mask = kwargs["attention_mask"] if mask is None else mask

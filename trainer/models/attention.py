@@ -106,6 +106,7 @@ def keyed_attention(
     """
     if variant := _variant(kwargs):  # SDPA would ignore some of them
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
+    # No keyed mask is drawn; transformers' function has torch's own dropout too.
     if dropout == 0.0 or not has_site(module):
         if position_bias is not None and is_narrow(query):  # else its gradient would be summed over rows in fp16
             position_bias = position_bias.expand(len(query), -1, -1, -1)
@@ -122,10 +123,12 @@ def keyed_attention(
         if obstacle is None:
             return _fused(module, inputs, dropout, scale, causal, row_keys), None
         warnings.warn(f"attention with dropout stores its probabilities, because {obstacle}", stacklevel=2)
+    # Grouped heads: each head of keys serves `groups` heads of queries.
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     scores = _masked_scores(at_least_fp32(scores), attention_mask, position_bias, causal)
+    # The softmax is in fp32, the product after it in the type of the values, as in transformers' eager functions.
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     dropped = site_of(module).drop(probabilities, dropout, row_keys)
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
@@ -169,6 +172,7 @@ def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
     for name, added in (("mask", mask), ("position bias", bias)):
         if added is not None and not _broadcasts(added, inputs.shape):
             return f"the fused kernel does not take a {name} {list(added.shape)} for scores {list(inputs.shape)}"
+    # A word of random bits serves several neighbouring keys, so a rank must begin at the first key of a word.
     if site_of(module).offsets(inputs.shape)[3] % LANES:
         return f"the first key of this rank is no multiple of {LANES}"
     if getattr(getattr(module, "config", None), "output_attentions", False):
@@ -199,6 +203,7 @@ def _fused(
     if mask is not None and mask.requires_grad:  # the kernel computes the gradient of a bias only
         bias = mask if bias is None else bias + mask
         mask = None
+    # `whole` remains the tensor that all layers share; the views of `_expanded` are new for each layer.
     whole, mask, bias = mask, _expanded(mask, shape), _expanded(bias, shape)
     tiles = _tiles(whole, mask, inputs) or (None, None)
     if row_keys is None:
@@ -215,10 +220,12 @@ def _tiles(whole: Tensor | None, mask: Tensor | None, inputs: _Inputs) -> tuple[
     query, key, value = inputs[:3]
     if whole is None or torch.compiler.is_compiling():
         return fused_attention.visible_tiles(mask, query, key, value)
+    # The version tells of a change in place, after which the tiles would be wrong.
     facts = (whole._version, inputs.shape)
     found: tuple[Any, tuple[Tensor, Tensor] | None] | None = getattr(whole, _TILES, None)
     if found is None or found[0] != facts:
         found = (facts, fused_attention.visible_tiles(mask, query, key, value))
+        # Kept on the mask itself, so the tiles are freed together with it.
         setattr(whole, _TILES, found)
     return found[1]
 
@@ -293,6 +300,7 @@ def _attention(
         output, probabilities = keyed_attention(module, query, key, value, attention_mask, **options)
     if cut is None:
         return output, probabilities
+    # The exchanges expect heads before positions, attention returns positions before heads.
     return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
 
 
@@ -305,6 +313,7 @@ def _attention_of_rows(
 
 def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of the model's own file, with a dropout mask that does not depend on the layout."""
+    # Each model file of transformers has its own function, with its own formula.
     own = sys.modules[type(module).__module__].eager_attention_forward
     with ReplaceCalledDropout([site_of(module)]) if module.training and has_site(module) else nullcontext():
         output: tuple[Tensor, Tensor | None] = own(module, *states, **options)
@@ -314,6 +323,7 @@ def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Ten
 def _row_keys(module: nn.Module, query: Tensor, flat: FlatRows | None) -> Tensor:
     """Return the keys of the rows of a microbatch for the next call of attention, int64 `[batch]`."""
     site = site_of(module)
+    # Flat states have a batch of 1; the keys are those of the padded rows, so both forms draw equal masks.
     shape = query.shape if flat is None else (flat.shape[0], query.shape[1], *flat.shape[1:] * 2)
     return site.keys.row_keys(site.name, shape)
 
@@ -350,6 +360,7 @@ def _of_rows(
         obstacle = _obstacle_of_states(*states)
         if obstacle is None:
             first_head = site_of(module).offsets(query.shape)[1] if row_keys is not None else 0
+            # Flat rows lie in another order than the rows of the microbatch.
             keys = flat.order if row_keys is None else row_keys[flat.order]  # none are read without dropout
             output: Tensor = fused_attention.fused_attention(
                 *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
@@ -358,6 +369,7 @@ def _of_rows(
             return output
         warnings.warn(f"attention pads flat rows, because {obstacle}", stacklevel=2)
     outputs = []
+    # Rows of similar length are padded together, which keeps the padded share small.
     for group in flat.groups:
         rows = [group.pad(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)]
         padded, _ = keyed_attention(
@@ -407,6 +419,7 @@ def _around_ring(
     )
     if flat is not None:
         assert not isinstance(attention_mask, Tensor), "a whole mask is that of padded rows"
+        # Flat rows hide no position, so only the mask of positions is left.
         mask = mask and mask.of_tokens
         row_keys = row_keys if row_keys is None else row_keys[flat.order]
     options = BlockAttention(
@@ -446,8 +459,10 @@ def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None
     """Return the mask of `sdpa_mask` for the same arguments, without a read of its values if they are known."""
     is_padded = _IS_PADDED.get()
     if is_padded is False:
+        # Without a mask, SDPA can choose its fastest kernels.
         attention_mask = None  # no position is hidden
     if is_padded and attention_mask is not None:
+        # Else, transformers would read the values of the mask, to find out whether it can be left out.
         options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **options)
     return mask
@@ -484,6 +499,7 @@ def _block_mask(
         # Without padding, a mask depends on positions only.
         return BlockMask(compute, partial(compute, device="cpu") if attention_mask is None else None, of_tokens)
 
+    # The same mask without padding and for one row, for flat rows.
     of_tokens = blocks(None, {**options, "batch_size": 1})
     return blocks(None if _IS_PADDED.get() is False else attention_mask, options, of_tokens)
 

@@ -75,6 +75,7 @@ def _contexts(selective: bool, keys: DropoutKeys | None) -> _Contexts:
         if selective
         else (nullcontext(), nullcontext())
     )
+    # `capture` now, in the forward pass: at the recomputation another microbatch's key is current.
     return forward, _Again(keys.capture(), again) if keys else again
 
 
@@ -91,6 +92,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys:
         return 0
     count = 0
     for layer in layers:
+        # The method of the object is replaced and not the module, so names of parameters and hooks stay.
         layer.forward = partial(_run_checkpointed, layer.forward, how == "selective", keys)
         count += 1
     return count
@@ -99,6 +101,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys:
 def _run_checkpointed(
     forward: Callable[..., Any], selective: bool, keys: DropoutKeys | None, *args: Any, **kwargs: Any
 ) -> Any:
+    # There is no backward pass to recompute for.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():  # a compiled layer gets its dropout keys as a tensor, which its backward keeps
@@ -113,6 +116,7 @@ def _run_checkpointed(
             *args,
             use_reentrant=False,
             context_fn=partial(_contexts, selective, keys),
+            # Keyed dropout has no generator, so its state need not be saved for each layer.
             preserve_rng_state=keys is None,
             **kwargs,
         )
@@ -136,6 +140,7 @@ def not_recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Only the mode on top of the stack can be taken off.
         is_recorded = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
         with _pop_mode_temporarily() if is_recorded else nullcontext():
             return function(*args, **kwargs)

@@ -49,6 +49,7 @@ class ChunkedHead:
         self._scores = scores
         self._labels: Tensor | None = None
         self._num_labels: int | None = None
+        # Of the object: the module, its weight and its hooks stay.
         head.forward = self._run
 
     @contextmanager
@@ -67,6 +68,7 @@ class ChunkedHead:
             self._labels = self._num_labels = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        # By the class, because the object's `forward` is `_run`.
         logits: Tensor = type(self._head).forward(self._head, hidden)
         return logits
 
@@ -75,15 +77,19 @@ class ChunkedHead:
 
         The scores of a token are its loss and, without gradients, 1 if its prediction is right, else 0.
         """
+        # Outside of `use`, such as in generation, the head is an ordinary one.
         if self._labels is None:
             return self._logits(hidden)
         tokens, labels = hidden.flatten(0, -2), self._labels.flatten()
+        # The host must know the number: a read of it from the device would make it wait.
         size = len(labels) if self._num_labels is None else max(1, -(-self._num_labels // _TOKENS)) * _TOKENS
         if size >= len(labels):
             scores = self._scores_of(tokens, labels)
         else:
+            # A sort has an output of known size, unlike `nonzero`, for which the host would wait.
             labelled = torch.argsort(labels == IGNORED_LABEL, stable=True)[:size]  # those with labels come first
             own = self._scores_of(tokens.index_select(0, labelled), labels.index_select(0, labelled))
+            # Tokens without labels have a loss of 0.
             scores = own.new_zeros(len(labels), own.shape[-1]).index_copy(0, labelled, own)
         return scores.view(*self._labels.shape, -1)
 
@@ -91,6 +97,7 @@ class ChunkedHead:
         """Return the scores `[tokens, 1 or 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
         head, weight = self._head, self._head.weight
         if self._chosen == "tokens":
+            # The number of tokens with 64 MiB of logits.
             step = max(1, _LOGITS // len(weight))
             blocks = [
                 (tokens[first : first + step], labels[first : first + step]) for first in range(0, len(labels), step)
@@ -101,6 +108,7 @@ class ChunkedHead:
         )
         if columns >= len(weight):
             return self._scores(self._logits(tokens), labels)
+        # The communication of a column-parallel layer, which `_logits` would do inside of its forward.
         received = head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens
         losses, right = linear_cross_entropy(
             in_product_type(received),
@@ -134,11 +142,13 @@ def chunk_head(model: Any, columns: Columns, cut: VocabularyCut | None, scores: 
 def why_whole(model: Any) -> str | None:
     """Return why the head of a model must return the logits of the whole vocabulary; None if it need not."""
     kind = model.config.model_type
+    # Only of families in the table is it known that nothing happens to the logits after the head.
     if kind not in FAMILIES or isinstance(getattr(model, "final_logits_bias", None), Tensor):
         return f"a model of type {kind} may change the logits after its head"
     head = model.get_output_embeddings()
     if isinstance(head, Absent):
         return None
+    # The blocks multiply by the head's weight directly, so nothing may change its output.
     if product_of(head) is not None or rows_of(head) is not None or head._forward_hooks:
         return "an adapter changes the logits of its head"
     if type(head) not in (nn.Linear, ColumnParallelLinear):

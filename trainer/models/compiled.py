@@ -47,6 +47,7 @@ class CompiledLayers:
         torch.fx.experimental._config.use_duck_shape = False
         # DDP sums the gradients of each layer during the backward pass, so no graph needs to be split for it.
         torch._dynamo.config.optimize_ddp = False
+        # One compiled function for all layers, so layers of one kind share their graphs.
         self._run = torch.compile(_run, fullgraph=True, dynamic=True, backend=BACKEND)
         for index, layer in enumerate(layers):
             layer.forward = partial(self._call, layer, layer.forward, index)
@@ -61,10 +62,13 @@ class CompiledLayers:
         if self._keys is None:
             return self._run(forward, None, None, args, kwargs) if self._started else forward(*args, **kwargs)
         if self._started:
+            # A layer that runs several times in a pass, such as ALBERT's, has other calls of sites each time.
             places = self._places[index][self._keys.count_layer(index)]
             table = self._keys.table(places).clone()  # a graph would hold for the layout of a view only
+            # The number of calls of a layer never changes, so the graph may be made for it.
             torch._dynamo.mark_static(table, 0)
             return self._run(forward, self._keys, table, args, kwargs)
+        # The first, eager pass: it learns which calls of sites belong to this call of the layer.
         recorded = self._keys.record()
         output = forward(*args, **kwargs)
         self._places.setdefault(index, []).append(recorded())

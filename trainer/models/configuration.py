@@ -68,6 +68,7 @@ def max_positions(config: Any) -> int | None:
             f"`model.config.pad_token_id` must be a token for a model of type {config.model_type}, which numbers"
             " positions from it, but is null; set it to the id of the tokenizer's padding token"
         )
+    # RoBERTa's embedding has rows for positions up to the padding token's id that no token uses.
     return size - (padding + 1)
 
 
@@ -91,6 +92,7 @@ def require_constant_rotations(config: Any, num_tokens: int, key: str) -> None:
         kind = rotations.get("rope_type") if isinstance(rotations, Mapping) else None
         if kind not in _BY_LENGTH:
             continue
+        # longrope changes its factors at this length; dynamic scaling begins at the other.
         own = rotations.get("original_max_position_embeddings") if kind == "longrope" else None
         constant = own or config.max_position_embeddings
         if num_tokens > constant:
@@ -159,6 +161,7 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
 
 def _require_known(config: Any, keys: Iterable[str]) -> None:
     declared = {*(field.name for field in fields(config)), *config.attribute_map}
+    # A key that transformers does not know would be stored, and ignored in silence.
     known = declared | _read_keys(type(config)) | _undeclared(config)
     for key in keys:
         if key not in known:
@@ -196,17 +199,20 @@ def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> A
         if not hasattr(config, key):  # transformers reads it only where it builds a configuration
             raise UsageError(f"`model.config.{key}` is not kept in a {config.model_type} configuration; remove it")
     try:
+        # Loaded again and not set by attribute: a configuration class checks and derives values when it is made.
         changed = AutoConfig.from_pretrained(
             recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **{**keys, **options}
         )
         for key in keys.keys() & _undeclared(config):
             setattr(changed, key, keys[key])  # transformers drops a key that it does not declare
         _require_plain(recipe, changed)
+        # The weights exist already, so a changed shape cannot be loaded.
         before, after = _shapes(config), _shapes(changed)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise UsageError(
             f"`model.config` does not fit the model {str(recipe.name_or_path)!r}: {one_line(error)}; correct it"
         ) from error
+    # The number of heads leaves all shapes equal, but cuts the same matrices into other heads.
     if before != after or any(config.attribute_map.get(key, key) in _SAME_SHAPES for key in keys):
         raise UsageError(
             f"`model.config` ({', '.join(keys)}) would change the shapes of the weights of"
@@ -218,6 +224,7 @@ def _changed_config(config: Any, recipe: Model, options: Mapping[str, Any]) -> A
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
+        # A copy, because a model keeps its configuration, and may change it.
         model = transformers.AutoModel.from_config(copy.deepcopy(config))
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
@@ -227,6 +234,7 @@ def _read_keys(config_class: type) -> set[str]:
 
     Examples are `tie_word_embeddings` of T5 and `global_attn_every_n_layers` of ModernBERT.
     """
+    # From the source: classes read such keys from `kwargs` and declare them nowhere.
     own = [cls for cls in config_class.__mro__ if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig]
     return {key for cls in own for key in re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(cls))}
 
@@ -261,6 +269,7 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
             ) from error
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
     _require_plain(recipe, config)
+    # After the check of the plain file, so that an error of the file is not blamed on `model.config`.
     if recipe.config and not recipe.is_random:
         config = _changed_config(config, recipe, options)
     if getattr(config, "quantization_config", None):
@@ -284,7 +293,9 @@ def _add_tokens(config: Any, recipe: Model, tokens: Sequence[str]) -> None:
             f" {config.model_type} has no `vocab_size`; remove it"
         )
     ids = load_tokenizer(recipe).convert_tokens_to_ids(list(tokens))
+    # A checkpoint may have more rows than its tokenizer has tokens; those are used first.
     needed = max(ids) + 1
+    # A further row needs a token that the user named, or it would be an untrained row in silence.
     if others := sorted(set(range(size, needed)) - set(ids)):
         raise UsageError(
             f"`model.new_tokens` must name all tokens without an embedding, but the model has {size:,} and the"

@@ -87,6 +87,7 @@ class ModelDescription:
 
     def made(self) -> nn.Module:
         """Return the whole model as transformers makes it, with random weights."""
+        # A copy, because a model keeps its configuration, and may change it.
         model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)
         return model
 
@@ -94,6 +95,8 @@ class ModelDescription:
         """Add the module of the task and adapters, and freeze as the recipe and the task ask; see `prepare`."""
         if self.use.added is not None:
             add_module(model, self.use.added)
+        # After the added module, whose parameters patterns may name; before `unused`, because adapters set
+        # `requires_grad` of all parameters.
         adapt(model, self.recipe, self.seed, drawn)
         for name in self.use.unused:
             if isinstance(module := getattr(model.base_model, name, None), nn.Module):
@@ -130,6 +133,7 @@ class ModelDescription:
                 f" {self.model_class.__name__}; name a folder with weights, or train random ones by `model.config`"
             )
         self.adapt(model, drawn)
+        # After `adapt`, because adapters have dropout too.
         return [*self.adapter_notes(model), *_drawn_notes(model, self.recipe, drawn), *self.make_invariant(model, keys)]
 
     def check_invariance(self, model: nn.Module | None, keys: DropoutKeys | None) -> list[str]:
@@ -140,6 +144,7 @@ class ModelDescription:
         """
         if self.config.model_type in FAMILIES:
             return []
+        # A rank that holds a part of the model cannot run it.
         checked = self._sample(keys) if model is None or self.use.added is not None else model
         return check_invariance(checked, keys, self.use.packed, self.use.auto_class_name, self.use.is_trained)
 
@@ -226,6 +231,7 @@ def _attention(model_class: Any, is_keyed: bool) -> str:
     additive mask that transformers makes under "eager". Its dropout modules are keyed like all others.
     """
     if not is_keyed:
+        # With torch's own dropout no site is needed, so transformers' functions serve as they are.
         return "sdpa" if model_class._supports_sdpa else "eager"
     if not model_class._can_set_attn_implementation():
         return "eager"
@@ -281,6 +287,7 @@ def _name_padding(model: Any, padding_token: int | None) -> list[str]:
     named = getattr(config, "pad_token_id", None)
     if isinstance(named, int) and named >= 0:
         return []
+    # Both, because a model of several parts has a text configuration of its own.
     config.pad_token_id = model.config.pad_token_id = padding_token
     return [f"the model names no padding token, so it takes the tokenizer's, of id {padding_token}"]
 

@@ -38,6 +38,7 @@ def draw_weights(
     def draw(module: nn.Module, path: str, owner: Any) -> None:
         """Draw a module together with its leaf children, because its rule may set their parameters."""
         owner = module if isinstance(module, PreTrainedModel) else owner  # the model that has the rules
+        # A rule of transformers for a module may set parameters of its children, so they are drawn as one stream.
         together: dict[str, nn.Module] = {}
         for name, child in module.named_children():
             if any(True for _ in child.children()):
@@ -51,9 +52,11 @@ def draw_weights(
             for name, parameter in part.named_parameters(recurse=False)
             if f"{at}{name}" in wanted
         }
+        # Nothing of this stream is on this rank. Its numbers need not be drawn: every module has a stream of its own.
         if not any(map(held, found)):
             return
         unset = {id(parameter) for parameter in found.values()}
+        # Parameters with loaded values keep them.
         for parameter in module.parameters():  # transformers skips parameters with this mark
             parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
         with drawing(list(found.values())):
@@ -61,5 +64,6 @@ def draw_weights(
                 seed_generator(_CPU, stream_key(seed, "weights", at))
                 owner._init_weights(part)
 
+    # The rules of transformers draw from torch's global generator, whose state is given back afterwards.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         draw(model, "", model)

@@ -36,14 +36,17 @@ def key_dropout(model: nn.Module, keys: DropoutKeys) -> int:
         UsageError: a module has a kind of dropout without a keyed form.
     """
     replaced = 0
+    # Lists, because the loop replaces children.
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             site_name = f"{name}.{child_name}" if name else child_name
             if (keyed := _keyed_form(child, DropoutSite(keys, site_name), model)) is not None:
                 setattr(module, child_name, keyed.train(child.training))  # a loaded model is in evaluation mode
                 replaced += 1
+            # A dropout of whole channels or of alpha kind: a mask of elements would be another function.
             elif isinstance(child, nn.modules.dropout._DropoutNd):
                 raise UsageError(f"{name}.{child_name} is a {type(child).__name__}, which has no keyed form; {REMEDY}")
+        # Ranks would drop other layers, and the parameters of a dropped layer would have no gradient.
         if getattr(module, "layerdrop", 0):
             raise UsageError(f"{name} drops whole layers (layerdrop), which has no keyed form; {REMEDY}")
         if called := called_dropouts(model, name):
@@ -88,6 +91,7 @@ class ReplaceCalledDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.dropout:
             return func(*args, **kwargs)
+        # Calls are matched by their order, which the family's table states.
         site: DropoutSite = next(self._sites)
         probability = _dropped_share(func, args, kwargs)
         x: Tensor = args[0] if args else kwargs["input"]
@@ -97,6 +101,7 @@ class ReplaceCalledDropout(TorchFunctionMode):
 def _keyed_form(module: nn.Module, site: DropoutSite, model: nn.Module) -> nn.Module | None:
     """Return the keyed form of a dropout or of stochastic depth; None for any other module."""
     if isinstance(module, nn.Dropout):
+        # A tensor that all rows share needs one mask, and no row's key.
         shared_from = first_shared_call(model, site.name)
         return KeyedDropout(DropoutSite(site.keys, site.name, shared_from=shared_from), module.p)
     # transformers has one class of stochastic depth per model (`SwinDropPath`), each with one probability.
@@ -164,12 +169,14 @@ class RefuseUnkeyedDropout(TorchFunctionMode):
         self._states: list[Tensor] = []
 
     def __enter__(self) -> RefuseUnkeyedDropout:
+        # A comparison of the generators before and after finds every draw, whatever function made it.
         self._states = _generator_states()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]
+        # Not after an error, which has a cause of its own.
         if exc_type is None and not all(map(torch.equal, self._states, _generator_states())):
             raise UsageError(
                 f"{self._model} draws random numbers in its forward pass (jitter or noise), which cannot be keyed;"
@@ -194,6 +201,7 @@ def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """
     before = torch.get_rng_state()
     drawn = torch.rand(*args, **kwargs)
+    # Only scalars: a tensor would be noise that reaches the result.
     if drawn.dim() == 0:
         torch.set_rng_state(before)
     return drawn

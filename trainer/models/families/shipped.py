@@ -24,6 +24,7 @@ _REMEDY = "use `parallel.tensor` 1, or add a file to `trainer/models/families/` 
 def shipped_layers(config: Any) -> str | None:
     """Return the pattern of the repeated layers in transformers' plan, or None if there is no plan."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    # A star stands for the number of a repeated layer.
     prefixes = list(dict.fromkeys(_layer(name) for name in plan if "*" in name))
     if not prefixes:
         return None
@@ -103,11 +104,13 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
         if block is None:
             continue
         style = next((style for pattern, style in plan.items() if matches(pattern, relative)), None)
+        # On cut features, a rank must draw its part of the mask, but the plan does not say which features are cut.
         if isinstance(module, nn.Dropout | KeyedDropout) and module.p > 0:
             raise UsageError(
                 f"transformers' plan for {model_type} must name the features of the dropout `{name}`, all or those of a"
                 f" rank, but does not; set `model.dropout` to 0, or {_REMEDY}"
             )
+        # A replicated bias or norm on cut features would be applied to the wrong ones.
         if style is None and any(True for _ in module.parameters(recurse=False)):
             raise UsageError(
                 f"transformers' plan for {model_type} does not define the layout of `{name}`, which is beside matrices"
@@ -125,6 +128,7 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
                 inputs[block] = max(module.in_features, inputs.get(block, 0))
     for block, of_block in columns.items():
         for name, outputs in of_block:
+            # A fused matrix, such as q, k and v in one: a plain cut would give a rank parts of the wrong matrices.
             if outputs > inputs.get(block, 0):
                 raise UsageError(
                     f"transformers' plan for {model_type} cuts `{name}` with {outputs} outputs, but the row after it"

@@ -37,6 +37,7 @@ FAMILIES: dict[str, ModelFamily] = {
     )
 }  # fmt: skip
 
+# Taken before extensions add their rows.
 _SHIPPED = frozenset(FAMILIES)
 
 
