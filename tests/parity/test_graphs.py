@@ -16,7 +16,7 @@ from tests.helpers.taped import TapeCapture
 from tests.helpers.training import TINY_TASKS, Curve, tiny_recipe, tiny_training
 from tests.parity.cases import TOLERANCES, assert_same_curve
 from trainer.base.errors import UsageError
-from trainer.engine import ddp, graphs
+from trainer.engine import graphs
 from trainer.engine.graphs import CudaCapture
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
@@ -42,7 +42,7 @@ def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int
             tapes.append(TapeCapture(lambda: [*(p.grad for p in parameters), schedule._numbers.total]))
             return tapes[0]
 
-        patch.setattr(ddp, "CudaCapture", capture)
+        patch.setattr(graphs, "CudaCapture", capture)
         # As a copy that was begun ahead: it does not know the padding.
         patch.setattr(Microbatch, "to", lambda self, device: replace(self.map(torch.clone), is_padded=None))
         # A mesh may name its device otherwise than its tensors do, as "cuda" and "cuda:0".

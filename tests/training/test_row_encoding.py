@@ -19,8 +19,8 @@ from trainer.tasks.registry import build_task
 from trainer.tasks.text.masking import Masking
 from trainer.tools.check import check_parts
 from trainer.training.data_notes import encoding_notes
+from trainer.training.image_encoding import ImagePreparation
 from trainer.training.row_encoding import (
-    ImagePreparation,
     TextPreparation,
     load_preparation,
     resolve_task,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,9 +12,11 @@ from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.tier import Tier
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.ranks.joining import Rendezvous
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from trainer.base.errors import UsageError
 from trainer.engine.accumulation import AccumulationSchedule, Schedule
 from trainer.engine.engine import nothing
 from trainer.engine.forward import ModelForward, prepare_model
-from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
 from trainer.engine.rounded_weights import learning, rounded_weights
@@ -144,6 +143,8 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.
     loss_sum = forward.loss_sum if rounded is None else learning(model, forward.loss_sum, rounded.learn)
     if recipe.cuda_graphs:
+        from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
+
         if task.rows_depend:
             raise UsageError(
                 "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"

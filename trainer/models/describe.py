@@ -23,7 +23,6 @@ from trainer.models.configuration import load_config, require_head
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.hub_files import not_found, one_line, pretrained_files
-from trainer.models.invariance import check_invariance, sample_of
 from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.statistics import fix_statistics
 from trainer.parallel.dropout import DropoutKeys
@@ -144,6 +143,8 @@ class ModelDescription:
         """
         if self.config.model_type in FAMILIES:
             return []
+        from trainer.models.invariance import check_invariance
+
         # A rank that holds a part of the model cannot run it.
         checked = self._sample(keys) if model is None or self.use.added is not None else model
         return check_invariance(checked, keys, self.use.packed, self.use.auto_class_name, self.use.is_trained)
@@ -152,6 +153,8 @@ class ModelDescription:
         """Check a sample with random weights, as `check_invariance` does, unless it is large; return notes."""
         if self.config.model_type in FAMILIES:
             return []
+        from trainer.models.invariance import sample_of
+
         with torch.device("meta"):
             size = sum(p.numel() for p in sample_of(self.model_class, self.config, self.attention).parameters())
         if size > _MOST_SAMPLED:
@@ -162,6 +165,8 @@ class ModelDescription:
         return self.check_invariance(None, keys)
 
     def _sample(self, keys: DropoutKeys | None) -> nn.Module:
+        from trainer.models.invariance import sample_of
+
         sample = sample_of(self.model_class, self.config, self.attention)
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
             # The vocabulary of the sample is small, and its weights have no meaning.

@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
-from trainer.models.added_loss import AddedLoss
-from trainer.models.chunked_head import ChunkedHead
-from trainer.models.compiled import CompiledLayers
 from trainer.models.describe import ModelDescription
 from trainer.models.parameter_rules import ParameterGroups
-from trainer.models.stage_split import StagePart, cut_stage, split_stages, trainable_stages
-from trainer.models.tensor_split import split_model
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.mesh import ParallelMesh
@@ -30,6 +26,12 @@ from trainer.parallel.shards.slices import bounds_of_part, part_of
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.plan import RunPlan
+
+if TYPE_CHECKING:
+    from trainer.models.added_loss import AddedLoss
+    from trainer.models.chunked_head import ChunkedHead
+    from trainer.models.compiled import CompiledLayers
+    from trainer.models.stage_split import StagePart
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ def place(
     stage = _cut_to_stage(model, cut.choice) if cut.choice else None
     placements = None
     if cut.groups != RowGroups():
+        from trainer.models.tensor_split import split_model
+
         placements = split_model(model, cut.groups, cut.sequence)
     if stage is not None and cut.choice is not None:
         own = placements or whole(model)
@@ -175,6 +179,8 @@ def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:
 
     torch's pipeline needs the output of each stage to have a gradient, and an optimizer needs a parameter.
     """
+    from trainer.models.stage_split import cut_stage, split_stages, trainable_stages
+
     split = split_stages(model, choice.num_stages, choice.starts, choice.schedule)
     if idle := sorted(set(range(split.num_stages)) - trainable_stages(model, split)):
         raise UsageError(

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.base.errors import Problems, UsageError
 from trainer.models.added import ADDED
 from trainer.models.attention import RING_ATTENTION, share_heads
+from trainer.models.context_split import context_split
 from trainer.models.dropout import move_site
 from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
@@ -42,13 +43,12 @@ from trainer.parallel.placement import (
     whole,
 )
 from trainer.parallel.row_groups import RowGroups
-from trainer.parallel.sharded_sequence import ContextSplit, SequenceCut
+from trainer.parallel.sharded_sequence import SequenceCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from trainer.parallel.tensor.low_rank import LowRank
 from trainer.parallel.tensor.trained_rows import TrainedRows
-from trainer.recipe.schema import Parallel
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
 _Part = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | FeatureParallelEmbedding
@@ -88,23 +88,6 @@ def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool 
         with problems.collect():
             _check_divides(tensor, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
-
-
-def _context_split(config: Any, tensor: int, context: int) -> ContextSplit | None:
-    """Return the split of attention over the context ranks; None for one rank, or without context parallelism.
-
-    Each tensor rank has its share of the heads, and the context ranks beside it share those.
-    """
-    family = FAMILIES.get(config.model_type)
-    if context == 1 or family is None or family.tensor is None or not family.tensor.context_parallel:
-        return None
-    return ContextSplit.of(context, [getattr(config, name) // tensor for name in family.tensor.heads])
-
-
-def context_notes(config: Any, parallel: Parallel) -> list[str]:
-    """Return a note on the split of attention over the context ranks; none for one rank."""
-    split = _context_split(config, parallel.tensor, parallel.context)
-    return [] if split is None else [f"context {parallel.context}: {split}"]
 
 
 def _heads(config: Any, plan: TensorPlan) -> Iterator[tuple[int, str]]:
@@ -331,7 +314,7 @@ def _plan_of(model: Any, context: bool = False) -> TensorPlan:
 def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
     """Return the stacks of layers with their sequence cuts; context ranks may form a ring for attention."""
     config: Any = model.config
-    split = _context_split(config, group_size(groups.tensor), group_size(groups.context))
+    split = context_split(config, group_size(groups.tensor), group_size(groups.context))
     if split is not None and split.ring > 1:
         config._attn_implementation = RING_ATTENTION
     layers = {id(layer) for layer in layers_of(model).values()} if sequence or split else set()

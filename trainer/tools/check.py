@@ -25,7 +25,8 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
-from trainer.training.row_encoding import Preparation, TextPreparation, load_preparation, tokenizer_of
+from trainer.training.preparation import Preparation
+from trainer.training.row_encoding import TextPreparation, load_preparation, tokenizer_of
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 from trainer.training.second_model import second_model
 

@@ -10,7 +10,7 @@ import json
 import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.base import extensions
@@ -18,8 +18,10 @@ from trainer.base.digests import source_digest
 from trainer.base.distribution import COMPARED, installed
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
-from trainer.ranks.joining import Rendezvous
 from trainer.recipe.plan import RunPlan
+
+if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
 
 _SHOWN_DIFFERENCES = 10
 _ABSENT = "missing"

@@ -31,13 +31,13 @@ from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
 from trainer.models.attention import attention_notes
 from trainer.models.configuration import computed_facts
+from trainer.models.context_split import context_notes
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
 from trainer.models.generation import set_generation
 from trainer.models.place import PlacedModel, planned_cuts
 from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
-from trainer.models.tensor_split import context_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.preview_records import Preview

@@ -13,14 +13,13 @@ from trainer.data.loader import require_fitting_rows
 from trainer.engine.builders import check_built
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.adapter_starts import require_package
+from trainer.models.context_split import context_notes
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.layer_hooks import check_padding_free
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import every_cut, place
-from trainer.models.stage_split import split_stages, stage_sizes
-from trainer.models.tensor_split import check_split, context_notes
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
@@ -159,9 +158,13 @@ def _check(
         with problems.collect():
             check_padding_free(model)
     if plan.layout.ranks_per_row > 1:
+        from trainer.models.tensor_split import check_split
+
         with problems.collect():
             check_split(model, parallel.tensor, parallel.context, parallel.sequence)
     if plan.pipeline is not None:
+        from trainer.models.stage_split import split_stages, stage_sizes
+
         with problems.collect():
             split = split_stages(model, plan.pipeline.num_stages, parallel.pipeline.split, parallel.pipeline.schedule)
             stages = [

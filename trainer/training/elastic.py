@@ -16,7 +16,6 @@ from trainer.base.terminal import say
 from trainer.checkpoint.registered import registered_tiers
 from trainer.observe.callbacks import Callback
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import RunPlan, plan_run
@@ -25,6 +24,7 @@ from trainer.training.process_group import collective_timeout, meet_ranks
 from trainer.training.run import train
 
 if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second

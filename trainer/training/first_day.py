@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.registered import registered_tiers
 from trainer.checkpoint.store import CheckpointStore
-from trainer.ranks.joining import Rendezvous
 from trainer.recipe.schema import Recipe
 from trainer.training.process_group import collective_timeout, together
+
+if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
 
 
 def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | None:

@@ -21,7 +21,7 @@ from trainer.base.extensions import registered
 from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
 from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
-from trainer.recipe.reading.trained import RECIPE_FILE
+from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.tasks.exported import Card
 from trainer.tasks.registry import card_of
 from trainer.training.certificate import Certificate

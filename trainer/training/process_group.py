@@ -27,12 +27,12 @@ from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.ranks.joining import Rendezvous, join_ranks
 from trainer.recipe.plan import Layout, RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.training.agreement import check_agreement, run_facts
 
 if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 Result = TypeVar("Result")
@@ -62,6 +62,8 @@ def meet_ranks(
     if observer is not None:
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
+    from trainer.ranks.joining import join_ranks
+
     rendezvous = join_ranks(environment, timeout)
     facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": names_of(callbacks) or "empty"}
     check_agreement(facts, rendezvous, timeout)

@@ -5,7 +5,6 @@ This is the only module that joins a kind of task, of data and of model.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +15,7 @@ import numpy as np
 
 from trainer.base.disk import numbered_errors
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
-from trainer.data.collate import Batching, Normalisation, Padding, TokenMasking
-from trainer.data.image_split import encode_images, encode_streamed
+from trainer.data.collate import Padding, TokenMasking
 from trainer.data.sources import Split, Stream
 from trainer.data.split import EncodedSplit
 from trainer.data.streamed_split import WindowEncoder
@@ -31,81 +29,15 @@ from trainer.models.configuration import (
     require_no_router_loss,
     vocabulary_size,
 )
-from trainer.models.image_processor import ImageProcessor, load_image_processor
 from trainer.models.sentence_folder import sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.registry import build_task
-from trainer.tasks.task import ImageTask, Task, TextTask
+from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.chat_templates import set_date
 from trainer.tasks.types import Dataset, Tokenizer
-
-
-class Preparation(ABC):
-    """Turns rows into inputs of the model.
-
-    Attributes:
-        labels: names of a fine-tuned checkpoint's classes, in order; None: it has none.
-        notes: notes on the preparation for the user.
-        config: the configuration of transformers.
-        sentence_folder: the model's folder of sentence-transformers; None: it is none.
-        counts_tokens: whether rows have the tokens of the model; false: another tokenizer stands in for a check.
-    """
-
-    labels: tuple[str, ...] | None
-    notes: tuple[str, ...] = ()
-    config: Any
-    sentence_folder: SentenceFolder | None = None
-    counts_tokens: bool = True
-
-    @property
-    @abstractmethod
-    def batching(self) -> Batching:
-        """The way from prepared rows to the tensors of a microbatch."""
-
-    @property
-    def text_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None: rows are not of texts."""
-        return None
-
-    @property
-    def padding_token(self) -> int | None:
-        """Id of the token that fills short rows; None: rows are not of tokens."""
-        return None
-
-    @property
-    def normalisation(self) -> str | None:
-        """How `batching` changes the values of prepared rows, in words; None: not at all."""
-        return None
-
-    @abstractmethod
-    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
-        """Return the prepared split; `task` is the resolved task of the recipe.
-
-        Raises:
-            TrainerError: The rows do not fit, or the cache cannot be written.
-        """
-
-    @abstractmethod
-    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
-        """Return the encoder of the windows of a stream, which begins with the prepared rows `head`."""
-
-    def masking(self, task: Task, seed: int) -> TokenMasking | None:
-        """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
-
-        Raises:
-            UsageError: The task hides tokens, but the tokenizer has no mask token.
-        """
-        return None
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the files with which users of the exported model prepare rows in the same way.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+from trainer.training.preparation import Preparation
 
 
 def load_preparation(recipe: Recipe) -> Preparation:
@@ -116,6 +48,9 @@ def load_preparation(recipe: Recipe) -> Preparation:
     """
     if isinstance(recipe.task, ImageKeys):
         config = load_config(recipe.model, {})
+        from trainer.models.image_processor import load_image_processor
+        from trainer.training.image_encoding import ImagePreparation
+
         processor = load_image_processor(recipe.model, config)
         return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
     problems = Problems()
@@ -324,34 +259,3 @@ class TextPreparation(Preparation):
             backend.enable_padding(**padding) if padding else backend.no_padding()
         with numbered_errors():
             self.tokenizer.save_pretrained(folder)
-
-
-@dataclass(frozen=True)
-class ImagePreparation(Preparation):
-    """Resizes images; their values are normalised in each batch."""
-
-    processor: ImageProcessor
-    labels: tuple[str, ...] | None = None
-    config: Any = None
-
-    @property
-    def batching(self) -> Normalisation:
-        return Normalisation(self.processor.scale, self.processor.mean, self.processor.std)
-
-    @property
-    def normalisation(self) -> str:
-        return str(self.batching)
-
-    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
-        assert isinstance(task, ImageTask)
-        return encode_images(split, task, self.processor, cache)
-
-    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
-        assert isinstance(task, ImageTask)
-        prepare = partial(encode_streamed, task, self.processor, head.arrays["pixel_values"].shape[1:])
-        facts = {"processor": self.processor.fingerprint}
-        packer = partial(task.packer, 0)
-        return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check=None)
-
-    def save(self, folder: Path) -> None:
-        self.processor.save(folder)

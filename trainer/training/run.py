@@ -17,7 +17,6 @@ from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.ranks.joining import Rendezvous
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.training.assembly import Assembly, assemble
@@ -31,6 +30,7 @@ from trainer.training.run_tool import RunTools
 from trainer.training.session import Results, Session, is_complete, open_session
 
 if TYPE_CHECKING:
+    from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 

@@ -37,7 +37,8 @@ from trainer.training.data_notes import (
     stream_notes,
     trained_notes,
 )
-from trainer.training.row_encoding import Preparation, load_preparation, resolve_task
+from trainer.training.preparation import Preparation
+from trainer.training.row_encoding import load_preparation, resolve_task
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.row_encoding import Preparation
+from trainer.training.preparation import Preparation
 
 
 @dataclass(frozen=True)

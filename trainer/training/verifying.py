@@ -32,7 +32,8 @@ from trainer.engine.forward import without_cache
 from trainer.models.added import add_module, write_added
 from trainer.models.image_processor import ImageProcessor
 from trainer.parallel.microbatch import Microbatch
-from trainer.recipe.reading.trained import RECIPE_FILE, load_trained
+from trainer.recipe.reading.files import RECIPE_FILE
+from trainer.recipe.reading.trained import load_trained
 from trainer.recipe.schema import Recipe
 from trainer.recipe.sentence import POOLED
 from trainer.tasks.task import Task
@@ -49,7 +50,9 @@ from trainer.training.certificate import (
 )
 from trainer.training.evaluate import with_class_names
 from trainer.training.folder_reader import EMBEDDINGS
-from trainer.training.row_encoding import ImagePreparation, Preparation, load_preparation
+from trainer.training.image_encoding import ImagePreparation
+from trainer.training.preparation import Preparation
+from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.whole_split import RowTensors, in_row_order
 

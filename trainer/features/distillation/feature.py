@@ -32,7 +32,9 @@ from trainer.recipe.schema import ImageKeys, Model, Recipe
 from trainer.tasks.classes import places_of
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
-from trainer.training.row_encoding import ImagePreparation, Preparation, require_fitting_rotations, require_positions
+from trainer.training.image_encoding import ImagePreparation
+from trainer.training.preparation import Preparation
+from trainer.training.row_encoding import require_fitting_rotations, require_positions
 from trainer.training.second_model import LoadedModel, SecondModel
 
 _SEGMENTS = "token_type_ids"

@@ -18,6 +18,8 @@ MAX_BYTES = 1_000_000
 YAML_ENDINGS = (".yaml", ".yml")
 ENDINGS = (".json", *YAML_ENDINGS)
 """Endings of recipes."""
+RECIPE_FILE = "trainer_recipe.json"
+"""The name of the recipe in an exported folder."""
 
 
 def read_file(path: Path, scalar: Scalar | None = None) -> tuple[Node, list[Problem]]:

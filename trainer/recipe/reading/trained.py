@@ -14,12 +14,10 @@ from pydantic import ValidationError
 from trainer.base.errors import UsageError
 from trainer.base.extensions import registered
 from trainer.recipe.paths import shown_value
+from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schema import Data, FileData, Model
 from trainer.recipe.strategies import STRATEGIES
-
-RECIPE_FILE = "trainer_recipe.json"
-"""The name of the recipe in an exported folder."""
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 """The files by which folders of whole models and of adapters are known."""

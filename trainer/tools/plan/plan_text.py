@@ -15,7 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import listed, size
 from trainer.models.configuration import load_config
-from trainer.models.tensor_split import context_notes
+from trainer.models.context_split import context_notes
 from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (

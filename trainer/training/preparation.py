@@ -1,0 +1,81 @@
+"""The preparation of rows for the model, as its users see it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from trainer.data.collate import Batching, TokenMasking
+from trainer.data.sources import Split, Stream
+from trainer.data.split import EncodedSplit
+from trainer.data.streamed_split import WindowEncoder
+from trainer.recipe.sentence import SentenceFolder
+from trainer.tasks.task import Task
+from trainer.tasks.types import Tokenizer
+
+
+class Preparation(ABC):
+    """Turns rows into inputs of the model.
+
+    Attributes:
+        labels: names of a fine-tuned checkpoint's classes, in order; None: it has none.
+        notes: notes on the preparation for the user.
+        config: the configuration of transformers.
+        sentence_folder: the model's folder of sentence-transformers; None: it is none.
+        counts_tokens: whether rows have the tokens of the model; false: another tokenizer stands in for a check.
+    """
+
+    labels: tuple[str, ...] | None
+    notes: tuple[str, ...] = ()
+    config: Any
+    sentence_folder: SentenceFolder | None = None
+    counts_tokens: bool = True
+
+    @property
+    @abstractmethod
+    def batching(self) -> Batching:
+        """The way from prepared rows to the tensors of a microbatch."""
+
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None: rows are not of texts."""
+        return None
+
+    @property
+    def padding_token(self) -> int | None:
+        """Id of the token that fills short rows; None: rows are not of tokens."""
+        return None
+
+    @property
+    def normalisation(self) -> str | None:
+        """How `batching` changes the values of prepared rows, in words; None: not at all."""
+        return None
+
+    @abstractmethod
+    def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
+        """Return the prepared split; `task` is the resolved task of the recipe.
+
+        Raises:
+            TrainerError: The rows do not fit, or the cache cannot be written.
+        """
+
+    @abstractmethod
+    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
+        """Return the encoder of the windows of a stream, which begins with the prepared rows `head`."""
+
+    def masking(self, task: Task, seed: int) -> TokenMasking | None:
+        """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.
+
+        Raises:
+            UsageError: The task hides tokens, but the tokenizer has no mask token.
+        """
+        return None
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the files with which users of the exported model prepare rows in the same way.
+
+        Raises:
+            OSError: They cannot be written.
+        """
