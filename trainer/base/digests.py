@@ -44,8 +44,10 @@ def _plain(value: Any, replaced: Replacements, within: tuple[int, ...]) -> Any:
         return ["bytes", hashlib.sha256(value).hexdigest()]
     if kind in replaced:
         return _plain(replaced[kind](value), replaced, within)
+    # A pickle holds only the names of functions and classes too.
     if inspect.isroutine(value) or isinstance(value, type):
         return ["name", value.__module__, value.__qualname__]
+    # The depth of the object stands for it, because ids differ between processes.
     if id(value) in within:
         return ["circle", within.index(id(value))]
 
@@ -55,11 +57,14 @@ def _plain(value: Any, replaced: Replacements, within: tuple[int, ...]) -> Any:
     if kind in (list, tuple):
         return [kind.__name__, *each(value)]
     if kind in (set, frozenset, dict):
+        # The order of a set differs between processes, and that of a dict does not change its value.
         return [kind.__name__, *sorted(each(value.items() if kind is dict else value), key=json.dumps)]
+    # As in pickle, a registered function comes before the method of the class.
     reduce = copyreg.dispatch_table.get(kind)
     reduced = reduce(value) if reduce else value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return ["name", kind.__module__, reduced]
+    # The protocol of pickle has two to five values; absent ones are None.
     function, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     return ["object", *each((function, arguments, state, list(items or ()), list(pairs or ())))]
 

@@ -50,13 +50,16 @@ def open_plain(path: Path, flags: int) -> int:
         OSError: it is a link, a pipe, a device or a folder, or it cannot be opened.
     """
     try:
+        # O_NOFOLLOW refuses a link, and O_NONBLOCK does not wait for the other end of a pipe.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise _not_plain(path) from error
+    # Asked of the open file: a look at the path before could have seen another one.
     status = os.fstat(descriptor)
     writes = flags & (os.O_WRONLY | os.O_RDWR)
+    # A second name of a file may belong to someone else, and a write would change that file.
     if not stat.S_ISREG(status.st_mode) or (writes and status.st_nlink > 1):
         os.close(descriptor)
         raise _not_plain(path)
@@ -110,6 +113,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     """
     from safetensors.torch import save_file  # imports torch, which the other functions do not need
 
+    # The mode of a new file shows the umask, which cannot be read without setting it.
     path.touch()
     mode = path.stat().st_mode
     with numbered_errors():
@@ -137,6 +141,7 @@ def replacing(path: Path, alone: bool = True) -> Iterator[TextIO]:
     new = path.with_name(f"{UNFINISHED}{'' if alone else uuid4().hex}{path.name}")
     remove(new)  # of a process that was killed here, or a link
     try:
+        # An exclusive open follows no link, and fails if another process has created the file meanwhile.
         with new.open("x", encoding="utf-8", newline="") as file:
             yield file
         move_over(new, path)
@@ -148,6 +153,7 @@ def replacing(path: Path, alone: bool = True) -> Iterator[TextIO]:
 
 def move_over(new: Path, path: Path) -> None:
     """Put a complete file in the place of `path`, so that a loss of power leaves one of the two."""
+    # The content is on the disk before the name shows it, and the entry of the folder before the return.
     sync(new)
     os.replace(new, path)
     sync(path.parent)
@@ -191,6 +197,7 @@ def replace_folder(new: Path, place: Path) -> None:
     if not os.path.lexists(place) and os.path.lexists(aside):  # a process was killed between the two renames
         os.rename(aside, place)
     remove(aside)
+    # A rename cannot replace a folder with files, so the old one moves aside.
     if os.path.lexists(place):
         os.rename(place, aside)
     try:
@@ -212,6 +219,7 @@ def is_in_memory(folder: Path) -> bool:
 
     folder = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    # The longest of these mount points is the innermost.
     return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
 
 

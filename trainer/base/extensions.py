@@ -83,7 +83,9 @@ def register(kind: Kind, name: str, value: Any, module: str) -> None:
     Raises:
         UsageError: A table cannot take the row.
     """
+    # Every process loads the entry points itself. Other registrations must be repeated there.
     registration = Registration(kind, name, value, None if _loading else module)
+    # Consumers may refuse the row, so it is stored after them.
     for consumer in _consumers.get(kind, ()):
         consumer(registration)
     _registered[kind, name] = registration
@@ -132,6 +134,7 @@ def load() -> None:
         UsageError: An entry point cannot be loaded, or its registrations are refused.
     """
     folders = [folder or os.curdir for folder in sys.path]
+    # The times of the folders are part of the key, so packages that were installed meanwhile are found.
     for point in _installed(tuple((name, os.stat(name).st_mtime_ns) for name in folders if os.path.exists(name))):
         if point.name in _packages:
             continue

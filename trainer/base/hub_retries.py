@@ -24,6 +24,7 @@ class OneLine(logging.Filter):
         if (match := _FAILED.fullmatch(text)) is None:
             return True
         host = urlsplit(match["url"]).hostname
+        # The new message has no places for the old arguments.
         is_first, record.args = host not in self._hosts, ()
         record.msg = f"the hub at {host} does not answer ({match['error']}); trying again for up to a minute"
         self._hosts.add(host)

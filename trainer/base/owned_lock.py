@@ -84,6 +84,7 @@ class OwnedLock:
             if not self._is_the_file(descriptor):  # the previous owner removed it between `open` and `lockf`
                 os.close(descriptor)
                 return False
+            # Through this descriptor, because closing another one of the file would release the lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(Owner.this_process())).encode(), 0)
         except OSError as error:
@@ -134,6 +135,7 @@ class OwnedLock:
     def release(self) -> None:
         """Remove the file and the lock."""
         if self._descriptor is not None:
+            # Removed while the lock is held. Afterwards, the file could be that of the next owner.
             if not self.was_removed():
                 with suppress(OSError):
                     self.file.unlink()

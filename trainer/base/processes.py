@@ -38,5 +38,6 @@ def start_of(pid: int) -> str:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    # From the last parenthesis on: the name of the program is in parentheses, and may hold some itself.
     state, *fields = status.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]  # field 22 of proc(5), `starttime`; a zombie has ended

@@ -32,5 +32,6 @@ def _remove_abandoned(parent: Path, machine: str) -> None:
         return
     for folder in parent.glob(f"{_PREFIX}{machine}-*"):
         found = _NAME.fullmatch(folder.name)
+        # A process with this number but another start is a later one.
         if found and start_of(int(found["pid"])) != found["start"]:
             shutil.rmtree(folder, ignore_errors=True)
