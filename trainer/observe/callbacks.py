@@ -103,6 +103,7 @@ class CallbackObserver(Observer):
         except KeyboardInterrupt:  # the second Ctrl+C
             raise
         except BaseException as error:
+            # The first frame outside of this module is the line of the user.
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
             place = f" ({own[0].filename}, line {own[0].lineno})" if own else ""
             reason = traceback.format_exception_only(error)[-1].strip()  # also of an error without a text
@@ -196,6 +197,7 @@ def described(callback: Callback) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     try:
+        # Values that JSON changes, such as tuples and keys that are numbers, come back as other ones.
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError, RecursionError):
         return False

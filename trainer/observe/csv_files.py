@@ -114,11 +114,13 @@ class CsvFiles(Observer):
                 self._columns.setdefault(name, {}).update(dict.fromkeys(row))
                 if name not in files:
                     begin(name)
+                # The reading goes on after a new column, so that the next one knows all columns.
                 is_complete &= len(self._columns[name]) == len(headers[name])
                 files[name].write(f"{_line(row.get(column, '') for column in headers[name])}\n")
             for name in self._columns.keys() - files.keys():
                 begin(name)
             if not is_complete:
+                # Inside of `replacing`, so that the old files stay.
                 raise _MissingColumnsError
 
     def _add(self, name: str, row: Row) -> None:

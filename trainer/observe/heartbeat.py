@@ -156,6 +156,7 @@ class Heartbeat(Observer):
     def _put(self, record: str) -> None:
         if self._descriptor is not None:
             with suppress(OSError):
+                # One write at this rank's offset: ranks of a machine write without a lock.
                 os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES - 1) + b"\n", self._offset)
 
     def evaluation_progress(self, done: int, total: int) -> None:

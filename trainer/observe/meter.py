@@ -190,6 +190,7 @@ class Meter:
     def _mfu(self, seconds: float) -> float | None:
         if self._model is None or self._peak_flops is None or not self._tokens:
             return None
+        # The mean length stands for the lengths of all rows.
         flops = self._tokens * self._model.flops_per_token(self._tokens / self._samples)
         return flops / seconds / self._peak_flops
 

@@ -159,12 +159,14 @@ def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     resumed[index + 1] = int(found[1])
             offset += len(content)
         last, lasts = math.inf, dict[int, float]()  # the last step that no later part repeats, by the line of each part
+        # From the last part back: a line counts only up to the earliest step from which a later part resumed.
         for number in reversed(resumed):
             lasts[number], last = last, min(last, resumed[number])
         file.seek(place)
         for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), earlier + 1):
             if not line:
                 continue
+            # A kill can cut the last line only.
             if cut is not None:
                 raise cut
             error = UsageError(
@@ -236,6 +238,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
                     metrics.steps.append(record)
                 number, last = number + 1, record
                 if most_steps is not None and len(metrics.steps) > most_steps:
+                    # The kept lines stay evenly spaced, and `stride` leaves out as many of the later ones.
                     del metrics.steps[1::2]
                     metrics.stride *= 2
             case EvaluationRecord():
@@ -247,6 +250,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
             case BadStepRecord():
                 metrics.bad_steps.append(record)
             case _ if "run" in parsed:
+                # Seconds that are not of this start: those of earlier ones, and of the steps that it repeats.
                 before = metrics.seconds.total()
                 start, lost = record.get("start_seconds", 0.0), record.get("lost_seconds", 0.0)
                 metrics.seconds.update({RESTARTS: start + lost} if metrics.runs else {START: start})

@@ -117,6 +117,7 @@ class Observers(Observer):
         """Call all observers, even if one raises: the user must see the outcome."""
         with ExitStack() as stack:
             for observer in self._observers:
+                # The stack calls them from the last to the first, and goes on after an error.
                 stack.callback(observer.end, record)
 
     def close(self) -> None:
@@ -133,6 +134,7 @@ def _in_turn(event: str) -> Callable[..., Request | None]:
     return call
 
 
+# Each event without a method of its own is passed on in turn.
 for _event in vars(Observer):
     if not _event.startswith("_") and _event not in vars(Observers):
         setattr(Observers, _event, _in_turn(_event))

@@ -42,6 +42,7 @@ class Outcome(Observer):
         trivial = baselines.get("loss")
         few = len(self._first) < _MEDIAN_OF
         first, last = (self._first[0], self._last[-1]) if few else (median(self._first), median(self._last))
+        # A loss that has grown but still beats a prediction that ignores the input has not diverged.
         grown = last > _DIVERGED * first > 0 and (trivial is None or last > trivial)
         bad = [loss for loss in (last, self._evaluated) if trivial and loss is not None and loss > _DIVERGED * trivial]
         if grown or bad:

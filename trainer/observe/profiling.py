@@ -38,6 +38,7 @@ class Profiler(Observer):
         self._world_size = run.world_size
 
     def doing(self, step: int, what: str) -> None:
+        # `step` counts the steps that are done, so step n runs after n - 1 of them.
         if self._running is None and self.found is None and self._first - 1 <= step < self._last:
             kinds = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())
             self._running = profile(activities=kinds)

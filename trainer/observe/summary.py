@@ -37,6 +37,7 @@ def format_bytes(num_bytes: float) -> str:
 def format_rate(value: float) -> str:
     """Format with three significant digits: 0.0123, 8.12, 812, 33.1k, 1.20M."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # From 999.5 on, three digits round to 1000, which needs the next unit.
         if value >= factor * 0.9995:
             return f"{value / factor:#.3g}".rstrip(".") + suffix
     return f"{value:#.3g}".rstrip(".")

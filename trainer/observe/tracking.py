@@ -117,6 +117,7 @@ class Tracker(NumberObserver):
     def _open_run(self, run: RunInfo, known: str | None) -> None:
         """Open the service, and keep the id of a new tracked run."""
         run_id, self._first_step = self._service.open(run, known)
+        # Stored before the first point, so that a run that is killed now continues the same tracked run.
         if run_id != known:
             path = run.folder / IDS_FILE_NAME
             replace_text(path, json.dumps({**_read_ids(path), self._service.word: run_id}) + "\n")
@@ -165,6 +166,7 @@ class Tracker(NumberObserver):
     def _receive(self) -> EndRecord | None:
         """Wait for the next item, and take all items of the queue; return the end of the run if it is among them."""
         try:
+            # Only points that wait for the service need another attempt; else the thread sleeps until the next item.
             item = self._inbox.get(timeout=self._retry_seconds if self._waiting or self._open else None)
             while isinstance(item, Point):
                 self._waiting.append(item)

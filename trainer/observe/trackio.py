@@ -41,6 +41,7 @@ class TrackioService:
         own_id = run_id or secrets.token_hex(4)
         options = {"config": tracked_config(run), "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         resume = "never" if run_id is None else "must"
+        # Trackio prints, but the standard output belongs to the console of the run.
         with redirect_stdout(io.StringIO()):
             try:
                 self._run = self._trackio.init(self._project, name=f"{run.name}-{own_id}", resume=resume, **options)
