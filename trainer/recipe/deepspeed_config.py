@@ -41,6 +41,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     zero |= extra.pop("zero_optimization", {})
     return {
         "train_batch_size": plan.batch.global_batch_size,
+        # DeepSpeed requires that this number, the steps of accumulation and the data ranks multiply to the first one.
         "train_micro_batch_size_per_gpu": plan.batch.rank_batch_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": plan.recipe.training.max_grad_norm or 0.0,

@@ -169,6 +169,7 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
     if strategy.groups and parallel.shard != "auto":
         shard = min(parallel.shard, ranks) if parallel.elastic == "shards" else parallel.shard
     elif strategy.groups:
+        # The ranks of a row are neighbours, so a node has this many data-parallel ranks.
         shard = max(1, min(local_world_size // cut.ranks_per_row, ranks))
         if shard == 1 < ranks:  # would need as much memory as ddp
             node = "one rank" if local_world_size == 1 else "one group of tensor and context ranks"
@@ -223,6 +224,7 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
         num_microbatches = num_passes * pipeline.num_microbatches
     else:
         num_microbatches = math.ceil(share / _most_rows(recipe))
+    # The microbatches share the rows evenly: 10 rows with a limit of 8 become 5 and 5.
     micro_batch_size = math.ceil(share / num_microbatches)
     batch = BatchPlan(
         size,
@@ -242,6 +244,7 @@ def _most_rows(recipe: Recipe) -> int:
     if training.micro_batch_tokens is None:
         assert training.micro_batch_size is not None, "a rule requires one of them"
         return training.micro_batch_size
+    # As many of the longest rows fit; a step of shorter rows needs fewer microbatches.
     return max(1, training.micro_batch_tokens // (recipe.data.max_length * (recipe.task.texts_per_row or 1)))
 
 
@@ -260,6 +263,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     wanted = keys.microbatches or max(math.ceil(share / most), min(share, 2 * num_stages))
     below, above = [count for count in fitting if count <= wanted], [count for count in fitting if count >= wanted]
     near = below[-1:] + above[:1]
+    # A number of the recipe is kept or refused. The default becomes the next number that fits.
     count = wanted if keys.microbatches else max(near, default=wanted)
     if count not in fitting:
         rules = [f"at least the {num_stages} stages"] * (count < least or not fitting)

@@ -73,6 +73,7 @@ def _add_section(name: str, registration: Registration, kind: type[Section]) -> 
     if registration.name in _SHIPPED[name]:
         raise UsageError(f"the {name} {registration.name!r} ships with trainer; register yours under another name")
     Recipe.model_fields[name].annotation = reduce(or_, {**_sections(name), registration.name: kind}.values())
+    # Pydantic compiles the fields of a model once, and compiles them again here.
     Recipe.model_rebuild(force=True)
 
 
@@ -81,6 +82,7 @@ def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
     return get_args(literal)
 
 
+# Read before any registration reaches the schema, which happens at the end of this module.
 _SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer")}
 _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _metric_names(section))
 
@@ -105,6 +107,7 @@ def _add_keys(registration: Registration) -> None:
         section.model_fields[key] = field
     if name:
         section.model_rebuild(force=True)
+        # The default was made before the section had the new keys.
         Recipe.model_fields[name].default = section()
     Recipe.model_rebuild(force=True)
 
@@ -121,6 +124,7 @@ def _add_metric(registration: Registration) -> None:
             )
         field, names = sections[name].model_fields["metrics"], _metric_names(sections[name])
         if registration.name not in names:
+            # `Literal[...]` with names that only a running program knows.
             item: Any = getitem(Literal, (*names, registration.name))
             field.annotation = list[item]
             sections[name].model_rebuild(force=True)

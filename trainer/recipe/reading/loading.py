@@ -110,7 +110,9 @@ def _find_recipe(source: str, folder: Path) -> Path:
 
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
+    # Real paths, so that a link cannot hide a circle.
     chain = (*chain, Path(os.path.realpath(file)))
+    # An object or a comment begins a recipe; for other text, errors of the parser would mislead.
     if len(chain) > 1 and not is_yaml(file) and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
     if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_DATA_ENDINGS):
@@ -213,6 +215,7 @@ def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
     data = root.plain()
     for name, *inner in (finding.path for finding in found):
         if inner and isinstance(data.get(name), dict):
+            # The default takes the place of an invalid key, so that rules on the other keys are still checked.
             data[name].pop(inner[0], None)
         else:
             data[name] = None

@@ -41,6 +41,7 @@ def _kept(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> di
     if path == ("model", "config"):
         old, new = base.members.get("model_type"), layer.members.get("model_type")
         return {} if old and new and old.value != new.value else base.members
+    # Only a layer that names the kind can change it.
     if field is None or field.discriminator not in layer.members:
         return base.members
     before, after = section_model(field, base), section_model(field, layer)

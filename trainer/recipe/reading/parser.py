@@ -208,6 +208,7 @@ class _Parser(Reading):
                 raise self._expected('":" after the key')
             self._path.append(key)
             self.key(members, key, tuple(self._path), place)
+            # The first of equal keys stays; the value of the second one is parsed to go on behind it.
             members.setdefault(key, self._value(key_origin=place))
             self._path.pop()
             if not self._take(",") and self._token.text != "}":
