@@ -211,6 +211,25 @@ class TestTrials:
             "2 trials have the best accuracy and loss; the first one with the lowest loss is taken"
         ]
 
+    @pytest.mark.parametrize(
+        ("second", "seeds", "note"),
+        [
+            # 1.96 * sqrt(0.4 * 0.6 / 408) = 0.0475
+            (0.177, 1, ["another trial is within the error of the best accuracy, ± 0.0475 at 95% with 408 validation"]),
+            (0.176, 1, []),
+            (0.181, 3, ["another trial is within the error of the best accuracy, ± 0.0497 at 95%; more seeds"]),
+        ],
+    )
+    def test_a_difference_within_the_error_of_the_best_is_noted(self, request_of, second, seeds, note):
+        def accuracy(words: dict[str, str]) -> float:
+            by_seed = (int(words.get("training.seed", 42)) - 43) / 100  # of the best: 0.38, 0.40 and 0.42
+            return {"0": 0.2, "0.1": second}[words["model.dropout"]] + by_seed * (seeds > 1 and second < 0.2)
+
+        request = request_of(Trained(accuracy), "model.dropout=0,0.1", sampler="grid", pruner="none", seeds=seeds)
+        search(request, print)
+        remarks = [remark for remark in result(request)["remarks"] if "no trial beats" not in remark]
+        assert [remark[: len(start)] for remark, start in zip(remarks, note, strict=True)] == note
+
     def test_a_second_start_adds_trials_and_proposes_as_one_start_does(self, request_of, tmp_path):
         words = (f"{RATE}=1e-5..1e-2,log", "model.dropout=0,0.1")
         whole, parts = Trained(by_dropout), Trained(by_dropout)

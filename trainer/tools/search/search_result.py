@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import stdev
+from statistics import NormalDist, stdev
 from typing import Any
 
 import plotly.graph_objects as go
@@ -31,12 +31,15 @@ _SHOWN = 5  # trials in the terminal
 _WIDE = 30  # the ratio of the ends of a range that is drawn by logarithms
 
 
-def result_of(ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None) -> dict[str, Any]:
+def result_of(
+    ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None, rows: int | None
+) -> dict[str, Any]:
     """Return the trials of a search, the best one, the importance of the keys, and the score of a third split.
 
     Args:
         ranked: the complete trials, the best first.
         baseline: the metric of predictions that ignore the input; None: unknown.
+        rows: the number of validation rows of which the metric is a share; None: it is another metric.
     """
     complete = [_complete(one, metric) for one in ranked]
     others = [_values(one) for one in study.trials if one.state != TrialState.COMPLETE]
@@ -48,7 +51,7 @@ def result_of(ranked: Sequence[Ranked], study: Study, metric: str, baseline: flo
         "importance": study.importance(),
         "test": study.score or None,
         "baseline": baseline,
-        "remarks": list(_remarks(complete, metric, study.sign, baseline)),
+        "remarks": list(_remarks(complete, metric, study.sign, baseline, rows)),
     }
 
 
@@ -64,8 +67,10 @@ def _complete(one: Ranked, metric: str) -> dict[str, Any]:
     }
 
 
-def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, baseline: float | None) -> Iterator[str]:
-    """Yield the reasons to doubt the best trial: equal trials, and a baseline that it does not beat."""
+def _remarks(
+    complete: Sequence[Mapping[str, Any]], metric: str, sign: int, baseline: float | None, rows: int | None
+) -> Iterator[str]:
+    """Yield the reasons to doubt the best trial: equal or close trials, and a baseline that it does not beat."""
     if not complete:
         return
     best = complete[0]
@@ -77,6 +82,15 @@ def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, base
         yield f"the trials do not differ in {both}; {decides}"
     elif len(equal) > 1:
         yield f"{len(equal)} trials have the best {both}; {decides}"
+    half = best["half"] if best["half"] is not None else _half_of_share(best["mean"], rows)
+    close = sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete)
+    if close:
+        count = "another trial is" if close == 1 else f"{close} other trials are"
+        of_rows = "" if best["half"] is not None else f" with {rows:,} validation rows"
+        yield (
+            f"{count} within the error of the best {metric}, ± {format_decimal(half)} at {_CONFIDENCE:.0%}{of_rows};"
+            " more seeds (`--seeds`) or rows may tell them apart"
+        )
     if baseline is not None and max(sign * one["mean"] for one in complete) <= sign * baseline:
         ignoring = "the majority class" if metric == "accuracy" else "a prediction that ignores the input"
         yield f"no trial beats {ignoring}: {metric} {format_decimal(baseline)}"
@@ -99,6 +113,11 @@ def _half(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
+
+
+def _half_of_share(share: float, rows: int | None) -> float:
+    """Return half of the width of the 95 % interval of a share of rows (normal approximation); 0 if it is none."""
+    return NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / rows) ** 0.5 if rows else 0.0
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
