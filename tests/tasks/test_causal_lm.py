@@ -293,6 +293,14 @@ LEAVES_OUT = {
         "last",
         "message 1, has 'many' in `content`",
     ),
+    "text of another message": (
+        [CHAT[0], {"role": "user", "content": "open"}, {"role": "assistant", "content": "open"}, *CHAT[1:]],
+        PLAIN_TEMPLATE.replace("messages %}", "messages if loop.index0 != 1 %}").replace(
+            "loop.index0 != 1", "m != messages[1]"
+        ),
+        "last",
+        "message 2, has 'open' in `content`",
+    ),
 }
 
 

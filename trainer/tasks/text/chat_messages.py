@@ -215,9 +215,12 @@ def require_written(
         fix: how each turn is written as the last one; empty if it is.
     """
     squeezed = _squeezed(text)
+    given = json.dumps([*messages, template.text], ensure_ascii=False, default=str)
     for at, message in enumerate(messages):
         for key, part, other in _texts(message, at in trained):
-            if part in text or _squeezed(part) in squeezed:
+            is_there = part in text or _squeezed(part) in squeezed
+            stands_elsewhere = given.count(json.dumps(part, ensure_ascii=False)[1:-1]) > 1
+            if other == message[key] or not part.strip() or (is_there and not stands_elsewhere):
                 continue
             others = [*messages[:at], {**message, key: other}, *messages[at + 1 :]]
             if _attempted(others, template, place, tools) != text:
