@@ -346,8 +346,9 @@ def test_conll(in_folder, name):
     Path(name).write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
     file_format = "conll" if name == "rows.txt" else None
     assert load_files(name, file_format=file_format).train.rows.to_list() == CONLL_ROWS
-    if name.endswith(".conll"):
-        chunks = list(read_chunks(Path(name), row_format(Path(name), "--input", INPUT_FORMATS), 1, 0, name))
+    if not name.endswith(".gz"):
+        found = row_format(Path(name), "--input", INPUT_FORMATS, file_format)
+        chunks = list(read_chunks(Path(name), found, 1, 0, name))
         assert chunks == [[row] for row in CONLL_ROWS]
 
 

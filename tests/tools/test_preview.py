@@ -141,6 +141,7 @@ class TestNotesOnAnswers:
             ([4, 5, 3, 4, 6, 3], "those of prompts too"),
             ([-100, -100, -100, -100, 6, 3], "no token is trained in 1 of 2"),
             ([-100, 7, 3, -100, 6, 3], "1 of 2 trained answers are empty"),
+            ([-100, 5, 3, 6, 3, 3], "1 trained answers have two end tokens"),
         ],
     )
     def test_notes(self, labels: list[int], note: str | None):

@@ -86,9 +86,12 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
         if empty:
             notes.append(f"{empty:,} of {number:,} trained answers are empty, so the model learns to answer nothing")
     ends = task.end_tokens(tokenizer)
-    if ends and not np.isin(labels, ends).any():
-        names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
+    is_end = np.isin(labels, ends)
+    names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
+    if ends and not is_end.any():
         notes.append(f"no end token ({names}) is trained, so the model does not learn to end an answer")
+    if doubled := int((is_end[1:] & (labels[1:] == labels[:-1])).sum()):
+        notes.append(f"{doubled:,} trained answers have two end tokens ({names}); remove those in their texts")
     return notes
 
 

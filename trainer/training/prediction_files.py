@@ -29,7 +29,7 @@ from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import Format, format_of, reader_of
 from trainer.data.row_map import RowMap
 from trainer.data.sources import text_options
-from trainer.recipe.schema import Data, Recipe
+from trainer.recipe.schema import Data, FileData, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -141,9 +141,14 @@ class InputRows:
     _check: Callable[[Dataset, int], None]  # raises the error of rows that cannot be encoded; takes the first's index
     _map: RowMap | None = None  # that of the first chunk
 
+    @property
+    def _format(self) -> Format:
+        stored = self._data.format if isinstance(self._data, FileData) else None
+        return row_format(self._request.input, "--input", INPUT_FORMATS, stored)
+
     def num_empty(self) -> int:
         """Return the number of empty lines of the input, which are no rows."""
-        reader = reader_of(row_format(self._request.input, "--input", INPUT_FORMATS))
+        reader = reader_of(self._format)
         return reader.num_empty(self._request.input, text_options(self._data))
 
     def chunks(self, num_done: int) -> Iterator[Chunk]:
@@ -154,9 +159,8 @@ class InputRows:
             DataError: the rows cannot be read, or lack a column.
         """
         request, first = self._request, num_done
-        file_format = row_format(request.input, "--input", INPUT_FORMATS)
         text, skips = text_options(self._data), request.skip_bad_rows
-        for found in read_chunks(request.input, file_format, request.chunk_rows, num_done, request.where, skips, text):
+        for found in read_chunks(request.input, self._format, request.chunk_rows, num_done, request.where, skips, text):
             errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
             chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
             sound = [chunk.rows[place] for place in chunk.sound]
