@@ -342,15 +342,17 @@ def test_classes_that_look_like_one(tmp_path):
     [
         (["Crime; Drama", "Drama", "Comedy; Crime"], "Comedy; Crime"),
         (["['a']", "['a', 'b']"], "['a', 'b']"),
-        (["Arts, Crafts", "Arts", "Food"], None),
+        (["0", "1", "neg", "pos"], "0', '1"),
+        (["Arts, Crafts", "1", "Food"], None),
     ],
 )
-def test_classes_that_are_lists_in_texts(tmp_path, labels, shown):
+def test_classes_that_are_lists_in_texts_or_of_two_kinds(tmp_path, labels, shown):
     recipe = write_tiny_run(tmp_path)
     for name in ("train.jsonl", "validation.jsonl"):
         write_rows(tmp_path / name, [{"text": f"word{row}", "label": labels[row % len(labels)]} for row in range(9)])
-    found = [note for note in prepare_data(load_recipe(str(recipe)).recipe).data_notes if "looks like a list" in note]
-    assert [note.partition(" looks")[0] for note in found] == ([f"the class {shown!r}"] if shown else [])
+    notes = prepare_data(load_recipe(str(recipe)).recipe).data_notes
+    found = [note for note in notes if "looks like a list" in note or "are numbers, and 'neg', 'pos' are words" in note]
+    assert [shown in note for note in found] == ([True] if shown else [])
 
 
 def test_configurations_that_cannot_be_built(tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.base.text import LITERAL, listed
+from trainer.base.text import LITERAL, listed, number_in
 from trainer.data.order import Mixture
 from trainer.data.sources import Splits
 from trainer.data.split import EncodedSplit
@@ -208,6 +208,12 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
                 f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
                 " labels"
             )
+    numbers, words = _numbers_and_words([name for name, _ in counts])
+    if len(numbers) > 1 and len(words) > 1:
+        notes.append(
+            f"the classes {listed(list(map(repr, numbers)), 3)} are numbers, and {listed(list(map(repr, words)), 3)}"
+            " are words; if they are the same classes in other files, change one kind by `values` of `data.map.columns`"
+        )
     if joined := _joined([name for name, _ in counts]):
         notes.append(
             f"the class {joined!r} looks like a list of classes in one text; for several labels a row, write lists as"
@@ -228,6 +234,11 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
         value = validation.scalars["labels"].flat[0]
         notes.append(f"all validation labels are {value:g}, so correlations are undefined, and shown as 0")
     return notes + _repetitions(train, validation)
+
+
+def _numbers_and_words(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    numbers = [name for name in names if number_in(name) is not None]
+    return numbers, [name for name in names if name not in numbers]
 
 
 def _joined(names: Sequence[str]) -> str | None:
