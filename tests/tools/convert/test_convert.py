@@ -88,6 +88,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
         {"name": "cosine", "min_rate": 5e-6 / 5e-5},
     ),
     (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr": 5e-6}'},
+        "schedule",
+        {"name": "cosine", "min_rate": 5e-6 / 5e-5},
+    ),
+    ({"deepspeed": '{"zero_optimization": {"stage": 2}}'}, "parallel.strategy", "zero2"),
+    (
         {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
         "schedule",
         {"name": "cosine_with_restarts", "cycles": 2},
@@ -351,6 +357,18 @@ def test_an_unknown_argument_of_a_schedule_refuses_the_file(of_arguments: OfArgu
         RecipeError, match=r"`lr_scheduler_kwargs` decides what is learned.*no argument warmup_type here"
     ):
         of_arguments(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"warmup_type": "cosine"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "num_cycles=2"}, "must be an object of arguments"),
+        ({"accelerator_config": "{split_batches: true}"}, "`accelerator_config` must be an object in JSON, but Expect"),
+    ],
+)
+def test_texts_in_place_of_objects_refuse_the_file(of_arguments: OfArguments, given: dict[str, Any], words: str):
+    with pytest.raises(RecipeError, match=words):
+        of_arguments(**given)
 
 
 def test_a_todo_is_nothing_that_check_would_take(of_arguments: OfArguments):

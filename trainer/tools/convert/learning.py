@@ -233,6 +233,8 @@ def _named(draft: Draft, item: Item, name: str, schedules: dict[str, str]) -> No
 def _arguments(draft: Draft, name: str, kind: Item) -> None:
     item = draft.sources.get(_TA, "lr_scheduler_kwargs")
     given = dict(item.value) if item is not None and isinstance(item.value, dict) else {}
+    if item is not None and not given and not item.is_default:
+        draft.refuse_file(item, "it must be an object of arguments")
     source = kind if item is None or item.is_default else item
     least, default = _LEAST_RATES.get(name, ("", None))
     rate, peak = given.pop(least, default), draft.value("optimizer.learning_rate")

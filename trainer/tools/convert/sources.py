@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ _TOOLS: Mapping[Tool, tuple[str, Mapping[str, Counterpart]]] = {
     Tool.DEEPSPEED: ("DeepSpeed", DEEPSPEED),
     Tool.ACCELERATE: ("accelerate", ACCELERATE),
 }
+_OBJECTS = (
+    "accelerator_config", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
+)  # fmt: skip
+"""Keys of TrainingArguments that may be objects in JSON text, as on a command line."""
 _PYTHON = (".py", ".ipynb", ".bin")  # `training_args.bin` is a pickle
 
 
@@ -140,10 +146,28 @@ def _add(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
     if sources.has(tool):
         raise UsageError(f"{name}: is a second file of {tool.title}, after {sources.files[tool]}; give only one")
     sources.files[tool] = name
+    if tool is Tool.TRAINING_ARGUMENTS:
+        tree = replace(tree, value={key: _with_object(key, node) for key, node in tree.members.items()})
     _add_items(sources, tool, tree, "")
     inner = tree.members.get("deepspeed")
     if tool is Tool.TRAINING_ARGUMENTS and inner is not None and inner.members:
         _add(sources, Tool.DEEPSPEED, inner, f"{name}, `deepspeed`")
+
+
+def _with_object(key: str, node: Node) -> Node:
+    """Return the value of a key of TrainingArguments, read as JSON if it is the text of an object."""
+    if key not in _OBJECTS or not isinstance(node.value, str) or not node.value.startswith("{"):
+        return node
+    try:
+        return replace(_node(json.loads(node.value), node.origin), key_origin=node.key_origin)
+    except ValueError as error:
+        raise RecipeError(f"{node.key_origin}: `{key}` must be an object in JSON, but {error}; correct it") from error
+
+
+def _node(value: Any, origin: Origin) -> Node:
+    if isinstance(value, dict):
+        return Node({name: _node(inner, origin) for name, inner in value.items()}, origin)
+    return Node([_node(inner, origin) for inner in value] if isinstance(value, list) else value, origin)
 
 
 def _add_items(sources: Sources, tool: Tool, tree: Node, path: str) -> None:
