@@ -67,8 +67,10 @@ class EntryWriter:
         self._ends: list[int] = []  # of the sources, in texts
 
     def __enter__(self) -> EntryWriter:
+        # The lock of the entry is held, so nobody else writes there.
         remove(self._partial)
         self._partial.mkdir(parents=True)
+        # Offsets begin with 0, so row i lies between offsets i and i + 1.
         self._append(_OFFSETS, "offsets", np.zeros(1, np.int64))
         return self
 
@@ -87,6 +89,7 @@ class EntryWriter:
             for name, values in columns.items():
                 if isinstance(values[0], list) and isinstance(values[0][0], list):
                     assert all(len(row) == self._texts_per_row for row in values), "rows have one number of texts"
+                    # The texts of a row follow each other; `texts_per_row` finds them again.
                     columns[name] = list(chain.from_iterable(values))
         # Rows without tokens have length 0.
         token_ids = (
@@ -128,6 +131,7 @@ class EntryWriter:
             "arrays": arrays,
         }
         (self._partial / _META).write_text(json.dumps(meta, indent=1))
+        # A rename is atomic: other processes see the whole entry or none.
         self._partial.rename(self._folder)
 
     def _append_ragged(self, name: str, values: Sequence[Sequence[int]]) -> None:
@@ -157,6 +161,7 @@ class _ArrayFile:
 
     def append(self, values: NDArray[Any]) -> None:
         assert values.shape[1:] == self._row_shape, "rows of one column have one shape"
+        # Little-endian on every machine; "equiv" changes the order of bytes only.
         raw = values.astype(self._dtype, casting="equiv").tobytes()
         self._num_values += values.size
         self._hash.update(raw)
@@ -184,6 +189,7 @@ def entry_key(encoder: Encoder, libraries: Sequence[str] = _LIBRARIES, **facts: 
         **facts,
         "entry": ENTRY_VERSION,
         "task": [type(encoder), encoder.fingerprint],
+        # A change of the encoder's source makes new entries.
         "code": code_digest(type(encoder)),
         "versions": {library: installed(library) for library in libraries},
         "python": platform.python_version(),  # its tables of Unicode characters
@@ -259,6 +265,7 @@ def open_or_write(
         pass  # the holder of the lock checks the entry again and writes it
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        # The ranks of a node, and other runs, wait for the one that writes.
         with FileLock(cache / f"{lock or key}.lock"):
             return _open_or_write(folder, write, own_lengths)
     except OSError as error:
@@ -279,6 +286,7 @@ def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengt
         pass
     except CorruptEntryError:
         shutil.rmtree(folder)
+    # Checked again above: another process may have written the entry while this one waited.
     with EntryWriter(folder, own_lengths) as writer:
         write(writer)
     return open_entry(folder)

@@ -123,6 +123,7 @@ def write_rows(
 
 
 def _write_csv(parts: Sequence[Path], path: Path, shown: Callable[[str], str]) -> None:
+    # CSV needs its columns first, so the parts are read twice; rows of an error have other columns.
     columns = list(dict.fromkeys(column for part in parts for row in _lines(part) for column in row))
     with path.open("w", encoding="utf-8", newline="") as text:
         writer = csv.writer(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
@@ -146,6 +147,7 @@ def _write_parquet(parts: Sequence[Path], path: Path, source: Path | None) -> No
         file = None if source is None else stack.enter_context(parquet.ParquetFile(source))
         kept = pyarrow.schema([] if file is None else [one for one in file.schema_arrow if not _is_binary(one.type)])
         batches = iter(()) if file is None else file.iter_batches(columns=kept.names)
+        # Also read twice: the types of a column must hold for all parts.
         made = _schema([_schema_of(part, kept.names) for part in parts])
         schema, left = pyarrow.schema([*kept, *made]), kept.empty_table()
         writer = stack.enter_context(parquet.ParquetWriter(path, schema))
@@ -156,6 +158,7 @@ def _write_parquet(parts: Sequence[Path], path: Path, source: Path | None) -> No
                 left = pyarrow.concat_tables([left, batch])
             columns = [pyarrow.array([row.get(field.name) for row in rows], field.type) for field in made]
             writer.write_table(pyarrow.Table.from_arrays([*left.slice(0, len(rows)).columns, *columns], schema=schema))
+            # Rows of the source that belong to the next part.
             left = left.slice(len(rows))
 
 

@@ -32,7 +32,9 @@ def hash_rows(
     batches = rows.with_format("arrow").iter(rows_at_once)
     with pa.PythonFile(sink, mode="w") as file:
         for batch in batches:
+            # Metadata holds names of files and versions, which are no content.
             table = (prepare(batch) if prepare else batch).replace_schema_metadata(None)
+            # The stream format writes the values, whatever slices and buffers hold them.
             with pa.ipc.new_stream(file, table.schema) as stream:
                 stream.write_table(table)
     return sink.hexdigest()

@@ -83,6 +83,7 @@ class SplitRows:
 
     def __init__(self, split: EncodedSplit, order: GlobalOrder, start_sample: int = 0) -> None:
         self._split, self._order = split, order
+        # Counted in samples and not in steps, so that a changed split is noticed.
         epoch, index = order.position(start_sample)
         self._first_step = epoch * order.steps_per_epoch + index
 
@@ -155,11 +156,13 @@ class TrainLoader:
 
     def __getitem__(self, step: int) -> RankBatch:
         if step in self._made:
+            # Made for a preview; popped, so that it does not stay in memory.
             return self._made.pop(step)
         found = self.rows.of_step(step)
         split, row_ids = found.split, found.row_ids
         require_fitting_rows(split, self.plan, row_ids)
         chunks = self._chunks(split, row_ids)
+        # The stages of a pipeline need microbatches of one width: that of the longest row of this rank.
         together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
         microbatches = [
             collate(
@@ -207,6 +210,7 @@ class EvalLoader:
         masking: TokenMasking | None = None,
     ) -> None:
         self._split, self._batching, self._masking = split, batching, masking
+        # Rows of similar length stand together, so little is padded.
         self._row_ids = np.argsort(-split.lengths, kind="stable")
         self._chunks = partition(len(split), data_rank, data_parallel_size, batch_size, filler_place=len(split) - 1)
         self._num_workers, self._pin_memory = num_workers, pin_memory
@@ -251,6 +255,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
     Raises:
         TrainerError: a worker died, or shared memory is full.
     """
+    # A "batch" of torch's loader is one index here, and `__getitem__` returns a whole batch.
     loader = DataLoader(
         batches,
         sampler=keys,
@@ -261,6 +266,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
         worker_init_fn=_init_worker,
         generator=torch.Generator(),  # otherwise the loader draws from the default generator, which dropout may use
     )
+    # To tell the workers of this loader from others of the process.
     before = multiprocessing.active_children()
     try:
         if num_workers:
@@ -272,6 +278,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
             raise TrainerError(_no_shared_memory(num_workers)) from error
         raise
     _name_deaths(num_workers)
+    # After the iterator exists, since torch sets its handler of signals then.
     workers = [process for process in multiprocessing.active_children() if process not in before]
     # At exit, multiprocessing sends SIGTERM to the workers, which ignore it, and would wait for them forever.
     weakref.finalize(iterator, _kill, workers)
@@ -307,6 +314,7 @@ def _end_worker(error: Exception, batch: object) -> None:
 
 def _name_deaths(num_workers: int) -> None:
     """Let torch's handler of dead workers, which raises wherever the rank is, raise an error with a remedy."""
+    # Torch's handler; signals can be set in the main thread only.
     report = signal.getsignal(signal.SIGCHLD)
     is_ours = isinstance(report, partial) and report.func is _report_death
     if callable(report) and not is_ours and threading.current_thread() is threading.main_thread():

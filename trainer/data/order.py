@@ -54,6 +54,7 @@ class Mixture:
         self.sizes = sizes
         self._first_rows = np.cumsum([0, *sizes])
         self._first_numbers = np.cumsum([0, *self.counts])
+        # A stream of keys for each source, so that a further source does not change the order of the others.
         draws = [np.random.Philox(np.random.SeedSequence(seed, spawn_key=(source,))) for source in range(len(sizes))]
         self._keys = [draw.random_raw(1).view(np.int64) for draw in draws]
 
@@ -103,6 +104,7 @@ def shares_of_sources(sizes: Sequence[int], weights: Sequence[float]) -> list[in
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
     """Return whole numbers with the sum `total`, in proportion to `weights` (largest remainders)."""
+    # Relative to the largest first: sums of huge or tiny weights would overflow, or vanish.
     relative = [weight / max(weights) for weight in weights]
     exact = [total * weight / sum(relative) for weight in relative]
     shares = [int(share) for share in exact]
@@ -149,6 +151,7 @@ class GlobalOrder:
         """Return the row ids of global batch `index` of `epoch` (both from 0), at most `[global_batch_size]`."""
         if not 0 <= index < self.steps_per_epoch:
             raise IndexError(f"an epoch holds {self.steps_per_epoch} global batches; there is no batch {index}")
+        # One epoch at a time is kept; its order is a function of seed and epoch, so nothing is lost.
         if self._order is None or epoch != self._epoch:
             kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
             draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
@@ -214,6 +217,7 @@ class _ComputedOrder:
             return self._row(np.arange(start, stop))
         if self._batch is not None and stop - start == size:
             index = int(self._batch(np.array([index]))[0])
+            # The batch lies in this run of global batches, which is sorted as a whole.
             begin = index - index % _MEGA_BATCH
             end = min(begin + _MEGA_BATCH, self._num_rows // size)
             rows = _sorted_in_mega_batches(self._row(np.arange(begin * size, end * size)), self._lengths, size)
@@ -260,6 +264,7 @@ def _permuted(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
 
 
 def _once(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
+    # The two factors are about the root, so that few numbers lie outside of `size`.
     num_right = math.isqrt(size - 1) + 1
     num_left = -(-size // num_right)
     left, right = np.divmod(numbers, num_right)
@@ -267,6 +272,7 @@ def _once(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
         found = derive_keys(of_round, torch.from_numpy(right).unsqueeze(1)).squeeze(1)
         words: NDArray[np.uint64] = found.numpy().view(np.uint64)
         sums = (left + (words % np.uint64(num_left)).astype(np.int64)) % num_left
+        # The halves differ in size, so their sizes change places, too.
         left, right = right, sums
         num_left, num_right = num_right, num_left
     return left * num_right + right

@@ -91,6 +91,7 @@ def build_model(
 def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadPartsError) -> PlacedModel:
     keys = described.new_keys()
     model, drawn, notes = load_whole(described)
+    # In a random model all is drawn, which is no news for the user.
     lacking = () if described.recipe.is_random else drawn
     prepared = described.prepare(model, lacking, keys)
     notes = [*notes, *described.check_invariance(model, keys), *prepared]
@@ -103,6 +104,7 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
     """Return the model as transformers loads it, the names of weights that are drawn instead, and notes."""
     recipe, seed = described.recipe, described.seed
     with torch.random.fork_rng(devices=[]):
+        # transformers draws weights that a checkpoint lacks; `draw_weights` replaces them by layout-invariant ones.
         torch.manual_seed(seed)
         if recipe.is_random:
             model = described.made()
@@ -223,6 +225,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
     parts.check_filled()
     shards, parts.shards, parts.starts = parts.shards, {}, {}  # weights that are read again start no adapter
     origin = _origin(parts, whole, sources, stored, seed)
+    # From here on, `parts` serves `origin` only, which reads into a table of its own.
     placed = replace(parts.placed, shards=shards, origin=origin)
     keys = placed.dropout_keys
     checked = described.check_invariance(placed.model if cut == ModelCut() else None, keys)
@@ -232,6 +235,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
 def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWeights, seed: int) -> Origin:
     """Return the source of filled parts, which are read into `parts.shards`; those that need a conversion are not."""
     drawn = set(sources.missing)
+    # Files are opened again at the first read only.
     again = cache(stored.again)
 
     def read(name: str) -> Tensor:
@@ -241,6 +245,7 @@ def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWe
             parts.read(again(), {name: sources.renamed[name]})
         assert parts.shards is not None
         found = parts.shards[name]
+        # One parameter at a time, so that the memory stays that of one.
         parts.shards.clear()
         return found
 
@@ -268,6 +273,7 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
             parts.read(stored, sources.renamed)
             keys = [key for keys in sources.converted for key in keys]
         except CannotLoadPartsError:
+            # The try above counted some reads; a whole load reads all.
             counted.num_bytes.clear()
             keys = list(stored.shapes)
         for key in keys:
@@ -323,6 +329,7 @@ def _empty_parts(
         model, sources = _match(described, stored)
         _take_origin(model, described.recipe)
         lacking = sources.missing
+    # Before `prepare` and `place` change `model`: draws and conversions follow the rules of the whole, plain model.
     whole = copy.deepcopy(model)  # its modules are drawn and converted one at a time
     keys = described.new_keys()
     notes = described.prepare(model, lacking, keys)
@@ -330,6 +337,7 @@ def _empty_parts(
     starts = {} if adapter is None else starts_of(model, adapter, described.seed)
     names = list(aliases(whole).values())
     known = {name for group in names for name in group}
+    # Parameters of adapters, which the plain model lacks.
     names += [group for group in aliases(model).values() if known.isdisjoint(group)]
     placed = place(model, cut, keys, notes, lacking, described.groups(model))
     return _Parts(placed, factors, names, starts), whole, sources
@@ -371,6 +379,7 @@ def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights
     for key, after in shapes.items():
         before = stored.shapes[key]
         changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
+        # Exactly one dimension differs, and it is that of the vocabulary.
         if len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size:
             larger[key] = after
     return EnlargedWeights(stored, larger) if described.recipe.new_tokens else stored
@@ -381,6 +390,7 @@ def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Modul
         model, loading = described.model_class.from_pretrained(
             None,
             config=described.config,
+            # Tensors without memory: transformers matches names and shapes, and reads nothing.
             state_dict={key: torch.empty(shape, device="meta") for key, shape in stored.shapes.items()},
             device_map="meta",
             output_loading_info=True,
@@ -401,6 +411,7 @@ def _sources(model: Any, stored: StoredWeights, loading: Mapping[str, Any]) -> _
     renamed, converted = _renamed(model, stored)
     missing = sorted(loading["missing_keys"])
     notes = []
+    # A list, because the loop deletes ties.
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in renamed or source not in renamed:
             continue
@@ -423,6 +434,7 @@ def _renamed(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[li
     converted: dict[str, list[str]] = {}
     for key in stored.shapes:
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
+        # Rules for older names may also match a current name.
         if name not in expected and key in expected:  # a current name that matches the rule for an older one
             name, pattern = rename_source_key(key, [], [], prefix, expected)
         if name not in expected:
@@ -475,6 +487,7 @@ class _Parts:
         self._quantized = quantized_in(self.model)
         for name, weight in self._quantized.items():
             first |= {f"{name}.{part}": name for part, _ in weight.named_parameters()}
+        # A stage may hold a copy of a parameter under another name than the whole model.
         origins = placed.stage.origins if placed.stage else {}
         own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
         for name, _ in self.model.named_parameters(remove_duplicate=False):
@@ -487,6 +500,7 @@ class _Parts:
 
     def read(self, stored: StoredWeights, renamed: Mapping[str, str]) -> None:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
+        # One rank of a node may read for all: every rank then walks through the same keys in the same order.
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
             quantized = stored.quantized(key) if name in self._quantized else None
@@ -499,12 +513,14 @@ class _Parts:
             elif name in self._buffers:
                 self.model.get_buffer(name).copy_(stored.read(key))
             elif is_wanted:
+                # This rank does not need the tensor, but others of the node do; it joins their read.
                 stored.read_along(key)
 
     def convert(self, stored: StoredWeights, groups: Sequence[Sequence[str]], whole: Any) -> None:
         """Fill the tensors that must be merged or split; each group is read whole into `whole`, one group at a time."""
         for keys in groups:
             empty = dict(whole.named_parameters(remove_duplicate=False))
+            # The converted parameters go back to `meta` afterwards, so one group at a time has memory.
             rules = LoadStateDictConfig(
                 dtype=torch.float32, device_map={"": "cpu"}, weight_mapping=get_model_conversion_mapping(whole)
             )
@@ -567,6 +583,7 @@ class _Parts:
         if shard is None or not part.dim():
             return part
         first, last = shard.bounds(part.shape)
+        # A view would keep the memory of the whole part.
         return part[first:last].clone()  # the other rows can go
 
     def _placement(self, name: str) -> ParameterPlacement:
@@ -594,6 +611,7 @@ class _Parts:
         empty = self.model.get_parameter(names[0])
         if self.shards is not None:
             assert part.shape[1:] == empty.shape[1:], f"{names[0]} is {tuple(part.shape)}, of {tuple(empty.shape)}"
+            # The model stays on `meta`; the strategy takes the rows from here.
             self.shards |= dict.fromkeys(names, part)
             return
         assert part.shape == empty.shape, f"{names[0]} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
@@ -617,6 +635,7 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the rules skip it
         for name in own:
             buffer = getattr(module, name)
+            # A marked value shows afterwards whether a rule has set the buffer.
             setattr(module, name, torch.full_like(buffer, _unset(buffer.dtype), device="cpu"))
         owner._init_weights(module)
         for name in own:

@@ -85,11 +85,13 @@ def set_generation(
     if settings is not None:
         _require_obeyed(found)
         _replace_search(found, settings)
+    # A configuration that transformers derived from `config.json` repeats that file, and is no choice of its author.
     is_written = found.eos_token_id is not None and not found._from_model_config
     for name in _FROM_CONFIG:
         if getattr(found, name) is None:
             setattr(found, name, getattr(configs[0], name, None))
     # A single token in a model's configuration is often the default of its class.
+    # Read before the loops below replace the tokens.
     own_ends = _ids(found.eos_token_id) if is_written or isinstance(found.eos_token_id, list) else []
     if tokenizer is not None and not is_written:
         found.bos_token_id = None
@@ -108,6 +110,7 @@ def set_generation(
     for config in configs:
         config.eos_token_id = end_tokens[0] if end_tokens else config.eos_token_id
         config.bos_token_id = found.bos_token_id
+    # Else, `generate` would take settings from the model's configuration again.
     found._from_model_config = False
     described.generation_config = found
     described.stops_by = tokenizer if found.stop_strings else None
@@ -157,6 +160,7 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
     prompt = 1  # an encoder-decoder starts with one token
     if not described.config.is_encoder_decoder:
         # A decoder continues the last position, so the padding moves to the left.
+        # Zeros come before ones, and a stable sort keeps the order of the tokens.
         order = mask.argsort(dim=1, stable=True)
         ids, mask = ids.gather(1, order), mask.gather(1, order)
         prompt = ids.shape[1]
@@ -181,11 +185,13 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
             )[:, prompt:]
     finally:
         described.generation_config = own
+    # After its end token, a row is filled while others continue.
     ends = torch.isin(tokens, torch.tensor(own.eos_token_id, device=tokens.device))
     return tokens.masked_fill(ends.cumsum(1) > 0, IGNORED_LABEL)
 
 
 def _sampling(settings: GenerationConfig, draw: _Draw) -> Iterator[LogitsProcessor]:
+    # In the order of transformers: temperature, then top-k, then top-p.
     yield TemperatureLogitsWarper(settings.temperature)
     if settings.top_k:
         yield TopKLogitsWarper(settings.top_k)
@@ -205,11 +211,14 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
         self._draws = torch.empty(0)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # fp64, because fp32 sums over a large vocabulary would round small probabilities away.
         sums = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
         start, place = divmod(input_ids.shape[1] - self._prompt, _TOKENS_DRAWN)
         if place == 0:  # many tokens at once, because the host waits for the device in each copy
             self._draws = self._drawn(start * _TOKENS_DRAWN)
+        # By the last sum, which rounding may leave beside 1.
         drawn = self._draws[place] * sums[:, -1:]
+        # The first token with a sum above the number; tokens of probability 0 are never chosen.
         chosen = torch.searchsorted(sums, drawn, right=True).clamp(max=scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 

@@ -40,6 +40,7 @@ def one_line(error: Exception) -> str:
 
 def not_found(key: str, name: str, error: Exception) -> TrainerError:
     """Return the error for a folder or repository, named by the recipe's `key`, that could not be opened."""
+    # transformers wraps the error of the disk, which has the path and the real reason.
     for cause in (error, *causes(error)):
         if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
             continue
@@ -61,6 +62,7 @@ def local_files_only() -> Iterator[None]:
     import datasets
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    # Both packages read the variable of the environment once, when they are imported.
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -126,6 +128,7 @@ def pretrained_files(recipe: Model, config: Any) -> list[str]:
     try:
         if is_adapter(recipe):
             raise CannotLoadPartsError("it is an adapter to another model")
+        # One file first, as in transformers: a folder may have both.
         if (single := find_file(recipe, SAFE_WEIGHTS_NAME)) is not None:
             return [single]
         if (index := find_file(recipe, SAFE_WEIGHTS_INDEX_NAME)) is not None:

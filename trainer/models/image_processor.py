@@ -78,6 +78,7 @@ class ImageProcessor:
 
     def _halved(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the result before rescaling; `pixels` is `[height, width]` or `[height, width, 3]`."""
+        # Pixels of 8 bits before the rescaling, so that a cache holds one byte for each channel.
         resized = self._process(pixels, do_rescale=False, do_normalize=False)
         return resized.astype(np.uint8, casting="unsafe")
 
@@ -93,6 +94,7 @@ class ImageProcessor:
         for height, width in _PROBES:
             values = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
             pixels = values if self.num_channels == 3 else values[:, :, 0]
+            # Both halves, one after the other, must give the whole: only then may the first half be cached.
             whole, halved = self._process(pixels), self._halved(pixels)
             by_channel = (-1, 1, 1)
             mean, std = np.array(self.mean).reshape(by_channel), np.array(self.std).reshape(by_channel)

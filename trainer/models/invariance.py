@@ -55,6 +55,7 @@ def check_invariance(
     name = f"model type {described.config.model_type!r}"
     training = model.training
     try:
+        # Keyed masks are equal in both passes, so dropout does not disturb the comparison; torch's would.
         model.train(keys is not None)
         with _padding_decided(described):
             problem = _dependence(model, keys, name, auto_class_name)
@@ -97,6 +98,7 @@ def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = Fa
 def _dependence(model: nn.Module, keys: DropoutKeys | None, name: str, auto_class_name: str) -> str | None:
     """Return a description of how the logits depend on the layout, or None if they do not."""
     try:
+        # The shorter row is row 1 in both passes, so it has the same dropout keys.
         together = _logits(model, _inputs(model, _LENGTHS, auto_class_name), (0, 1), keys, name)
         alone = _logits(model, _inputs(model, _LENGTHS[1:], auto_class_name), (1,), keys, name)
     except UsageError:  # raised for a dropout without a keyed form
@@ -145,6 +147,7 @@ def _require_plain_loss(model: Any, name: str, auto_class_name: str) -> None:
         return
     logits = output.logits
     if auto_class_name == "AutoModelForCausalLM":
+        # transformers shifts labels of a causal model itself.
         logits, labels = logits[:, :-1], labels[:, 1:]
     plain = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL)
     if _difference(output.loss, plain) > _TOLERANCE:
@@ -165,6 +168,7 @@ def _logits(
     """Return the logits `[rows, ...]` of one microbatch; the generator's seed is the number of rows."""
     keyed = keys.use(MicrobatchKey(0, torch.tensor(rows))) if keys else nullcontext()
     with torch.random.fork_rng(devices=[]):
+        # Another seed for each number of rows: an unkeyed draw shows as a difference.
         torch.manual_seed(len(rows))
         with RefuseUnkeyedDropout(name) if keys else nullcontext(), keyed:
             return _scores(model(**inputs))
@@ -192,6 +196,7 @@ def _inputs(model: Any, lengths: Sequence[int], auto_class_name: str = "") -> di
     ordinary = [token for token in range(min(config.vocab_size, 200)) if token not in special]
     ids, mask = torch.full((len(lengths), max(lengths)), padding), torch.zeros(len(lengths), max(lengths)).long()
     for row, length in enumerate(lengths):
+        # Special tokens are left out, because models treat them in their own ways.
         tokens = [ordinary[(length + 7 * place) % len(ordinary)] for place in range(length)]
         if end is not None:
             tokens[-1] = end  # encoder-decoders classify at this token

@@ -41,6 +41,7 @@ def change_inputs(
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         changed = {name: change(name, kwargs[name]) for name in names if isinstance(kwargs.get(name), Tensor)}
+        # Families differ: some pass hidden states by position, others by name.
         if HIDDEN_STATES not in changed and args:
             args = (change(HIDDEN_STATES, args[0]), *args[1:])
         else:
@@ -145,8 +146,10 @@ def flatten_layers(model: Any) -> None:
         layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, KeyedDropout):
+                # A site of flat rows finds row and position of each token, so masks equal those of padded rows.
                 module.site = replace(module.site, flat=True)
     # Rows are joined before they are split over tensor or context ranks, and padded after the parts are joined.
+    # `prepend`: a hook that cuts the sequence is there already, and must run after this one.
     layers[0].register_forward_pre_hook(_pack_input, with_kwargs=True, prepend=True)
     layers[-1].register_forward_hook(_unpack_output, with_kwargs=True)
 

@@ -72,6 +72,7 @@ def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerKeys) ->
                 owners[name] = origin
                 decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
                 own = group.learning_rate
+                # A group without a rate keeps the one of its layer.
                 rate = rules[name].rate if own is None else own / optimizer.learning_rate
                 rules[name] = ParameterRule(origin, rate, decay)
     problems.raise_all()
@@ -122,6 +123,7 @@ def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
         found |= dict.fromkeys(module.parameters(), part)
     for name, module in layers.items():
         found |= dict.fromkeys(module.parameters(), (name, powers[name]))
+    # A weight that is tied to the embedding counts as the embedding.
     return {names[0]: found.get(parameter, ("head", 0)) for parameter, names in aliases(model).items()}
 
 

@@ -60,6 +60,7 @@ def write_adapter(
     layers, with_rows = _layers_with(f".{ATTRIBUTE}.A", available), _layers_with(f".{ROWS}.rows", available)
     # PEFT has no trained rows over a product, so such a layer is written whole.
     own = own | {f"{layer}.weight" for layer in layers & with_rows}
+    # `read` merges the product into weights that are written whole.
     layers -= {name.removesuffix(".weight") for name in own}
     if not layers:
         raise UsageError(
@@ -122,6 +123,7 @@ def _in_peft(product: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     first, second = product["A"], product["B"]
     if "start_A" in product:
+        # [A; A0] and [B, -B0]: their product is B A - B0 A0.
         first = torch.cat([first, product["start_A"]])
         second = torch.cat([second, -product["start_B"]], dim=1)
     found = {"lora_A.weight": first, "lora_B.weight": second}
@@ -135,6 +137,7 @@ def _config(
     # A product that began with a part of the weight has twice the rank; `alpha` keeps its scaling.
     doubled = 1 if adapter.start in (None, "loftq") else 2
     ranks = {layer: doubled * adapter.rank_of(layer) for layer in sorted(layers)}
+    # Alpha such that PEFT's scaling, alpha / rank or alpha / sqrt(rank), equals ours.
     alphas = {
         layer: adapter.scaling_of(layer) * (math.sqrt(rank) if adapter.rank_stabilised else rank)
         for layer, rank in ranks.items()
@@ -181,6 +184,7 @@ def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[st
                 f" {module or 'the whole model'}; export the merged model, without --adapter"
             )
         found.add(module)
+    # A module inside of another one is saved with it.
     found -= {one for one in found for other in found if one.startswith(f"{other}.")}
     names = [name for name, _ in model.named_modules()]
     for module in found:  # PEFT takes each name as the end of a name

@@ -63,6 +63,7 @@ class ShardChoice:
             return bounds_of_part(num_rows, self.index, self.size)
         row = prod(columns)
         first, last = bounds_of_part(num_rows * row, self.index, self.size)
+        # Whole rows around the elements, because files are read by rows.
         return (first // row, -(-last // row)) if first < last else (0, 0)
 
 
@@ -150,6 +151,7 @@ def place(
     Raises:
         UsageError: the model cannot be cut in this way.
     """
+    # Stages first: the tensor cut then sees the modules of this stage only.
     stage = _cut_to_stage(model, cut.choice) if cut.choice else None
     placements = None
     if cut.groups != RowGroups():
@@ -157,6 +159,7 @@ def place(
 
         placements = split_model(model, cut.groups, cut.sequence)
     if stage is not None and cut.choice is not None:
+        # Names in placements become those of the whole model, by which checkpoints know parameters.
         own = placements or whole(model)
         placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in own.items()}
     return PlacedModel(model, cut, placements, stage, keys, notes, lacking, groups=groups)

@@ -81,6 +81,7 @@ class StoredParts:
 
     def dequantized(self, shape: Sequence[int], read: Callable[[str], Tensor]) -> Tensor:
         """Return the weight in fp32, from tensors that `read` returns, also in fp32."""
+        # `read` returns fp32, in which codes of 8 bits are exact.
         tensors = {part: read(name).to(self.format.types[part]) for part, name in self.parts.items()}
         return self.format.dequantize(tensors, tuple(shape), torch.float32)
 
@@ -95,6 +96,7 @@ def quantized_weights(names: Iterable[str]) -> dict[str, StoredParts]:
             grouped.setdefault(weight, {})[part] = name
     found = {}
     for weight, parts in grouped.items():
+        # Formats are known by the names of their tensors; an incomplete set is no quantised weight.
         kind = next((one for one in FORMATS.values() if one.types.keys() == parts.keys()), None)
         if kind is not None:
             found[weight] = StoredParts(kind, parts)

@@ -25,6 +25,7 @@ class _RotatedHalf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # The first part of the output has the second half of `x`, which is the longer one for an odd size.
         half = gradient.shape[-1] - gradient.shape[-1] // 2
         return torch.cat((gradient[..., half:], -gradient[..., :half]), dim=-1)
 
@@ -34,6 +35,7 @@ class CheapRotation:
 
     def __init__(self, model: nn.Module) -> None:
         names = {name for module in model.modules() if (name := type(module).__module__).startswith("transformers.")}
+        # Model files call the function by its name in their module, so that name is replaced.
         spaces = [vars(sys.modules[name]) for name in sorted(names)]
         self._replaced = [(space, space[_NAME]) for space in spaces if _NAME in space and _is_known(space[_NAME])]
 

@@ -91,13 +91,16 @@ def save_model(
 
     writing: Future[Path] | None = None
     error: Exception | None = None
+    # One thread: the disk works while this rank joins the collectives of the next files.
     thread = ThreadPoolExecutor(1)
     try:
         for number, file in enumerate(planned.files):
             writer = writer_of(number, mesh.world_size)
             if writer == mesh.rank:
+                # The rank goes on after an error of its disk: the others wait for it in the collectives.
                 error = error or _error_of(writing)  # before the tensors of the next file take memory
             needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
+            # Every rank, in the same order: each `collect` is a collective.
             collected = {name: tensors.collect(name, writer) for name in needed}
             if writer == mesh.rank:
                 writing = thread.submit(write, file, {name: t for name, t in collected.items() if t is not None})
@@ -111,6 +114,7 @@ def save_model(
             write_added({name: one for name, one in added.items() if one is not None}, folder, dtype)
         except (OSError, SafetensorError) as raised:
             error = raised
+    # All ranks learn of an error, so all raise.
     failures = [text for text in mesh.all_gather(str(error) if error else None) if text]
     if failures:
         raise _cannot_write(folder, failures[0]) from error

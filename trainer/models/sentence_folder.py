@@ -96,6 +96,7 @@ def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
     described = _read(model, "config.json", dict) or {}
     older = described.get("sentence_transformers")
     name = config.get("activation_fn") or (older.get("activation_fn") if isinstance(older, dict) else None)
+    # Three generations of the format, the newest first.
     name = name or described.get("sbert_ce_default_activation_function")
     modules = _read(model, _MODULES, list) or [{}]
     kinds = [str(module.get("type")) if isinstance(module, dict) else "" for module in modules]
@@ -217,6 +218,7 @@ class _Folder:
         if file is None:
             return None
         with safe_open(file, framework="pt") as opened:
+            # The file holds log(1 / temperature).
             return exp(-float(opened.get_tensor("log")))
 
     def poolings(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class CrossingShapes:
         self._config: Any = model.config
         self._starts = tuple(starts)
         self._crossings = tuple(crossings)
+        # A pass on `meta` for each size of images, and not for each step.
         self._traced = cache(partial(_layer_inputs, _meta_copy(model))) if traced else None
 
     def of(self, inputs: Mapping[str, Tensor], num_rows: int) -> tuple[tuple[Shape, ...], ...]:
@@ -57,6 +58,7 @@ class CrossingShapes:
             inputs: the inputs of the model, with any number of rows.
         """
         if self._traced is None:
+            # Multiple choice has several texts in a row, which the model joins into the batch.
             num_texts = inputs["input_ids"][0].numel() // inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1
             result = (num_rows * num_texts, *_hidden_shape(self._config, inputs))
             # Layers that use the result of an earlier stack are of a decoder, with positions of its own.

@@ -88,6 +88,7 @@ class StagePart:
         Returns:
             The tensors for the next stage, or the output of the model on the last stage.
         """
+        # In the order in which the stage before sends: hidden states, then the result of an earlier stack.
         waiting = list(received)
         self.traffic.hidden = waiting.pop(0) if self.receives.hidden else None
         self.traffic.result = waiting.pop(0) if self.receives.result else None
@@ -95,6 +96,7 @@ class StagePart:
             inputs = {**inputs, self.result_as: BaseModelOutput(self.traffic.result)}
         try:
             return forward(**inputs)
+        # A stand-in of the next stage raises it when the model's code calls it: this stage's part is done.
         except StageLeft as left:
             sent = [left.hidden] * self.sends.hidden + [self.traffic.result] * self.sends.result
         finally:
@@ -191,8 +193,10 @@ def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple
     for stage in range(num_stages):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for first, (most, squares, starts) in best[-1].items():
+            # Each later stage must get a layer, too.
             for last in range(first + 1, len(layers) - (num_stages - stage - 1) + 1):
                 here = total(first, last)
+                # Tuples compare by their first difference: cost, squares, then starts. All ranks find the same split.
                 candidate = (max(most, here), squares + here * here, (*starts, first))
                 if candidate < row.get(last, (inf, inf, ())):
                     row[last] = candidate
@@ -319,6 +323,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     shapes = CrossingShapes(
         model, [split.layers[start] for start in later], list(map(staged.crossing, later)), staged.plan.changes_shape
     )
+    # Before anything is replaced: the stand-ins hide which names are tied.
     origins, holders = _shared_parameters(staged)
     # Before the stand-ins take the place of the first layer, which has the module.
     _copy_first_layer(staged, stage)
@@ -364,6 +369,7 @@ def _copy_first_layer(staged: _StagedModel, stage: int) -> None:
     base: Any = staged.model.base_model
     if copied := staged.copied_module(stage):
         source, target, flag = copied
+        # A copy with equal values; `TiedGradients` keeps it equal to the original.
         replace_in(base, target, copy.deepcopy(base.get_submodule(source)))
         setattr(base.get_submodule(owner_of(target)), flag, True)
 
@@ -374,12 +380,15 @@ def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
 
     def stand_in(name: str, module: nn.Module, stages: set[int]) -> nn.Module:
         relative, original = staged.relative(name), on_meta(module)
+        # The module runs after this stage.
         if min(stages) > stage:
             # A layer's input is hidden states; modules before a later stack run before there are hidden states.
             return Later(original, takes_hidden=relative in split.layers)
         if relative in split.layers:
+            # A layer before this stage: it hands its input on, in the shape of the outputs of a layer.
             return Passing(original, stack_of[split.layers.index(relative)].num_results)
         if any(_stands_in(stack.before, relative) for stack in staged.plan.stacks):
+            # A module before the layers, such as an embedding: the model reads the shape of its output for masks.
             return Received(original, traffic)
         return Absent(original)
 

@@ -78,6 +78,7 @@ def buffers_hash(models: Iterable[nn.Module], mesh: ParallelMesh) -> str | None:
 
     The hash is the same under every layout. All ranks must call this function.
     """
+    # fp64 holds every value of the other types exactly, so the hash does not depend on the type.
     digests = {
         name: hashlib.sha256(buffer.detach().cpu().to(torch.float64).numpy().tobytes()).hexdigest()
         for model in models

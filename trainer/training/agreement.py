@@ -49,10 +49,12 @@ def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_secon
     Raises:
         UsageError: Facts differ; the message names them with their ranks and hosts. Every rank raises it.
     """
+    # Usually all agree, so a digest is enough, and no rank sends its facts.
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
     if meeting.all_same(digest, timeout_seconds):
         return
     first: dict[str, str] = meeting.share(dict(facts), timeout_seconds)
+    # Both sides: a fact that one rank lacks is a difference, too.
     names = dict.fromkeys((*first, *facts))
     own = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
     ranks = meeting.gather((socket.gethostname(), own), timeout_seconds)

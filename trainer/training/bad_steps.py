@@ -39,7 +39,9 @@ def examine(
     for microbatch in batch.microbatches:
         if not math.isfinite(engine.eval_step(microbatch).loss_sum):
             bad += [int(row_ids[place]) for place in microbatch.rows.tolist()]
+    # The rows of the step before were finite with older weights; if they are not now, the weights are to blame.
     again = [engine.eval_step(microbatch).loss_sum for microbatch in (last_good.microbatches if last_good else ())]
+    # All ranks call both collectives, with rows or without, and so get the same record.
     found = mesh.all_gather(bad)
     diverged = any(mesh.all_gather(int(not all(map(math.isfinite, again)))))
     return BadStepRecord(

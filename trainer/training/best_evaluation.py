@@ -49,6 +49,7 @@ class BestEvaluation:
         """Count an evaluation, and return whether it is the best so far."""
         new, best = merit(self.metric, record.metrics), self._best_merit()
         self.progress.evaluations_since_best += 1
+        # Patience counts the metric alone: a better loss at an equal metric is the best model, but no progress.
         if best is None or new[0] > best[0]:
             self.progress.evaluations_since_best = 0
         is_best = best is None or new > best
@@ -68,6 +69,7 @@ class BestEvaluation:
     def _best_merit(self) -> tuple[float, float] | None:
         """Return the merit of the best evaluation; a resumed run may ask for another metric, or evaluate other rows."""
         best = self.progress.best
+        # Values of another metric, or over other rows, cannot be compared.
         if best is None or best.name != self.metric or self.progress.best_rows != self.rows:
             return None
         return merit(best.name, {"loss": best.loss, best.name: best.value})

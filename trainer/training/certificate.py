@@ -94,6 +94,7 @@ def compared(
         for name, there in other.items():
             own = one.get(name)
             if own is None or own.shape != there.shape:
+                # A missing output is the largest possible difference.
                 return math.inf, largest
             is_of_tokens = there.dim() > 2 or name in ("start_logits", "end_logits")
             if is_of_tokens and mask is not None and mask.shape == there.shape[:2]:
@@ -102,6 +103,7 @@ def compared(
                 own, there = own[batch.labels >= 0], there[batch.labels >= 0]
             gap = gap_of(own, there)
             difference = max(difference, gap.max().item() if gap.numel() else 0.0)
+            # Masked logits are -inf by design, and would make every tolerance infinite.
             finite = there[there.isfinite()]
             largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
     return difference, largest
@@ -109,6 +111,7 @@ def compared(
 
 def gap_of(one: Tensor, other: Tensor) -> Tensor:
     """Return the distance of each value; that of two equal infinities, or of two values that are none, is 0."""
+    # inf - inf is nan, although the values are equal.
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
 

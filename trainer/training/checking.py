@@ -57,6 +57,7 @@ def prepare_checked(
         data = prepare_data(recipe, observer=observer, day=day)
         require_fitting_rows(data.train, plan.batch)
     observer.preparing("checking the model")
+    # Without data the task is unresolved, but a local model can be described by transformers' number of classes.
     is_here = LocalParts.of(recipe).has_model
     if data is not None or is_here:
         with problems.collect():
@@ -190,6 +191,7 @@ def _rehearse(
         with problems.collect():
             notes += described.check_sample(keys)
         if is_sound:
+            # A copy for each cut, because `place` cuts in place.
             check_built([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
     return notes
 

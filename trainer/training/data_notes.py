@@ -71,6 +71,7 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
     labels = split.tokens.get("labels") if column is None else column.values
     if labels is None or not len(labels) or tokenizer is None:
         return notes  # random tokens are hidden
+    # The first labels stand for all; a note needs no exact count.
     labels = labels[:_MOST_LABELS]
     is_trained = labels != IGNORED_LABEL
     if not is_trained.any():
@@ -79,6 +80,7 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
     if column is None:
         if is_trained.all():
             notes.append("all tokens of the training rows are trained, those of prompts too")
+        # Rows that begin inside of the counted labels.
         starts = split.offsets[:-1][split.offsets[:-1] < len(labels)]
         if empty := int((np.add.reduceat(is_trained, starts, dtype=int) == 0).sum()):
             notes.append(f"no token is trained in {empty:,} of {len(starts):,} training texts: their answers are cut")
@@ -101,6 +103,7 @@ def _num_empty(labels: NDArray[Any], is_trained: NDArray[np.bool_], tokenizer: T
     Args:
         labels: the label of each token, of shape `[tokens]`; `is_trained` is of the same shape.
     """
+    # Runs of trained tokens: edges alternate between the first token and the one after the last.
     edges = np.flatnonzero(np.diff(is_trained, prepend=False, append=False)).reshape(-1, 2)
     short = [labels[start:end].tolist() for start, end in edges if end - start <= _MOST_BLANK]
     added = tokenizer.added_tokens_decoder
@@ -243,6 +246,7 @@ def _numbers_and_words(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _joined(names: Sequence[str]) -> str | None:
     """Return the first name that is a list as text, or joins names by a mark, most of which are in other names too."""
+    # A list that was written as text, such as "['a', 'b']".
     lists = [name for name in names if LITERAL.fullmatch(name)]
     if lists or not names:
         return next(iter(lists), None)
@@ -251,6 +255,7 @@ def _joined(names: Sequence[str]) -> str | None:
         uses = Counter(part for inner in parts.values() for part in inner)
         joined = [name for name, inner in parts.items() if len(inner) > 1]
         shared = sum(all(uses[part] > 1 for part in parts[name]) for name in joined)
+        # Most parts must be classes elsewhere too, or names with a comma would be taken for lists.
         if shared and 2 * shared >= len(joined):
             return joined[0]
     return None

@@ -41,6 +41,7 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
     """
     plan = plan_on_ranks(resolved.recipe, everyone)
     size = plan.layout.world_size
+    # The first ranks train and the last ones are spare, so that ranks of a training have no gaps.
     if everyone.rank >= size:
         meeting = _meet(resolved, plan, everyone, callbacks)
         assert meeting is not None, "others train"
@@ -50,9 +51,11 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
     with StopRequest() as stop:
         try:
             meeting = _meet(resolved, plan, everyone, callbacks)
+            # The ranks that train need a meeting of their own: spare ranks answer none of its collectives.
             own = meeting.of_first(environment) if meeting is not None and spares else meeting
             code = train(resolved, environment, stop, own, callbacks=callbacks).exit_code
             if meeting is not None and spares and everyone.rank == 0:
+                # Spare ranks wait for this code, and exit with it.
                 meeting.dismiss(spares, code)
         except LostPeerError:
             stop.wait(_AGENT_SECONDS)

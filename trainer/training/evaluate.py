@@ -47,6 +47,7 @@ class Evaluation:
         plan = plan_run(recipe, environment.world_size, environment.local_world_size)
         prepare = partial(prepare_data, with_class_names(recipe))
         with joined_ranks(resolved, plan, environment, prepare) as (device, data):
+            # A function of its own, so that model and engine are freed before the process group closes.
             metrics = _evaluate(plan, self.start, data, device, environment.rank == 0)
         if environment.rank == 0:
             self._print(recipe, data, metrics)
@@ -86,6 +87,7 @@ def _evaluate(plan: RunPlan, start: Model, data: PreparedData, device: torch.dev
     if data.task.has_reference:  # the first model is freed before the trained one is loaded
         assert data.validation is not None, "it was checked before"
         first = replace(plan, recipe=plan.recipe.model_copy(update={"model": start}))
+        # `assemble` computes the reference of its training split, so the validation split stands in for it.
         data = assemble(first, mesh, replace(data, train=data.validation)).data
     parts = assemble(plan, mesh, data)
     with progress_bar(shows) as bar:

@@ -101,6 +101,7 @@ def export(
             f"PEFT and transformers take the generation configuration of the base, which may end texts elsewhere; set"
             f" that of the folder, as its {CARD_NAME} shows"
         )
+    # On the same disk as its place, so that the last step is a rename.
     temporary = place.with_name(f"{UNFINISHED}{place.name}")
     try:
         remove(temporary)  # of an export that was killed here
@@ -167,11 +168,13 @@ def _write_weights(
     if adapter:
         peft_type = (card_of(str(_group(state.facts.identity, "task").get("type"))) or Card()).peft_type
         buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
+        # Weights without any part in the base, and those that the base lacks: PEFT must write them whole.
         own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
         names = available.keys() | merged.shapes
         weights = [write_adapter(described, _origin_model(state), peft_type, names, own, read, folder, type_)]
     else:
         weights = plan_files(described, merged.shapes, type_).write(read, folder)
+    # A frozen added module stands in no checkpoint, but in the base.
     frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
     write_added(frozen | {name: _read(state, key) for name, key in added.items()}, folder, type_)
     return weights
@@ -242,6 +245,7 @@ def _trained_model(state: SavedState, described: Any) -> Any:
     """
     quantized: Mapping[str, Mapping[str, Tensor]] = {}
     if _group(state.facts.identity, "model").get(FROZEN_WEIGHTS) is None:
+        # Each tensor is copied from the checkpoint below, so none needs a first value.
         with no_init_weights():
             model = type(described)(described.config)
         model.tie_weights()  # which the flag above leaves out
@@ -301,6 +305,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     with _reading(state, "`training.seed`"):
         seed = int(identity["training"]["seed"])
     model, drawn, quantized = build_base(described, recipe, seed)
+    # Only weights that the checkpoint lacks; the others would hide the trained values.
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
     found_drawn = base.keys() & drawn
     if recipe.quantization is not None:
@@ -314,6 +319,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
         TensorPart(f"{MODEL_PREFIX}{name}", tuple(tensor.shape), (Box((0,) * tensor.dim(), tensor),))
         for name, tensor in base.items()
     ]
+    # The hub's model may have changed since the training; merged with other weights, an adapter is wrong in silence.
     if (found := joined([own_digest(parts)])) != digest:
         raise UsageError(
             f"`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is {found}"
@@ -363,6 +369,7 @@ def _open(checkpoint: Path) -> tuple[SavedState, list[str]]:
     if (checkpoint / FACTS).exists() or not store.folder.is_dir():
         return _verified(checkpoint), []
     notes: list[str] = []
+    # The newest whole checkpoint: the last one may be damaged or half written.
     for step in reversed(store.steps()):
         try:
             return _verified(store.path(step)), notes

@@ -27,6 +27,7 @@ def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | No
         return None
 
     def find() -> str | None:
+        # Rank 0 alone asks: hosts may have different dates around midnight.
         return None if rank else _saved(recipe) or date.today().isoformat()
 
     found = together(meeting, recipe, find)

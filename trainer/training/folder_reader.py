@@ -44,11 +44,13 @@ def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
         keys = {"revision": request["revision"]}
         config = transformers.AutoConfig.from_pretrained(request["folder"])
         of_base = transformers.AutoConfig.from_pretrained(request["base"], **keys)
+        # A base that is stored quantised keeps its format; else, transformers quantises it while it loads.
         if hasattr(of_base, "quantization_config"):
             config.quantization_config = of_base.quantization_config
         elif request["quantization"]:
             keys["quantization_config"] = transformers.BitsAndBytesConfig(**request["quantization"])
         base = auto.from_pretrained(request["base"], **keys, config=config, dtype=torch.float32, device_map="cpu")
+        # The comparison needs the numbers of fp32.
         for module in base.modules():  # for evaluations, bitsandbytes would round scales to bf16
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False

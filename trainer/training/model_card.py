@@ -90,6 +90,7 @@ def _card(
     text: str = _template().render(
         head=_head(recipe, task_type, facts, adapter is not None).to_yaml().strip(),
         recipe=recipe,
+        # JSON leaves the control character DEL as it is.
         as_json=json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
         architecture=architecture,
         dtype=config["dtype"],
@@ -145,6 +146,7 @@ def _part(values: Any, key: str) -> Mapping[str, Any]:
 def _plain(value: Any) -> str:
     """Return a value of a checkpoint on one line, without HTML, links, code spans and control characters."""
     text = for_terminal(" ".join(str(value).split()))
+    # The first replacement is that of &, because the others add one.
     for mark, safe in (("&", "&amp;"), ("<", "&lt;"), ("[", "\\["), ("`", "'")):
         text = text.replace(mark, safe)
     return text

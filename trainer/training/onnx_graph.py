@@ -89,14 +89,17 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
         model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         inputs = _sample(folder, model)
     if recipe is not None:
+        # The exported folder describes its poolings itself, and the origin may be gone.
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
         task, found = build_task(recipe.task), sentence_folder(own)
         added = (task if found is None else task.in_sentence_folder(found)).exported.graph_head()
         head, columns = (None, ()) if added is None else added
+        # A copy, or the exporter would take both inputs for one.
         inputs |= {name: inputs["attention_mask"].clone() for name in columns}
     graph = _Graph(model, list(inputs), head)
     with torch.no_grad():
         outputs = list(graph(*inputs.values()))
+    # Only dimensions in this list stay free; the exporter fixes the others at the size of the sample.
     free = tuple(dict.fromkeys(_free_dims(tensor), Dim.DYNAMIC) for tensor in inputs.values())
     try:
         with _quietly():
@@ -118,6 +121,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
             f"`--to onnx` cannot write a {model_class.__name__}: the exporter of torch {torch.__version__} fails:"
             f" {reason}; leave --to out"
         ) from error
+    # After the graph is written, so that an error leaves the weights.
     for pattern in ("*.safetensors", "*.safetensors.index.json"):
         for file in folder.rglob(pattern):
             file.unlink()

@@ -71,6 +71,7 @@ class Prediction:
 
     def _predict(self, plan: RunPlan, mesh: ParallelMesh, prepared: tuple[Preparation, Task]) -> None:
         request, (preparation, task) = self.request, prepared
+        # The model is built for the first chunk: an input that is wrong from its start costs no load.
         predictor = Predictor(plan, mesh, preparation, task, request)
         rows = InputRows(request, plan.recipe.data, task.columns, predictor.check)
         with Output(request, plan.recipe) as output, progress_bar(mesh.rank == 0) as bar:
@@ -84,10 +85,12 @@ class Prediction:
                     chunk = next(chunks, None)
                     return None if chunk is None else _shared(chunk, rows)
 
+            # Rank 0 reads and writes. The other ranks get the rows of a chunk, so they need not see the files.
             while (shared := mesh.on_rank_zero(read)) is not None:
                 with naming_resumption(request, shared["first_row"]):
                     found = predictor.answers(**shared) if len(shared["places"]) else None
 
+                # A default argument binds the value of this pass of the loop.
                 def write(found: tuple[dict[str, Tensor], EvaluatedSplit] | None = found) -> None:
                     assert chunk is not None
                     output.write(chunk, task.readable(*found) if found else [])
@@ -149,6 +152,7 @@ class Predictor:
         import pyarrow
 
         rows = datasets.Dataset.from_buffer(pyarrow.py_buffer(table.numpy().tobytes()))
+        # One folder for all ranks, which each of them opens.
         cache = Path(self._mesh.share(tempfile.mkdtemp(prefix="trainer-") if self._mesh.rank == 0 else None))
         try:
             try:

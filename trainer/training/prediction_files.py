@@ -166,6 +166,7 @@ class InputRows:
             sound = [chunk.rows[place] for place in chunk.sound]
             if sound and self._map is None:
                 self._map = RowMap.of_input(self._data.map, self._columns, sound, request.where)
+            # If bad rows are skipped, only the first chunk shows the columns: a later row that lacks one is bad itself.
             if not (skips and (first or not sound)):
                 self._check_columns(chunk.rows)
             if skips:
@@ -195,6 +196,7 @@ class InputRows:
                 self._check(self.table(chunk.rows[start:end], first), first)
                 return {}
         except DataError as error:
+            # Halving finds few bad rows of a chunk with few encodings.
             if end - start == 1:
                 named = f"row {first + 1} of {self._request.where}"
                 return {start: error if named in str(error) else DataError(f"{named} is bad: {error}")}
@@ -212,6 +214,7 @@ class InputRows:
 
         rows = self._map.of_rows(rows, first_row, self._request.where) if self._map else rows
         try:
+            # Only the columns of the task; the others are written back and never converted.
             columns = {name: [row.get(name) for row in rows] for name in self._columns}
             parts = [
                 # The writer of `datasets` takes exponential time for nested lists.
@@ -268,11 +271,14 @@ class Output:
         with self._must_be_writable():
             self._lock = hold(self._folder, self._path, _LOCK_SECONDS)
             self._prefix = f"part-{digest_of(self._facts())[:16]}-"
+            # Parts of another input, model or option must not enter this output.
             others = [path for path in self._folder.glob("part-*") if not path.name.startswith(self._prefix)]
             for path in others:
                 path.unlink()
+            # Each part is written whole or not at all, in order, so the first missing one ends the work of before.
             while self._next_part().exists():
                 self._parts.append(self._next_part())
+        # Only the last part may be shorter; then the input ends there, and nothing is left to read.
         self.num_done = len(self._parts) * self._request.chunk_rows
         if others:
             say(
@@ -343,6 +349,7 @@ class Output:
             request = self._request
             source = request.input if request.keep == "all" and format_of(request.input) == "parquet" else None
             write_rows(self._parts, new, request.output_format, source, request.escape_formulas)
+            # A rename: readers see the old output or the whole new one.
             move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)
         say(f"wrote {self.num_done:,} rows to {self._path}", err=True)
@@ -404,5 +411,6 @@ def _folder_digest(folder: Path, left_out: Path) -> str:
             state = path.stat()
             small = state.st_size <= _SMALL_BYTES
             name = path.relative_to(folder).as_posix()
+            # Large files, such as weights, are known by their time: to read them would take long.
             facts.append([name, state.st_size, file_digest(path) if small else state.st_mtime_ns])
     return digest_of(facts)

@@ -65,6 +65,7 @@ def meet_ranks(
     from trainer.ranks.joining import join_ranks
 
     rendezvous = join_ranks(environment, timeout)
+    # Callbacks too: agreements on their answers are collectives, which all ranks must have.
     facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": names_of(callbacks) or "empty"}
     check_agreement(facts, rendezvous, timeout)
     rendezvous.check_network(timeout)
@@ -95,6 +96,7 @@ def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
     """
     device = torch.device("cpu")
     if device_type() == "cuda":
+        # A rank that sees one GPU only has it as number 0, whatever its local rank.
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     else:
@@ -125,13 +127,16 @@ def process_group(
         LaunchError: ranks have the same GPU.
         LostPeerError: another rank has exited.
     """
+    # Before NCCL meets, which hangs with two ranks on one GPU.
     if rendezvous is not None and device.type == "cuda":
         _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
     if plan.strategy.zero_stage:
+        # Together, and before the group: a rank without the package would leave the others waiting.
         together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank))
     if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return
+    # One process alone may need a group too, because FSDP and DeepSpeed call collectives; its store is in memory.
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
     timeout = collective_timeout(plan.recipe)
     init_process_group(device, environment.rank, environment.world_size, store, timeout)
@@ -212,6 +217,7 @@ def _abort() -> None:
     """
     thread = threading.Thread(target=_abort_process_group, name="abort", daemon=True)
     thread.start()
+    # A daemon thread: if the abort hangs, the process exits without it.
     thread.join(_ABORT_SECONDS)
 
 

@@ -47,6 +47,7 @@ def with_reference(
     """
     if not data.task.has_reference or REFERENCE in data.train.arrays:
         return data
+    # The digest of the weights is the key, so that another path to equal weights finds the cache.
     state = engine.state()
     parts = (part for part in chain(state.parts, state.frozen()) if not part.name.startswith(OPTIMIZER_PREFIX))
     weights = joined(mesh.all_gather(own_digest(parts)))
@@ -59,6 +60,7 @@ def with_reference(
 
     def completed(split: EncodedSplit) -> EncodedSplit:
         key = f"{REFERENCE}-{entry_key(data.task, tuple(versions()), **facts, rows=split.content_hash)}"
+        # Rank 0 alone reads, and all ranks get its answer: caches of hosts may differ, and `_compute` is a collective.
         known: Tensor | None = mesh.share(_read(cache / key) if mesh.rank == 0 else None)
         if known is None:
             computed = _compute(recipe, data, split, engine, mesh)

@@ -54,6 +54,7 @@ def load_preparation(recipe: Recipe) -> Preparation:
         processor = load_image_processor(recipe.model, config)
         return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
     problems = Problems()
+    # Model, tokenizer and folder are checked each, so that the user sees all problems at once.
     with problems.collect():
         config = load_config(recipe.model, {})
         require_fit(recipe, config)
@@ -86,6 +87,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
         UsageError: there is none, or it does not know the languages.
     """
     tokenizer: Tokenizer = load_tokenizer(recipe.model)
+    # A chat template may ask for today's date; a fixed one keeps rows and cache equal on later days.
     set_date(tokenizer, recipe.data.date)
     if recipe.task.languages is not None:
         set_languages(tokenizer, *recipe.task.languages)
@@ -125,6 +127,7 @@ def resolve_task(task: Task, preparation: Preparation, train: Split) -> tuple[Ta
     Raises:
         TrainerError: The labels of the training split do not fit the task or the checkpoint.
     """
+    # Before `resolve`, which names classes in any case.
     chosen = bool(task.class_names)
     task = fitted(task.resolve(train.rows, train.where), preparation)
     converted = task.conversion_notes(train.rows.features)
@@ -174,6 +177,7 @@ class TextPreparation(Preparation):
 
     def __post_init__(self) -> None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)  # None: it is slow
+        # The dataclass is frozen.
         object.__setattr__(self, "_limits", (backend.truncation, backend.padding) if backend else (None, None))
 
     @property
@@ -210,6 +214,7 @@ class TextPreparation(Preparation):
 
     def _check(self, task: TextTask, where: str, encoded: EncodedSplit) -> None:
         """Refuse encoded rows with tokens that the model does not have or cannot read."""
+        # The largest id stands for all.
         self._require_embedding(int(encoded.tokens["input_ids"].max(initial=0)))
         if reads_end_tokens(self.config, task.auto_class_name):
             self._require_ends(encoded, where)
@@ -220,6 +225,7 @@ class TextPreparation(Preparation):
     def _require_ends(self, encoded: EncodedSplit, where: str) -> None:
         """Require equally many end tokens in all rows."""
         config = self.config
+        # End tokens of each row; transformers takes the last of them, and fails if rows have different numbers.
         counts = np.add.reduceat(encoded.tokens["input_ids"] == config.eos_token_id, encoded.offsets[:-1], dtype=int)
         if not counts.all():
             row = int(counts.argmin())

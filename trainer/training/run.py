@@ -66,15 +66,20 @@ def train(
         open_session(recipe, environment, observer, callbacks) as session,
         extensions.around("run", resolved, environment) as tools,
     ):
+        # The order matters. Ranks agree before anything slow, read data before the process group exists, and take the
+        # folder once all of them are there.
         meeting = meeting or meet_ranks(resolved, plan, environment, session.observers, callbacks)
         day = first_day(recipe, environment.rank, meeting)
+        # Together: an error of data on one rank ends all of them, with its message.
         data, models = together(meeting, recipe, lambda: prepare_checked(plan, session.observers, day))
         device = open_device(environment, recipe.tf32)
         if plan.strategy.zero_stage:
             session.observers.preparing("compiling operations of DeepSpeed")
         with process_group(plan, environment, device, meeting):
+            # Not before: ranks that still prepare have nothing to save, so a signal may end them at once.
             stop.listen(speaks=environment.rank == 0)
             results = _train(plan, data, models, device, session, stop, RunTools(tools), saves)
+        # Behind the process group: a rank that cannot leave it has not finished.
         return session.finish(results)
 
 
@@ -96,6 +101,7 @@ def _train(
     meter = parts.meter()
     saver = parts.saver(observers.note, session.owner.check, lambda: bool(stop.received), saves)
     try:
+        # Before the loader and the loop are made, which begin at `parts.progress`.
         resumed = saver.resume(recipe.checkpoint.resume)
     except StoppedError:
         return Results("signal")

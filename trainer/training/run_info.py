@@ -48,6 +48,7 @@ def _own_parameter_groups(
     tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
 
     def kinds(label: str, placement: ParameterPlacement) -> Iterator[str]:
+        # One of the first three, and "tied" beside it, so the kinds overlap.
         yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
         if label in tied or placement.stages:
             yield "tied"
@@ -89,6 +90,7 @@ def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tu
             placement=name,
             num_tensors=sum(group.num_tensors for group in by_kind[name]),
             num_parameters=sum(group.num_parameters for group in by_kind[name]),
+            # Sums over stages give the whole model; bytes are those of the fullest rank.
             bytes_per_rank=max(group.bytes_per_rank for group in by_kind[name]),
         )
         for name in get_args(Kind)
@@ -157,6 +159,7 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
         for name, parameter in model.named_parameters()
         if id(parameter) not in embeddings
     ]
+    # Over the stages only: all ranks of the other axes have the sizes of whole parameters.
     own = [sum(size for size, _ in counted), sum(size for size, trained in counted if not trained)]
     total, frozen = mesh.sum_(torch.tensor(own, device=mesh.device), "pp").tolist()
     return ModelSize(total, layers, hidden, frozen)

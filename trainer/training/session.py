@@ -103,6 +103,7 @@ class Session:
         if recipe.logging.profile is not None:
             first, last = recipe.logging.profile.steps
             self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
+            # First, so that it sees a step before slow observers write.
             shown.insert(0, self._profiler)
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
         seconds = recipe.parallel.stall_timeout.seconds
@@ -129,6 +130,7 @@ class Session:
                 forget_statuses(self.folder)
 
         self._saver = saver
+        # On every rank: an error of one rank's callbacks ends all.
         mesh.on_every_rank(start)
         self._heartbeat.begin(saver.progress.step)
         self._watchdog.begin()
@@ -199,5 +201,6 @@ def open_session(
     """Open the session of a rank; its observers show an error that leaves the block, and are closed at its end."""
     with FolderOwner(Path(recipe.checkpoint.folder)) as owner:
         session = Session(recipe, environment, owner, observer, callbacks)
+        # Failures are reported before the observers close.
         with closing(session.observers), session.reports_failures():
             yield session

@@ -173,6 +173,7 @@ class _Recorder(ImageProcessor):
     """An image processor that keeps the images which it has seen, in the channels of the model."""
 
     def __init__(self, processor: ImageProcessor) -> None:
+        # The fields of a processor that is made already; a new one would be probed again.
         vars(self).update(vars(processor))
         self.seen: list[NDArray[np.uint8]] = []
 
@@ -204,6 +205,7 @@ class _Expected:
         model.eval()
         alone = np.array([int(np.argmin(data.validation.lengths))])  # its own length, and a batch of one row
         batching = data.preparation.batching
+        # A row alone finds a wrong padding side or mask, which a comparison of equal batches could hide.
         for batch in (collate(data.validation, alone, batching, alone, masking=data.masking), *loader):
             inputs = task.model_inputs(batch.inputs)
             with torch.no_grad():
@@ -257,6 +259,7 @@ def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Pat
             arrays[POOLED] = batch.inputs[POOLED].flatten(0, -2).numpy()
         if isinstance(data.preparation, ImagePreparation):
             assert isinstance(data.preparation.processor, _Recorder)
+            # The validation rows are prepared last.
             seen = data.preparation.processor.seen[-len(evaluated.rows) :]
             pixels = [seen[row] for row in batch.rows.tolist()]
             arrays = {f"{index:06d}": one if one.ndim == 3 else one[:, :, None] for index, one in enumerate(pixels)}
@@ -271,7 +274,9 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """
     (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
     script = place / "folder_reader.py"
+    # A copy: Python puts the folder of a script on its path, and there this package would be found.
     shutil.copyfile(folder_reader.__file__, script)
+    # On the CPU and without the network, so the result does not depend on the machine.
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, str(script), str(place)]
     try:
@@ -339,6 +344,7 @@ def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Seq
     assert data.evaluated is not None
     loss_sum = num_valid = 0.0
     rows = RowTensors()
+    # Without the first batch, whose row is in a later one too.
     for batch, of_batch in zip(expected.batches[1:], scores, strict=True):
         if not task.rows_depend:
             loss_sum += float(task.loss_sum(of_batch, batch.labels))

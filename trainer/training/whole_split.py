@@ -51,17 +51,20 @@ class Evaluator:
 
     def evaluate(self) -> Evaluated:
         """Evaluate the split. All ranks must call it."""
+        # On the host: Python's floats are fp64, and the sum does not depend on the device.
         loss_sum, num_valid = 0.0, 0
         here = RowTensors()
         for done, (rows, result) in enumerate(_results(self.loader, self.engine.begin_eval), start=1):
             loss_sum += result.loss_sum
             num_valid += result.num_valid
             here.add(rows, result.predictions)
+            # Progress is not reported to other ranks, so it is no collective.
             self.observers.evaluation_progress(done, len(self.loader))
         # Ranks that share a model replica have the same rows, so one of them counts.
         own = (loss_sum, num_valid, here.joined()) if self.mesh.index(ROWS_AXIS) == 0 else (0.0, 0, {})
         gathered = self.mesh.gather(own)
         combined = self._combine(gathered) if gathered else None
+        # Rank 0 computes the metrics, and all ranks decide by the same numbers.
         metrics: dict[str, float] = self.mesh.share(combined and combined.metrics)
         return Evaluated(metrics, combined and combined.picture)
 
@@ -99,6 +102,7 @@ def _results(
         read = begin(microbatch)
         return lambda: (microbatch.rows, read())
 
+    # The device works on the next microbatch while the host reads this one.
     return one_behind(map(begun, loader))
 
 
@@ -141,6 +145,7 @@ def in_row_order(gathered: Sequence[Mapping[str, Tensor]], num_rows: int) -> dic
     """
     names = dict.fromkeys(name for part in gathered for name in part)
     whole = {name: cat_padded([part[name] for part in gathered if name in part]) for name in names}
+    # Fillers have no tensors, so a row that is missing or doubled shows here.
     assert all(len(tensor) == num_rows for tensor in whole.values()), "every row is evaluated exactly once"
     order = whole[_ROWS].argsort() if whole else None
     return {name: tensor[order] for name, tensor in whole.items() if name != _ROWS}

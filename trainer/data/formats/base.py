@@ -69,6 +69,7 @@ class TextOptions:
 
     def cells(self, lines: Iterable[str], delimiter: str) -> Any:
         """Return the reader of the rows of a CSV file, as of `csv.reader` with its limit of characters raised."""
+        # A setting of the process; the default refuses values above 131,072 characters.
         csv.field_size_limit(_LONGEST_VALUE)
         return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE)
 
@@ -166,6 +167,7 @@ def require_bounded(reader: Reader, path: Path, key: str) -> None:
     num_bytes = path.stat().st_size
     most, found = max(_FREE_BYTES, _MOST_TIMES * num_bytes), 0
     with suppress(ValueError, *DAMAGED):  # the reader names the damage
+        # The bound costs little, and spares most files the unpacking.
         if reader.bound_bytes(path) <= most:
             return
         for part in reader.unpacked_bytes(path):
@@ -191,6 +193,7 @@ def load_with_datasets(
     data_files = [str(path.absolute()) for path in files.paths]
     # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
     found = [path.stat() for path in files.paths]
+    # `ctime` changes with any write of the file, and no program can set it back.
     stamp = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
     lock = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-{stamp}.lock"
 
@@ -201,6 +204,7 @@ def load_with_datasets(
 
         def again() -> Any:
             lock.parent.mkdir(parents=True, exist_ok=True)
+            # The first of them repairs the cache; the others then find it whole.
             with FileLock(lock):  # of several ranks, one writes it
                 return or_again(read, lambda: read(download_mode="force_redownload"))
 
@@ -301,6 +305,7 @@ def wide_encoding(path: Path) -> str | None:
     for mark, name in _MARKS.items():
         if start.startswith(mark):
             return name
+    # Some zeros may stand in other places: letters beyond Latin have none.
     least = len(start) // 4 * _LEAST_ZEROS
     zeros = tuple(start[place::4].count(0) > least for place in range(4))
     return _WIDE.get(zeros)

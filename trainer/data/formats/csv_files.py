@@ -67,6 +67,7 @@ class CsvReader(Reader):
             options["quoting"] = csv.QUOTE_NONE
         try:
             header = pandas.read_csv(paths[0], nrows=0, **options).columns
+            # All as texts: pandas would guess the type of each block of rows, and lose leading zeros.
             texts = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
             return load_with_datasets("csv", files, features=texts, **options), notes
         except (datasets.exceptions.DatasetsError, ValueError):
@@ -88,6 +89,7 @@ class CsvReader(Reader):
         """Return the first line of a row that the end of the file ends within quotation marks; None: there is none."""
         line, cells = 0, [_END]
         with suppress(csv.Error), open_text(path, text.encoding) as file:
+            # An open quotation mark takes the line behind the last one into its value, where it shows.
             rows = text.cells(chain(file, [_END]), text.delimiter or _delimiter_of(path, text))
             for line, cells in _numbered(rows):  # noqa: B007
                 pass
@@ -143,6 +145,7 @@ def _delimiter_of(path: Path, text: TextOptions) -> str:
     best, most = ",", 1
     for delimiter in _DELIMITERS:
         widths = [len(row) for row in text.cells(lines, delimiter) if row]
+        # The names and the first row must have as many values; later rows may hold text with the mark.
         if widths and widths[0] > most and widths[0] == widths[min(1, len(widths) - 1)]:
             best, most = delimiter, widths[0]
             if delimiter == ",":
@@ -245,6 +248,7 @@ def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[
     for name in types:
         places = [place for place, part in enumerate(parts) if name in part.column_names]
         columns = [parts[place].data.column(name) for place in places]
+        # All parts together, so that a column has one type in training and validation rows.
         texts = pyarrow.chunked_array([chunk for column in columns for chunk in column.chunks])
         typed = _typed(texts, kinds.get(name)) if "string" in str(texts.type) else None
         start = 0
@@ -265,10 +269,12 @@ def _typed(texts: pyarrow.ChunkedArray, kind: CellKind | None) -> pyarrow.Chunke
         fit: bool | None = pc.all(pc.match_substring_regex(cells, rf"^\s*({form})\s*$")).as_py()
         return fit
 
+    # The first cells refuse most types at little cost.
     first = texts.slice(0, _CELLS_LOOKED_AT)
     for name, form in _TYPES[kind].items():
         if fits(first, form) is False or not fits(texts, form):
             continue
+        # Arrow reads no sign "+".
         plain = pc.utf8_ltrim(pc.utf8_trim_whitespace(texts), "+")
         try:
             return pc.equal(pc.utf8_lower(plain), "true") if name == "bool" else pc.cast(plain, name)

@@ -153,11 +153,13 @@ def _load_all(load: Callable[..., Any]) -> Dataset:
         rows: Dataset = load()
         chats = chat_features(rows.features)
     except datasets.exceptions.DatasetsError:
+        # The reader has refused a later message; the first rows tell which columns are chats.
         chats = chat_features(load(streaming=True).features or {}, of_any_keys=True)
         if not chats:
             raise
     if chats:
         rows = load(features=chats)
+    # Bytes that are no UTF-8 would fail later, far from the file.
     rows.data.table.validate(full=True)  # the reader does not check the encoding
     return rows
 

@@ -74,6 +74,7 @@ class ParquetReader(Reader):
                 group = file.metadata.row_group(number)
                 for column in map(group.column, range(group.num_columns)):
                     is_text, prefixes = column.physical_type == "BYTE_ARRAY", "DELTA_BYTE_ARRAY" in column.encodings
+                    # In this encoding, a value repeats the start of the one before, so its length has no bound.
                     of_value = (math.inf if prefixes else longest) if is_text else 16
                     bound += column.total_uncompressed_size + column.num_values * of_value
         return bound
