@@ -95,7 +95,6 @@ class Padding:
 
     def _places(self, offsets: IndexArray, texts: IndexArray, longest: int) -> tuple[IndexArray, NDArray[np.bool_]]:
         """Return the places of tokens in flat columns, and which elements of `[texts, sequence]` are tokens."""
-        # Rounded up to the multiple.
         columns = np.arange(-(-longest // self.multiple_of) * self.multiple_of)
         # Tokens come first and padding after them, for all texts at once.
         is_token = columns < (offsets[texts + 1] - offsets[texts])[:, None]
@@ -142,7 +141,6 @@ def collate(
         as_wide_as: the rows that decide the length of padded rows, as in `Batching.inputs`.
     """
     scalars = {name: torch.from_numpy(np.asarray(values[row_ids])) for name, values in split.scalars.items()}
-    # Scalars last, such as classes.
     features = batching.inputs(split, row_ids, as_wide_as) | scalars
     if masking is None:  # rows to predict have no labels
         labels = features.pop("labels", torch.empty(len(row_ids), 0))

@@ -277,8 +277,8 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
         if error.errno == errno.ENOSPC:
             raise TrainerError(_no_shared_memory(num_workers)) from error
         raise
+    # After the iterator is made, because torch sets its handler then.
     _name_deaths(num_workers)
-    # After the iterator exists, since torch sets its handler of signals then.
     workers = [process for process in multiprocessing.active_children() if process not in before]
     # At exit, multiprocessing sends SIGTERM to the workers, which ignore it, and would wait for them forever.
     weakref.finalize(iterator, _kill, workers)

@@ -103,7 +103,6 @@ class Session:
         if recipe.logging.profile is not None:
             first, last = recipe.logging.profile.steps
             self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
-            # First, so that it sees a step before slow observers write.
             shown.insert(0, self._profiler)
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
         seconds = recipe.parallel.stall_timeout.seconds

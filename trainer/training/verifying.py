@@ -274,7 +274,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """
     (place / "request.json").write_text(json.dumps(request), encoding="utf-8")
     script = place / "folder_reader.py"
-    # A copy: Python puts the folder of a script on its path, and there this package would be found.
+    # A copy: Python puts the folder of a script first on its path, where modules of this package would hide others.
     shutil.copyfile(folder_reader.__file__, script)
     # On the CPU and without the network, so the result does not depend on the machine.
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

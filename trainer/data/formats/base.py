@@ -193,7 +193,7 @@ def load_with_datasets(
     data_files = [str(path.absolute()) for path in files.paths]
     # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
     found = [path.stat() for path in files.paths]
-    # `ctime` changes with any write of the file, and no program can set it back.
+    # `ctime` changes with any write of the file, and a program cannot set it.
     stamp = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
     lock = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-{stamp}.lock"
 
