@@ -1051,8 +1051,8 @@ _ENGINE = [
         "evaluation_with_dropout",
         "An evaluation drops as training does.",
         "engine/forward.py",
-        "self._set_training(False)\n        num_valid",
-        "self._set_training(bool(microbatch))\n        num_valid",
+        "self._set_training(False)\n        # Counted before the copy to the device.\n        num_valid",
+        "self._set_training(bool(microbatch))\n        # Counted before the copy to the device.\n        num_valid",
         ("engine/test_native.py::TestEvalStep::test_has_no_dropout_and_leaves_nothing_behind",),
     ),
     Defect(
