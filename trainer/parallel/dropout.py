@@ -137,6 +137,7 @@ class DropoutKeys:
         if found is None or found[0] != step or len(found[1]) != len(self._calls):
             calls = list(self._calls)
             keys = torch.tensor(stream_keys((self.seed, step), calls), dtype=torch.int64).unsqueeze(-1)
+            # Pinning would initialise CUDA in a process that trains on a CPU.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 keys = keys.pin_memory()  # the host need not wait for the copy
             if found is not None and len(found[1]) == len(calls):
@@ -148,6 +149,7 @@ class DropoutKeys:
 
     def learn(self, call: _Call, step: int) -> int:
         """Add a call to the known ones, and return its key in a step."""
+        # A dict keeps the order of the calls, and the place of a call is its row in the tables.
         self._calls[call] = None
         return stream_key(self.seed, step, *call)
 

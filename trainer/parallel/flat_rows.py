@@ -146,6 +146,7 @@ def _cuts(lengths: Sequence[int], alike: float) -> list[int]:
     for index, length in enumerate(lengths[:number]):
         if not cuts or length < alike * lengths[cuts[-1]]:
             cuts.append(index)
+    # Rows without a token are the last ones, and belong to no group.
     return [*cuts, number]
 
 

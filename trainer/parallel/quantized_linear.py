@@ -154,6 +154,7 @@ class QuantizedLinear(nn.Module):
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product of the weight with `x`, and the sum with a bias."""
         kind = x.device.type
+        # Autocast does not look into `_Product`, so the type that it would choose is passed on.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         weight = self.weight
         parts = dict(weight.named_parameters())

@@ -137,6 +137,7 @@ class _Linear(torch.autograd.Function):
             of_x = gradient @ (matrix.t() if ctx.transposed else matrix)
         rows = _rows(gradient)
         if ctx.needs_input_grad[1]:
+            # The gradient has the shape of the weight.
             first, second = (_rows(x), rows) if ctx.transposed else (rows, _rows(x))
             of_weight = product_in_fp32(first.t(), second)
         if ctx.needs_input_grad[2]:

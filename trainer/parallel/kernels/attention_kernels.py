@@ -112,6 +112,7 @@ def _scores(
     scores = products * scale
     exists = (query < num_queries) & (key < num_keys)
     if BIAS:
+        # Offsets have 64 bits: a tensor of queries x keys may have more than 2**31 elements.
         pointers = bias + query.to(tl.int64) * bias_strides[2] + key * bias_strides[3]
         scores += tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
     if MASK == _ADDITIVE:
@@ -255,6 +256,7 @@ def forward_kernel(
     if JOINED:
         start, num_queries = _joined_row(starts, row)
         num_keys = num_queries
+    # With joined rows, the grid is that of the longest row.
     if first_query >= num_queries:
         return
     streams = tl.zeros((BLOCK_M,), tl.uint64)
@@ -469,6 +471,7 @@ def _key_gradient_piece(
     shares = probabilities
     if DROPOUT:
         streams = _stream_keys(row_keys, row, head, queries + query_offset)
+        # Drawn for each query, since a word serves four neighbouring keys of one query.
         kept = tl.trans(_keep_mask(streams, first_word, threshold, BLOCK_N))
         shares = tl.where(kept, probabilities, 0.0)
         dropped = tl.where(kept, dropped, 0.0)
@@ -518,7 +521,9 @@ def key_gradient_kernel(
     )  # fmt: skip
     of_keys = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     of_values = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    # Both numbers are multiples of 4, so no word begins before the tile.
     first_word = (first_key + key_offset) // 4
+    # One program adds the heads of a group in their order, without atomics.
     for head in range(key_head * group, (key_head + 1) * group):
         queries = query + row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
         of_output = output_gradient + row * output_gradient_strides[0] + head * output_gradient_strides[1]

@@ -100,6 +100,7 @@ def _attend(
     """Compute the outputs of `fused_attention` without a graph."""
     query, key, value = map(_with_rows, (query, key, value))
     output, sums = _empty_results(query, key, value)
+    # CUDA refuses a grid without programs.
     if output.numel() == 0:
         return output, sums
     rows = _Rows.of(lengths, window)

@@ -38,6 +38,7 @@ def operation(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.define(name, schema or infer_schema(function, mutates_args=()))
+        # On CPUs too, where Triton's interpreter runs the kernels.
         torch.library.impl(name, ("cpu", "cuda"), function)
         packet = getattr(torch.ops.trainer, name.partition("::")[2])
         dispatched = packet.default
@@ -123,6 +124,7 @@ def launch(facts: tuple[Hashable, ...], tensors: Sequence[Sequence[Any]], plan: 
             started.append(_Started(compiled.run, (*grid, 1, 1)[:3], code, others))
     if len(started) == len(tensors):  # the interpreter compiles nothing
         if len(_kept) >= _MOST_KEPT:
+            # The next launches go through Triton again, which keeps its compiled kernels.
             _kept.clear()
         _kept[facts] = _current_stream(), started
 

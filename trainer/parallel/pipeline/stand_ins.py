@@ -98,6 +98,7 @@ class Later(Absent):
     def forward(self, *args: Any, **kwargs: Any) -> None:
         if not self.__dict__["_takes_hidden"]:
             raise StageLeft(None)
+        # Layers of transformers take the states first, or by this name.
         raise StageLeft(args[0] if args else kwargs["hidden_states"])
 
 

@@ -100,6 +100,7 @@ def flat_part(
     """
     tensor_splits = [split for split in placement.splits if split.dim is not None]
     dims = segments_of(placement, mesh, tensor_splits)
+    # The part of this tensor rank, with its padding: the flattened elements are counted in this shape.
     shape = [_extent(placement.shape[dim], dim, tensor_splits, mesh) for dim in range(len(placement.shape))]
     boxes: list[Box] = []
     taken = 0

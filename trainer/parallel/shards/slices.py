@@ -41,6 +41,7 @@ def part_of(whole: Tensor, split: Split, index: int, size: int) -> Tensor:
     padding = whole.new_zeros(shape)
     pieces = []
     for piece in torch.split(whole, block, dim):
+        # Each block has its own padding, so blocks have equal widths on all ranks.
         pieces += [piece.narrow(dim, start, stop - start), padding]
     return torch.cat(pieces, dim)
 
@@ -70,6 +71,7 @@ def join_parts(parts: Sequence[Tensor], split: Split, whole_size: int) -> Tensor
     dim, block = _dim_and_block(split, whole_size)
     size = len(parts)
     bounds = [bounds_of_part(block, index, size) for index in range(size)]
+    # By rank, then by block; the whole tensor has each block of all ranks, one after the other.
     cut = [part.chunk(split.blocks, dim) for part in parts]
     return torch.cat(
         [

@@ -116,6 +116,7 @@ class LowRank(nn.Module):
             changed = factors * (unchanged + product)
         else:
             of_dropped = self._without_start(base.product(dropped), dropped)
+            # The layer's own output has no dropout; the change by the norms has the mask of the product.
             changed = unchanged + (factors - 1) * of_dropped + factors * product
         return (changed if base.bias is None else changed + base.bias).to(output.dtype)
 
@@ -185,4 +186,5 @@ def drawn_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     if name.endswith(".B"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stream_key(seed, "adapter", name))
+    # With this `a`, the bound is 1 / sqrt(inputs).
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
