@@ -90,6 +90,7 @@ class RoundedUpdate(OptimizerUpdate, PartlyAdamW):
         weights = [_flat(piece.parameter.detach(), piece) for piece in batch]
         exact = torch.cat(weights).float()
         if self._rounding is None:
+            # As integers, the bits of neighbouring fp32 numbers are neighbours, so this sum is the exact weight.
             exact.view(torch.int32).add_(torch.cat(all_of(COMPENSATION)))
         adamw(
             _split_like(weights, exact),

@@ -73,6 +73,7 @@ class TeacherFeature(SecondModel):
 
     def load(self, plan: RunPlan, mesh: ParallelMesh, task: Task, described: ModelDescription) -> LoadedModel:
         """See `SecondModel`. The digest of the weights stands for the place of the teacher."""
+        # Ranks without the teacher add 0 to the digest, and join the gathering all the same.
         teacher, own = None, 0
         if self.is_needed(plan, mesh):
             with _naming_the_teacher():
@@ -104,6 +105,7 @@ def _placed(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -
     placements = built.placements
     cast_forward(model, recipe.precision, mesh.device)
     model.to(mesh.device)
+    # Under ZeRO, every rank has the whole teacher.
     if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
         placements = shard(model, placements, mesh, Sharding(recipe.precision))
     columns = _columns(recipe, task, model.config)
@@ -156,6 +158,7 @@ def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, d
     if isinstance(recipe.task, ImageKeys):
         assert isinstance(preparation, ImagePreparation)
         own, other = preparation.processor, load_image_processor(described.recipe, config)
+        # Equal processors make equal pixels of one image, whatever their names are.
         image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
         constants = [(p.scale, p.mean, p.std) for p in (own, other)]
         if constants[0] != constants[1] or not np.array_equal(own(image), other(image)):

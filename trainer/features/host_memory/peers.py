@@ -77,9 +77,11 @@ class Peers:
             sizes = [file.stat().st_size if file.exists() else _ABSENT for file in files]
             for file, size in zip(files, sizes, strict=True):
                 if size > 0:
+                    # The files are mapped, so that sending needs no copy of them in memory.
                     parts += torch.split(torch.from_file(str(file), size=size, dtype=torch.uint8), _CHUNK_BYTES)
         except (OSError, RuntimeError):  # they cannot be read
             sizes, parts = [_ABSENT] * len(files), []
+        # The sizes come first; messages of one tag between two ranks keep their order.
         return [self._group.send([part], rank, _FILES) for part in (torch.tensor(sizes), *parts)]
 
     def take_share(self, begin: Callable[[], object], place: CheckpointStore, step: int, name: str, rank: int) -> None:

@@ -163,6 +163,7 @@ class HostMemory(WritingTier[None]):
         self._root = self.folder / key
         self._mesh.on_every_rank(self._enter)
         answers = self._mesh.all_gather((self._host, socket.gethostname()))
+        # The hosts are numbered in the order of their first ranks, alike on all ranks.
         order = list(dict.fromkeys(host for host, _ in answers))
         self._hosts = _Hosts(self._mesh.rank, [order.index(host) for host, _ in answers], [name for _, name in answers])
         if self._hosts.are_several:
@@ -180,6 +181,7 @@ class HostMemory(WritingTier[None]):
 
     def found(self) -> list[FoundShares]:
         """See `Tier`; of equal steps, that of as many ranks is preferred."""
+        # One rank of each host looks, because `held_in` also removes the remains of killed runs.
         held = held_in(self._root) if self._leads else {}
         complete = [
             FoundShares(step, f"the checkpoint of step {step} in memory", size, holders)
@@ -274,6 +276,7 @@ class HostMemory(WritingTier[None]):
             for place in places(self._root):
                 CheckpointStore(place, KEPT).keep_only({self.last})
         self._mesh.barrier()  # no rank writes a new share beside an old one of another rank
+        # The optimizer may have no state yet, so the first `save` asks again.
         self._require_room(sum(box.view.nbytes for _, box in own_share(state().parts)))
         if step is None:
             return []

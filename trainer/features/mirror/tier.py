@@ -200,6 +200,7 @@ class Mirror(Tier):
 
     def _send_missing(self, last: int) -> list[str]:
         copied, notes = self._whole_copies(), []
+        # From the newest down to the first one that is whole or has a copy; older ones stay without a copy.
         for step in reversed([step for step in self._store.steps() if step <= last]):
             if step in copied and self._is_copy(step):
                 break
@@ -385,6 +386,7 @@ class Mirror(Tier):
                 self._ask(partial(self._files.get_file, remote, str(local)), num_bytes or 0)
             sync(local)
 
+        # These two come first: they name the other files and their sizes.
         download(SUMS)
         download(FACTS)
         for name, size in read_sizes(folder).items():
