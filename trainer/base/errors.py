@@ -73,6 +73,7 @@ class OutOfMemoryError(TrainerError):
         self.plan_command = plan_command
 
 
+# Properties of a path: a new start fails in the same way until the user changes the path.
 _OF_THE_PATH = {
     errno.EACCES,
     errno.EEXIST,
@@ -86,6 +87,7 @@ _OF_THE_PATH = {
 }
 
 
+# Faults that may pass, so that a batch system may start the run again.
 _OF_THE_MACHINE = {
     errno.EDQUOT,
     errno.EIO,
@@ -104,6 +106,7 @@ _OF_THE_NETWORK = {"ConnectionError", "ClientConnectionError", "Timeout", "Timeo
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the errors that led to an error, the nearest first."""
     while error is not None:
+        # Without an explicit cause, the error during which this one was raised.
         error = error.__cause__ or error.__context__
         if error is not None:
             yield error

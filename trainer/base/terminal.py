@@ -59,6 +59,7 @@ def _put(text: str, stream: TextIO) -> None:
 
 def guard() -> None:
     """Escape the warnings and log records of libraries too, and tracebacks; for a process that is a program of ours."""
+    # All handlers read records of this class, also those of libraries.
     logging.setLogRecordFactory(_Record)
     formatwarning = warnings.formatwarning
     warnings.formatwarning = lambda *arguments, **options: for_terminal(formatwarning(*arguments, **options))

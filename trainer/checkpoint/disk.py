@@ -57,6 +57,7 @@ class Disk(WritingTier[list[WrittenFile]]):
         marker = self._mesh.on_rank_zero(self._open)
         sees = self.store.sees(marker)
         hosts = self._mesh.all_gather(None if sees else socket.gethostname())
+        # The gathering has shown that all ranks have looked.
         if self._mesh.rank == 0:
             self.store.remove_marker(marker)
         if others := [rank for rank, host in enumerate(hosts) if host is not None]:

@@ -201,6 +201,7 @@ BlockReader = Callable[[str, Sequence[Sequence[int]]], Tensor]
 @contextmanager
 def open_blocks(file: Path) -> Iterator[BlockReader]:
     """Open a file of tensors for reading."""
+    # The file is mapped, so a slice reads its own bytes only.
     with safe_open(file, framework="pt") as opened:
 
         def read(key: str, bounds: Sequence[Sequence[int]]) -> Tensor:

@@ -55,6 +55,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
+        # A folder gets this name when it is complete.
         return steps_of(path.name for path in self.folder.glob("step-*") if path.is_dir())
 
     def path(self, step: int) -> Path:

@@ -291,6 +291,7 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
             return max(end.exit_code for end in ends)
         if sys.stdout.isatty():  # a killed rank 0 leaves the cursor hidden
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
+        # Killed ranks leave no reports, and their ends follow from the stop.
         if stop.signal is not None and ranks.was_killed:
             raise TrainerError(
                 f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"

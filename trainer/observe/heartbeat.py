@@ -60,6 +60,7 @@ def read_statuses(run_folder: Path) -> dict[int, Status]:
     found = []
     for file in ranks_folder(run_folder).glob("machine-*.jsonl"):
         for record in _records(file):
+            # A record that is just being written may be cut.
             with suppress(ValueError):
                 found.append(_STATUS.validate_json(record, strict=True))
     return {status.rank: status for status in sorted(found, key=lambda status: status.rank)}
@@ -172,6 +173,7 @@ class Heartbeat(Observer):
         if record.outcome == "failed":
             self.leave()
         elif self._descriptor is not None:
+            # A record of blanks counts as none.
             self._put("")
             if not _records(self.file):
                 with suppress(OSError):

@@ -85,6 +85,7 @@ class Tracker(NumberObserver):
         self._service, self._note, self._retry_seconds = service, note, retry_seconds
         self._inbox: queue.SimpleQueue[Point | EndRecord] = queue.SimpleQueue()
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # A daemon, because a service that does not answer must not keep the process from its end.
         self._thread = threading.Thread(target=self._work, name=service.word, daemon=True)
         self._waiting: list[Point] = []
         self._first_step = 0
@@ -132,6 +133,7 @@ class Tracker(NumberObserver):
 
     def end(self, record: EndRecord) -> None:
         """Wait a limited time for remaining points, and report missing ones."""
+        # The thread never began if `start` failed.
         if self._thread.is_alive():
             self._inbox.put(record)
             self._thread.join(END_SECONDS + _LAST_WORDS_SECONDS)
@@ -182,6 +184,7 @@ class Tracker(NumberObserver):
             if self._open:
                 self._open()
             if self._waiting:
+                # A resumed run repeats steps that the service has already.
                 self._service.write([point for point in self._waiting if point.step >= self._first_step])
         except Exception as error:  # a library may raise anything
             too_many = len(self._waiting) - _MOST_POINTS

@@ -63,6 +63,7 @@ class WandbService:
     def open(self, run: RunInfo, run_id: str | None) -> tuple[str, int]:
         chosen = self._wandb.setup(settings=self._wandb.Settings(**settings())).settings
         is_online = chosen.mode not in ("offline", "dryrun", "disabled")
+        # A prompt would wait for a keyboard, which a batch job lacks.
         if is_online and not self._wandb.login(prompt=False, verify=False):
             raise UsageError(
                 '`logging.to` holds "wandb", but there is no login to W&B; set WANDB_API_KEY or run `wandb login`, or'
@@ -72,6 +73,7 @@ class WandbService:
             project=self._project,
             name=run.name,
             id=run_id,
+            # Offline, no server knows the run; its parts have one id.
             resume="allow" if run_id is not None and is_online else None,
             dir=run.folder,
             config=tracked_config(run),

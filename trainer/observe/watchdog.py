@@ -74,6 +74,8 @@ class Watchdog(Observer):
             before = now
             if self._heartbeat.beats != beats:
                 beats, still_seconds = self._heartbeat.beats, 0.0
+            # The disk is asked only when this rank has stood still itself, since the look reads the files of all
+            # machines.
             elif still_seconds >= self._timeout and self._asked_of_disk(self._all_stand_still):
                 if self._asked_of_disk(partial(self._answer, beats), _ANSWER_SECONDS):
                     _leave()
@@ -116,6 +118,7 @@ class Watchdog(Observer):
                 break
             time.sleep(min(0.2, self._pause))
         statuses = self._statuses()
+        # All ranks compute the reporter from the same files, without a message.
         stacks = {rank: _text(self._stack_file(rank)) for rank in statuses}
         reporter = min((rank for rank, stack in stacks.items() if stack), default=self._heartbeat.rank)
         if self._heartbeat.rank != reporter:

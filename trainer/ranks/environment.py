@@ -119,6 +119,7 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
     """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing."""
     flags = environment.accelerate
     mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    # The launcher sets "no" by default too, so this value asks for nothing.
     if mixed not in ("no", precision):
         raise UsageError(
             f"`precision` is {precision}, but `accelerate launch` got --mixed_precision {mixed};"
@@ -266,6 +267,7 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
     environment = _environment(launcher, environ, names, accelerate)
     if "TORCHELASTIC_RUN_ID" not in environ:
         return environment
+    # torch writes the text of a Python boolean.
     has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return replace(environment, has_agent_store=has_store, elastic_nodes=_elastic_nodes(environ))
 

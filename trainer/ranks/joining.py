@@ -157,6 +157,7 @@ class Rendezvous:
                 # It ends the wait of the other ranks, which then look for a problem.
                 self.store.set(f"{name}/all", "")
                 self._wait_for_readers(name)
+            # A batch system may show the message of any rank, so this one names rank and machine too.
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
                 raise _error(code, self._signed(text)) from error
             raise

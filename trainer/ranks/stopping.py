@@ -50,6 +50,7 @@ def stop_before_training(interrupts: bool = False) -> Iterator[None]:
 
     def leave(number: int, frame: FrameType | None) -> None:
         text = f"stopped by {signal.Signals(number).name} before the first step; nothing was lost\n"
+        # By the descriptor: the signal may have come in a write to the stream, which then refuses another one.
         os.write(2, b"" if number == signal.SIGINT else text.encode())
         _end_at_once(INTERRUPTED if number == signal.SIGINT else ExitCode.STOPPED)
 
