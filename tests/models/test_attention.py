@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
     sdpa_mask,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
 from transformers.models.llama import modeling_llama
 
@@ -206,6 +210,10 @@ def test_a_whole_model_without_dropout_is_that_of_transformers(model_type):
     torch.testing.assert_close(found[KEYED_ATTENTION], found["eager"])
 
 
+def _is_of_trainer(value: Any) -> bool:
+    return callable(value) and str(getattr(value, "__module__", None)).startswith("trainer.")
+
+
 class TestMasks:
     @pytest.mark.parametrize("make", [create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask])
     @pytest.mark.parametrize("is_padded", [True, False])
@@ -224,6 +232,18 @@ class TestMasks:
             assert found is None
         else:
             assert torch.equal(found, expected)
+
+    def test_leave_functions_of_transformers_in_place(self):
+        modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
+        tables = [vars(module) for module in modules]
+        classes = {value for table in tables for value in table.values() if isinstance(value, type)}
+        tables += [{**vars(kind)} for kind in classes if kind.__module__.startswith("transformers.")]
+        tables += [ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS]
+        ours = {name for table in tables for name, value in table.items() if _is_of_trainer(value)}
+        assert all(name.startswith("trainer_") for name in ours), ours
+        with padding_known(True), padding_known(None):
+            assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
+        assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
     @pytest.mark.parametrize("is_padded", [None, True, False])
     def test_of_joined_rows_around_a_ring_keep_the_window(self, is_padded):

@@ -443,15 +443,18 @@ def padding_known(is_padded: bool | None) -> Iterator[None]:
     """Set whether inputs are padded, for the mask functions in this context.
 
     transformers calls these functions by name, so they get no further argument. Without this value they read the mask,
-    and the host waits.
+    and the host waits. Models with torch's own dropout use the name "sdpa", which other models of the process share; so
+    its function is replaced inside of this context only.
 
     Args:
         is_padded: whether a mask of the inputs hides a position; None: not known.
     """
-    before = _IS_PADDED.set(is_padded)
+    before, replaced = _IS_PADDED.set(is_padded), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _mask)
     try:
         yield
     finally:
+        ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", replaced)
         _IS_PADDED.reset(before)
 
 
@@ -511,7 +514,6 @@ def share_heads(module: nn.Module, cut: ContextCut) -> None:
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _mask)  # with torch's own dropout; outside `padding_known`, as before
 ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, eager_mask)
 ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
