@@ -23,7 +23,6 @@ from trainer.engine.rounded_weights import learning, rounded_weights
 from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.simulated_device import simulated
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -91,7 +90,7 @@ def wrap_ddp(
         process_group=group,
         # Gradients are views of the buckets, which saves a copy of each and the memory of a second gradient.
         gradient_as_bucket_view=True,
-        init_sync=simulated() is None,  # a plan has no other ranks to compare weights with
+        init_sync=mesh.traits.has_peers,  # it compares the weights of all ranks
         **{sync_buffers: False},  # type: ignore[arg-type]
     )
     noted = places or GradientPlaces()
@@ -151,7 +150,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
                 " a graph see their microbatch only; set it to false"
             )
         loss_sum = loss_sum if rounded is None else rounded.used_in(loss_sum)
-        capture = replay_eagerly if simulated() else CudaCapture(mesh.device)
+        capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else replay_eagerly
         schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)
     else:
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.errors import TrainerError, error_of_values, error_to_values
+from trainer.parallel.device_traits import DeviceTraits, traits_of
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS
 from trainer.ranks.messages import decode, encode
 
@@ -63,6 +64,10 @@ class ParallelMesh:
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
             # Decisions (stop, save) and gathered metrics are CPU tensors, which gloo sends without the device's queue.
             self._control = dist.group.WORLD
+
+    @property
+    def traits(self) -> DeviceTraits:
+        return traits_of(self.device)
 
     def size(self, axis: str) -> int:
         return self.sizes[axis]

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.device_traits import traits_of
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
-from trainer.parallel.simulated_device import is_cpu
 
 _PIECE = 2**14
 
@@ -61,7 +61,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     pieces = [
         piece
         for tensor in tensors
-        for piece in (torch.split(tensor.reshape(-1), _PIECE) if is_cpu(tensor.device) else (tensor,))
+        for piece in (torch.split(tensor.reshape(-1), _PIECE) if traits_of(tensor.device).is_cpu else (tensor,))
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from trainer.parallel.simulated_device import is_cpu
+from trainer.parallel.device_traits import traits_of
 
 _NARROW = torch.float16
 _SHARES = "shares_input"
@@ -109,7 +109,7 @@ def is_narrow(x: Tensor) -> bool:
 
 def _is_cpu(x: Tensor) -> bool:
     # The compiler cannot read a context variable.
-    return x.device.type == "cpu" if torch.compiler.is_compiling() else is_cpu(x.device)
+    return x.device.type == "cpu" if torch.compiler.is_compiling() else traits_of(x.device).is_cpu
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ from tests.helpers.training import (
 )
 from trainer.models.attention import padding_known
 from trainer.models.generation import generate, set_generation
+from trainer.parallel.device_traits import planned_traits
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
-from trainer.parallel.simulated_device import _CURRENT
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Generation
 from trainer.tools.plan import simulated_rank, simulated_step
@@ -138,8 +138,8 @@ def gpu_found() -> Iterator[None]:
 @contextmanager
 def shapes_only(*_: Any) -> Iterator[None]:
     """Make every new tensor a fake one, on its own device."""
-    with simulated_rank.shapes_only(cuda=False), replaced(DistributedDataParallel, _pre_forward=_pre_forward):
-        _CURRENT.set(None)
+    before_forward = replaced(DistributedDataParallel, _pre_forward=_pre_forward)
+    with simulated_rank.shapes_only(cuda=False), before_forward, planned_traits(None):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.simulated_device import is_cpu
+from trainer.parallel.device_traits import traits_of
 
 _Item = TypeVar("_Item")
 
@@ -21,7 +21,7 @@ A larger tensor is alone.
 
 
 def most_elements(device: torch.device) -> int:
-    return MOST_ON_CPU if is_cpu(device) else MOST
+    return MOST_ON_CPU if traits_of(device).is_cpu else MOST
 
 
 def takes_lists(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from trainer.parallel.simulated_device import simulated
+from trainer.parallel.device_traits import traits_of
 
 _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttention are built and tested
 
@@ -38,8 +38,7 @@ def _answer(ask: Callable[[torch.device], tuple[int, int]], device: torch.device
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str | None:
     """Return the reason why the kernels do not run on a device; None if they run."""
-    of_plan = simulated()
-    if is_interpreted() or (of_plan is not None and of_plan.runs_kernels):
+    if is_interpreted() or traits_of(device).assumes_kernels:
         return None
     if device.type != "cuda":
         return f"the device is a {device.type}, and the kernel needs an NVIDIA GPU"

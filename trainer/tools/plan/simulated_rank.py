@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
+from trainer.parallel.device_traits import DeviceTraits, planned_traits
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.simulated_device import simulated_device
 from trainer.recipe.plan import RunPlan
 
 _MISSING = object()
@@ -148,7 +148,8 @@ def shapes_only(cuda: bool, fused: bool = True, autocast: bool = True) -> Iterat
         # The ranks of a part of a mesh are tensors with values.
         stack.enter_context(replaced(DeviceMesh, __getitem__=_part_of_mesh(DeviceMesh.__getitem__)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(simulated_device(cuda, fused))
+        traits = DeviceTraits(not cuda, assumes_kernels=cuda and fused, captures_graphs=False, has_peers=False)
+        stack.enter_context(planned_traits(traits))
         if cuda and autocast:
             stack.enter_context(_AutocastOfCuda())
             stack.enter_context(_autocast_of_recomputation())
