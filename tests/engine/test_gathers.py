@@ -14,7 +14,7 @@ from torch import nn
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, Curve, train_tiny
 from tests.parity.cases import Case
-from trainer.engine import sharded
+from trainer.engine import fsdp_internals, sharded
 from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger
@@ -88,8 +88,8 @@ def train_in_bf16(recipe: Recipe, together: bool) -> tuple[Curve, dict[str, torc
         found.update((name, gradient.dtype) for name, gradient in gradients.items() if gradient is not None)
         return_to_fp32(parameters)
 
-    return_to_fp32, once = sharded._return_to_fp32, sharded.used_once if together else lambda loss: set()
-    with mock.patch.object(sharded, "_return_to_fp32", note), mock.patch.object(sharded, "used_once", once):
+    return_to_fp32, once = fsdp_internals._return_to_fp32, sharded.used_once if together else lambda loss: set()
+    with mock.patch.object(fsdp_internals, "_return_to_fp32", note), mock.patch.object(sharded, "used_once", once):
         return train_tiny(recipe, num_steps=3), found
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.training import build_tiny, parallel_keys, tiny_recipe
-from trainer.engine import sharded
+from trainer.engine import fsdp_internals
 
 ONLY_ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "detach"}
 
@@ -184,9 +184,9 @@ def test_torch_calls_the_hooks_of_rounded_weights_in_order(monkeypatch: pytest.M
 
         reduced_in_fp32(parameters, note_and_reduce, *arguments)
 
-    gathered_in, reduced_in_fp32 = sharded._gathered_in, sharded._reduced_in_fp32
-    monkeypatch.setattr(sharded, "_gathered_in", set_types)
-    monkeypatch.setattr(sharded, "_reduced_in_fp32", cast)
+    gathered_in, reduced_in_fp32 = fsdp_internals._gathered_in, fsdp_internals._reduced_in_fp32
+    monkeypatch.setattr(fsdp_internals, "_gathered_in", set_types)
+    monkeypatch.setattr(fsdp_internals, "_reduced_in_fp32", cast)
     steps("fsdp", uses, num_steps=1, precision="bf16")
     assert all(in_order for _, in_order in (*types, *gradients))
     names = [name for name, _ in types]

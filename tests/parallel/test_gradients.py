@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.helpers.ranks import RankPools
 from trainer.parallel import gradients
 from trainer.parallel.gradients import OverlappedSums
-from trainer.parallel.pipeline.stage_schedule import BusyClock
+from trainer.parallel.pipeline.busy_clock import BusyClock
 
 PASSES, LAYERS, WIDTH = 2, 4, 7
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.base.errors import UsageError
+from trainer.base.internals import Internals
 from trainer.engine.accumulation import AccumulationSchedule, Schedule
 from trainer.engine.engine import nothing
 from trainer.engine.forward import ModelForward, prepare_model
@@ -25,6 +26,14 @@ from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
+
+INTERNALS = Internals(
+    "torch",
+    "2.11 to 2.13",
+    {  # the one way to leave out parameters that need gradients
+        "torch.nn.parallel:DistributedDataParallel": ["_set_params_and_buffers_to_ignore_for_model"]
+    },
+)
 
 
 def _sum_gradients(group: dist.ProcessGroup, sent_in: torch.dtype | None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -78,6 +87,7 @@ def wrap_ddp(
         left_out: the names of parameters with gradients that DDP does not sum.
         places: learns the places of gradients.
     """
+    INTERNALS.require("`parallel.strategy` ddp", "use fsdp")
     # DDP reads this list from the model when it is built, so it must be set before.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)  # type: ignore[no-untyped-call]
     group = mesh.group("dp")

@@ -31,7 +31,8 @@ from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, hidden_positions, text_rows
-from trainer.parallel.pipeline.stage_schedule import BusyClock, PipelineDriver, Shapes
+from trainer.parallel.pipeline.busy_clock import BusyClock
+from trainer.parallel.pipeline.stage_schedule import PipelineDriver, Shapes
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.recipe.plan import PipelinePlan, RunPlan
 from trainer.tasks.task import Task

@@ -11,11 +11,10 @@ gathered in fp32. Gradients are summed in the type of `parallel.communication.gr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
+from trainer.engine.fsdp_internals import INTERNALS, filled, gather_rounded
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype, weights_dtype
-from trainer.engine.rounded_weights import in_fp32, learning, used_once
+from trainer.engine.rounded_weights import learning, used_once
 from trainer.models.families.table import SHARDING, layers_of
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
@@ -68,8 +68,10 @@ def shard(
         The placements of the sharded parameters.
 
     Raises:
-        UsageError: the layers of the model are unknown, because its family is not in the table.
+        UsageError: the layers of the model are unknown, because its family is not in the table; or this version of
+            torch lacks a member.
     """
+    INTERNALS.require("`parallel.strategy` fsdp or hsdp", "use ddp")
     assert mesh.device_mesh is not None, "one process has no ranks to share with"
     # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -101,7 +103,7 @@ def shard(
         _fill(model, shards, torch.device("cpu") if how.offloads else mesh.device)
     move_buffers(model, mesh.device)
     if rounded:
-        _gather_rounded(model, rounded, COMPUTE_DTYPES[how.precision])
+        gather_rounded(model, rounded, COMPUTE_DTYPES[how.precision])
     return {
         name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
         for name, placement in placements.items()
@@ -110,55 +112,17 @@ def shard(
 
 def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> None:
     """Move the rows of `shards` to the sharded parameters of a model on `meta`, which then are on `device`."""
-    filled: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
     state = {}
     for name, empty in model.named_parameters(remove_duplicate=False):
-        if empty not in filled:
+        if empty not in made:
             assert isinstance(empty, DTensor)
             rows = shards[name].to(device, empty.dtype)
             assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
-            # `from_local` would move offloaded rows to the device of the mesh.
-            whole = DTensor(rows, empty._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-            filled[empty] = nn.Parameter(whole, empty.requires_grad)
-        state[name] = filled[empty]
+            made[empty] = filled(empty, rows)
+        state[name] = made[empty]
     model.load_state_dict(state, strict=False, assign=True)
     shards.clear()  # where rows are padded, the parameter has a copy
-
-
-def _gather_rounded(model: nn.Module, names: set[str], dtype: torch.dtype) -> None:
-    """Gather parameters of a sharded model in `dtype`; gradients of several passes are added in fp32.
-
-    Torch's policy has one type for all parameters of a module, norms included; here, each parameter has its own.
-    """
-    chosen = {parameter for name, parameter in model.named_parameters() if name in names}
-    for module in model.modules():
-        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        if group is None:
-            continue
-        group.post_backward = partial(_reduced_in_fp32, group.fsdp_params, group.post_backward)
-        for parameter in group.fsdp_params:
-            if parameter.sharded_param in chosen:
-                parameter.sharded_param.grad_dtype = torch.float32
-                parameter.init_dtype_attrs = partial(_gathered_in, dtype, parameter, parameter.init_dtype_attrs)
-                if dtype == torch.float16 or parameter.sharded_param.dtype != torch.float32:
-                    gather = partial(_gathered_for_fp32, parameter, parameter.init_unsharded_param)
-                    parameter.init_unsharded_param = gather
-
-
-def _gathered_in(
-    dtype: torch.dtype, parameter: Any, set_types: Callable[[MixedPrecisionPolicy], None], policy: MixedPrecisionPolicy
-) -> None:
-    set_types(policy)
-    # Torch copies each shard that it gathers in another type; None: its own.
-    parameter.param_dtype = None if parameter.sharded_param.dtype == dtype else dtype
-    parameter.orig_dtype = torch.float32  # the type of the sharded gradient, also of a weight that is stored in bf16
-
-
-def _gathered_for_fp32(parameter: Any, gather: Callable[[], None]) -> None:
-    """Add the gradients of all uses of a weight in 16 bits in fp32, as on one process."""
-    gather()
-    parameter._unsharded_param.grad_dtype = torch.float32
-    del parameter.init_unsharded_param  # later gathers keep this tensor
 
 
 def _return_single_uses_together(loss: Tensor) -> None:
@@ -167,23 +131,6 @@ def _return_single_uses_together(loss: Tensor) -> None:
         weight = getattr(node, "variable", None)  # of the node of a leaf
         if weight is not None and weight.dtype == torch.bfloat16:
             weight.grad_dtype = None
-
-
-def _reduced_in_fp32(parameters: Sequence[Any], reduce: Callable[[], None], *_: Any) -> None:
-    """Return the gradients of a group to fp32, the one type that torch reduces, and reduce them."""
-    _return_to_fp32(parameters)
-    reduce()
-
-
-@torch.no_grad()
-def _return_to_fp32(parameters: Sequence[Any]) -> None:
-    """Return the gradients of gathered parameters to fp32 at once; torch adds those of later passes to them."""
-    gathered = [
-        one for one in parameters if hasattr(one, "_unsharded_param") and one.unsharded_accumulated_grad is None
-    ]
-    found = [one for one in gathered if one._unsharded_param.grad is not None]
-    for one, gradient in zip(found, in_fp32([one._unsharded_param.grad for one in found]), strict=True):
-        one._unsharded_param.grad, one.unsharded_accumulated_grad = None, gradient
 
 
 @contextmanager

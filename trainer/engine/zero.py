@@ -10,8 +10,8 @@ after the optimizer step. Autocast rounds them anyway, so this changes no result
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.engine import deepspeed_internals as internals
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.engine import Engine, nothing
 from trainer.engine.forward import ModelForward, prepare_model
@@ -30,11 +31,10 @@ from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_d
 from trainer.engine.results import StepResult
 from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
-from trainer.models.checkpointing import not_recorded
-from trainer.models.names import aliases, move_buffers, replace_in
-from trainer.models.place import PlacedModel, ShardChoice
+from trainer.models.names import move_buffers
+from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import partial_axis, sum_while_backward
-from trainer.parallel.mesh import DATA_AXES, ParallelMesh, backend
+from trainer.parallel.mesh import DATA_AXES, ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import largest_element
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, Placements, Split
@@ -45,136 +45,6 @@ from trainer.tasks.task import Task
 
 _STEP = "step"
 """The key of the count of steps in an optimizer's state; DeepSpeed flattens all other tensors as the weights."""
-_GATHERED_IN = "comm_dtype"
-"""The attribute of a parameter with the type in which it is gathered; stage 3 of DeepSpeed reads it too."""
-
-
-def _partition(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan, deepspeed: Any) -> None:
-    """Partition the parameters, one at a time. DeepSpeed's own way moves the whole model to the device first.
-
-    The parameters are whole, or on `meta` with this rank's rows in `built.shards`.
-    """
-    choice = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=True)
-    with redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(backend(mesh.device), verbose=False, dist_init_required=False)
-        zero = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(plan))
-        for own, names in aliases(built.model).items():
-            parameter: Any = own
-            if built.shards is None:
-                parameter.data = own.data.to(zero.local_device)
-            else:
-                rows = built.shards[names[0]]
-                whole = torch.empty(own.shape)  # pages that are not written take no memory
-                (whole[slice(*choice.bounds(own.shape))] if own.dim() else whole).copy_(rows)
-                parameter = nn.Parameter(whole.to(zero.local_device), requires_grad=own.requires_grad)
-                for name in names:
-                    replace_in(built.model, name, parameter)
-                    del built.shards[name]
-            zero._convert_to_deepspeed_param(parameter)
-            parameter.partition()
-
-
-@contextmanager
-def _flattened_in_place() -> Iterator[None]:
-    """Let stages 1 and 2 free each parameter once it is in the flat buffer; DeepSpeed frees them after all are."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    optimizer, empty_cache = stage_1_and_2.DeepSpeedZeroOptimizer, stage_1_and_2.empty_cache
-    flatten = optimizer.flatten_dense_tensors_aligned
-
-    def flatten_one_by_one(
-        zero: Any,
-        tensors: Sequence[Any],
-        alignment: int,
-        use_cpu_data: bool = False,
-        param_padding: Sequence[int] | None = None,
-    ) -> Tensor:
-        attribute = "cpu_data" if use_cpu_data else "data"
-        own: list[Tensor] = [getattr(tensor, attribute) for tensor in tensors]
-        paddings = param_padding or [0] * len(own)
-        size = sum(one.numel() for one in own) + sum(paddings)
-        flat = own[0].new_empty(size + -size % alignment)  # a page takes memory when it is written
-        start = 0
-        for tensor, padding in zip(tensors, paddings, strict=True):
-            one = own.pop(0)
-            flat[start : start + one.numel()] = one.reshape(-1)
-            start += one.numel()
-            flat[start : start + padding] = 0
-            start += padding
-            setattr(tensor, attribute, one.new_empty(0))
-        flat[start:] = 0
-        return flat
-
-    optimizer.flatten_dense_tensors_aligned = flatten_one_by_one
-    stage_1_and_2.empty_cache = get_accelerator().empty_cache  # DeepSpeed's function resets the peak of the memory too
-    try:
-        yield
-    finally:
-        optimizer.flatten_dense_tensors_aligned, stage_1_and_2.empty_cache = flatten, empty_cache
-
-
-@contextmanager
-def _unrounded(parameter: Tensor) -> Iterator[None]:
-    """Gather a parameter of stage 3 in its own type inside of this context."""
-    dtype = parameter.__dict__.pop(_GATHERED_IN, None)
-    yield
-    if dtype is not None:
-        setattr(parameter, _GATHERED_IN, dtype)
-
-
-@contextmanager
-def _updates_gathered_rounded(zero: Any) -> Iterator[None]:
-    """Gather updated parameters of stages 1 and 2 in their types inside of this context; DeepSpeed has one type.
-
-    Each group of the optimizer has one type. The rank rounds its own part too, so that all ranks hold the same bits.
-    gloo copies all that it gathers, so it gets `allgather_bucket_size` elements at a time, as DeepSpeed without this
-    collective.
-    """
-    from deepspeed.runtime.zero import stage_1_and_2
-
-    gather = stage_1_and_2.all_gather_dp_groups
-
-    def gather_rounded(
-        groups_flat: Sequence[Tensor],
-        partitioned_param_groups: Sequence[Sequence[Tensor]],
-        dp_process_group: Sequence[Any],
-        **options: Any,
-    ) -> None:
-        for parameters, flat, parts, group in zip(
-            zero.bit16_groups, groups_flat, partitioned_param_groups, dp_process_group, strict=True
-        ):
-            sent, index = flat, torch.distributed.get_rank(group)
-            if dtype := getattr(parameters[0], _GATHERED_IN, None):
-                sent = torch.empty_like(flat, dtype=dtype)
-                own, parts = parts[index], sent.chunk(len(parts))
-                parts[index].copy_(own)
-            bucket = max(1, options["allgather_bucket_size"] // len(parts))
-            if bucket >= len(parts[0]) or torch.distributed.get_backend(group) != "gloo":
-                gather([sent], [parts], [group], **options)
-            else:
-                for pieces in zip(*(torch.split(part, bucket) for part in parts), strict=True):
-                    torch.distributed.all_gather(list(pieces), pieces[index], group)
-            if sent is not flat:
-                flat.copy_(sent)
-
-    stage_1_and_2.all_gather_dp_groups = gather_rounded
-    try:
-        yield
-    finally:
-        stage_1_and_2.all_gather_dp_groups = gather
-
-
-@contextmanager
-def _infinite_norm(zero: Any) -> Iterator[None]:
-    """Let DeepSpeed find an infinite gradient norm inside of this context, so that it skips the step."""
-    norm = torch.full((), torch.inf, device=zero.device)
-    zero.scaled_global_norm = lambda: norm  # stages 1 and 2
-    zero._get_norm_groups = lambda: [norm]  # stage 3
-    try:
-        yield
-    finally:
-        del zero.scaled_global_norm, zero._get_norm_groups
 
 
 class MeshTopology:
@@ -203,7 +73,7 @@ class ZeroEngine(Engine):
     ) -> None:
         super().__init__(forward, [engine.module], optimizer, placements, total_steps)
         self._engine = engine
-        self._shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        self._shapes = {name: internals.shape_of(p) for name, p in self.parameters.items()}
         self._is_partitioned = forward.plan.strategy.cuts_parameters  # stage 3
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
@@ -219,8 +89,8 @@ class ZeroEngine(Engine):
         rate = self._learning_rate()
         self.optimizer.begin(rate, self._step)
         zero = self._engine.optimizer
-        skipped = _infinite_norm(zero) if scale is not None and self._overflows() else nullcontext()
-        with skipped, nullcontext() if self._is_partitioned else _updates_gathered_rounded(zero):
+        skipped = internals.infinite_norm(zero) if scale is not None and self._overflows() else nullcontext()
+        with skipped, nullcontext() if self._is_partitioned else internals.updates_gathered_rounded(zero):
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
         result = StepResult(
@@ -245,7 +115,7 @@ class ZeroEngine(Engine):
     def _use_changed_weights(self) -> None:
         """Gather the parameters of stages 1 and 2 after a change of the master weights; a collective."""
         if not self._is_partitioned:
-            with _updates_gathered_rounded(self._engine.optimizer):
+            with internals.updates_gathered_rounded(self._engine.optimizer):
                 self._engine.optimizer.update_lp_params()
             self._link_moments()
 
@@ -267,7 +137,10 @@ class ZeroEngine(Engine):
         # DeepSpeed keeps no master weights of a frozen parameter.
         import deepspeed
 
-        with _unrounded(parameter), deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned):
+        with (
+            internals.unrounded(parameter),
+            deepspeed.zero.GatheredParameters([parameter], enabled=self._is_partitioned),
+        ):
             frozen: Tensor = parameter.detach().clone()
             return frozen.reshape(self._shapes[label])
 
@@ -307,15 +180,10 @@ class ZeroEngine(Engine):
             flat = safe_get_local_optimizer_state(parameter, key) if key else safe_get_local_fp32_param(parameter)
             start, number = self._bounds(parameter)
             return flat[:number], start
-        mapping = parameter._hp_mapping
-        if mapping is None:  # other ranks have all elements
-            return torch.empty(0), 0
-        return mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start
+        return internals.fragment(parameter, key)
 
     def _bounds(self, parameter: Any) -> tuple[int, int]:
-        size = parameter.ds_tensor.ds_numel
-        start = size * self._mesh.index("dp_shard")
-        return start, min(size, max(0, parameter.ds_numel - start))
+        return internals.bounds(parameter, self._mesh.index("dp_shard"))
 
     def _fill_partition(self, name: str, source: StateSource) -> None:
         """Load this rank's partition of a parameter of stage 3 and of its moments, without communication."""
@@ -354,9 +222,9 @@ class ZeroEngine(Engine):
         """Return whether an element of the scaled gradient is too large for fp16, on any rank; a collective."""
         zero, device = self._engine.optimizer, self._mesh.device
         if self._recipe.parallel.offload == "none":
-            gradients = [one for group in zero.averaged_gradients.values() for one in group]
+            gradients = internals.averaged_gradients(zero)
         else:
-            flats = zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups
+            flats: list[Any] = internals.flat_weights(zero, self._is_partitioned)
             gradients = [flat.grad for flat in flats]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # DeepSpeed copies them without a wait
@@ -372,16 +240,8 @@ class ZeroEngine(Engine):
         return next((state[_STEP].detach().cpu() for state in self.optimizer.state.values() if _STEP in state), None)
 
     def _link_moments(self) -> None:
-        """Link each parameter to its moments in the flat partitions (stages 1 and 2).
-
-        DeepSpeed links the first parameter group only, after the first step.
-        """
-        from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-        zero = self._engine.optimizer
         if not self._is_partitioned:
-            for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, flat, self.optimizer.state)
+            internals.link_moments(self._engine.optimizer, self.optimizer.state)
 
     def _prepare_moments(self, source: StateSource) -> None:
         """Allocate the moments of a checkpoint, which DeepSpeed allocates in the first step.
@@ -401,8 +261,7 @@ class ZeroEngine(Engine):
                         " under the strategy that saved it"
                     )
                 self.optimizer.refuse_other_state(parameter, self.placements[name], saved[name])
-        zero = self._engine.optimizer
-        for flat in zero.fp32_partitioned_groups_flat if self._is_partitioned else zero.single_partition_of_fp32_groups:
+        for flat in internals.flat_weights(self._engine.optimizer, self._is_partitioned):
             state = {key: torch.zeros_like(flat) for key in sorted(keys - {_STEP})}
             if _STEP in keys:
                 state[_STEP] = torch.zeros((), device=flat.device)
@@ -420,27 +279,31 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
     """
     rounded = rounded_by_autocast(model)
     for name, parameter in model.named_parameters():
-        if name in rounded and len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
-            setattr(parameter, _GATHERED_IN, dtype)
+        if name in rounded and len(internals.shape_of(parameter)) > 1:
+            internals.gather_in(parameter, dtype)
 
 
 def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
-    """Return the engine of `zero1`, `zero2` and `zero3`."""
+    """Return the engine of `zero1`, `zero2` and `zero3`.
+
+    Raises:
+        UsageError: DeepSpeed is not installed, or its version lacks a member that this engine uses.
+    """
     deepspeed = ready_deepspeed(mesh.device.index)  # not always that of the rank: each may see one GPU only
+    internals.INTERNALS.require("`parallel.strategy` zero1, zero2 or zero3", "use fsdp")
     model = built.model
     if plan.strategy.cuts_parameters and mesh.size(ROWS_AXIS) == 1:
-        _partition(built, mesh, plan, deepspeed)
+        internals.partition(built, mesh, deepspeed_config(plan), deepspeed)
     move_buffers(model, mesh.device)  # DeepSpeed moves no model that is partitioned
     placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
-        name: replace(placement, shape=tuple(getattr(model.get_parameter(name), "ds_shape", placement.shape)))
+        name: replace(placement, shape=tuple(internals.shape_of(model.get_parameter(name))))
         for name, placement in built.placements.items()
     }
     for name, parameter in model.named_parameters():
-        # DeepSpeed's norm adds parameters of this mark over tensor and context ranks, and others on the first of them.
-        # So context ranks with the same part of a matrix count it once.
+        # Context ranks with the same part of a matrix count it once.
         axes = placements[name].split_axes
         is_counted = ROWS_AXIS in axes or (TENSOR_AXIS in axes and mesh.index(CONTEXT_AXIS) == 0)
-        parameter.model_parallel = is_counted  # type: ignore[attr-defined]
+        internals.count_on_this_rank(parameter, is_counted)
         axis = partial_axis(placements[name], mesh)
         if parameter.requires_grad and axis is not None:
             sum_while_backward(parameter, axis, mesh, sent_dtype(plan.recipe.parallel.communication))
@@ -453,8 +316,8 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
     trained = TrainedParameters.of([model], plan.recipe, placements, mesh, built.groups.rules)
     optimizer = build_optimizer(plan.recipe.optimizer, trained)
     if not plan.strategy.cuts_parameters:  # a group is gathered in one type
-        optimizer.divide("is_rounded", lambda parameter: hasattr(parameter, _GATHERED_IN))
-    with redirect_stdout(io.StringIO()), _flattened_in_place():
+        optimizer.divide("is_rounded", internals.is_gathered_rounded)
+    with redirect_stdout(io.StringIO()), internals.flattened_in_place():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -463,8 +326,6 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
             dist_init_required=False,
         )
     if plan.strategy.cuts_parameters:
-        gathering = engine.optimizer.parameter_offload
-        for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
-            setattr(gathering, name, not_recorded(getattr(gathering, name)))
+        internals.leave_gathers_unrecorded(engine.optimizer)
     forward = ModelForward(built, task, mesh, plan, engine, engine)
     return ZeroEngine(forward, engine, optimizer, placements, total_steps)

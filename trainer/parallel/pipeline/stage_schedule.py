@@ -6,8 +6,6 @@ All ranks of a pipeline read the same rows, so each stage knows these shapes wit
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+
+from trainer.parallel.pipeline.busy_clock import BusyClock
+from trainer.parallel.pipeline.torch_stage import INTERNALS, TimedStage
 
 SCHEDULE_CLASSES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -35,85 +35,6 @@ Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 """The shapes of the tensors that each stage except the last sends for one microbatch."""
 
 
-class BusyClock:
-    """A clock of the seconds in which this rank computes: the host's clock or, on a GPU, CUDA events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._is_running = False
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        self._is_running = True
-        try:
-            return self._timed(work, 1)
-        finally:
-            self._is_running = False
-
-    def leave_out(self, wait: Callable[[], Any]) -> Any:
-        """Run `wait`; within `run`, its time does not count."""
-        return self._timed(wait, -1) if self._is_running else wait()
-
-    def _timed(self, work: Callable[[], Any], sign: int) -> Any:
-        if not self._on_gpu:
-            start = time.perf_counter()
-            try:
-                return work()
-            finally:
-                self._seconds += sign * (time.perf_counter() - start)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        result = work()
-        after.record()
-        self._events.append((sign, before, after))
-        # Without a wait, so that their number stays small.
-        while self._events and self._events[0][2].query():  # type: ignore[no-untyped-call]
-            self._count(*self._events.popleft())
-        return result
-
-    def _count(self, sign: int, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
-        self._seconds += sign * before.elapsed_time(after) / 1000
-
-    def reset(self) -> None:
-        self._seconds = 0.0
-        self._events.clear()
-
-    def read(self) -> float:
-        """Return all seconds so far, after the device has finished."""
-        while self._events:
-            self._events[0][2].synchronize()
-            self._count(*self._events.popleft())
-        return self._seconds
-
-
-class _TimedStage(PipelineStage):
-    """Torch's stage, with a clock around the computation of each microbatch.
-
-    For each schedule, torch's stages vote whether all know their shapes: a message from rank to rank and back, and the
-    host waits for it. Here they do. The first vote opens connections; later ones are left out.
-    """
-
-    def __init__(self, clock: BusyClock, votes: bool, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._clock, self._votes = clock, votes
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._warmup_forward_vote(*args, **kwargs) if self._votes else torch.ones(1, dtype=torch.int64)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._warmup_backward_result(*args, **kwargs) if self._votes else torch.ones(1, dtype=torch.int64)
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._clock.run(lambda: PipelineStage.forward_one_chunk(self, *args, **kwargs))
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._clock.run(lambda: PipelineStage.backward_one_chunk(self, *args, **kwargs))
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._clock.run(lambda: PipelineStage.backward_weight_one_chunk(self, *args, **kwargs))
-
-
 class PipelineDriver:
     """The stages of one rank.
 
@@ -122,6 +43,9 @@ class PipelineDriver:
             stage, and the inputs of the microbatch by name. It returns the tensors for the next stage, or the logits.
         schedule: a name of `SCHEDULE_CLASSES`.
         dtype: the type of the tensors between stages.
+
+    Raises:
+        UsageError: this version of torch lacks a member that the stages override.
     """
 
     def __init__(
@@ -134,6 +58,7 @@ class PipelineDriver:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        INTERNALS.require("`parallel.pipeline.stages` above 1", "use `parallel.strategy` fsdp without stages")
         self._dtype = dtype
         self._stages = stages
         self._num_stages = num_stages
@@ -207,7 +132,7 @@ class PipelineDriver:
     def _loss_of_pass(self, logits: Tensor, number: Tensor) -> Tensor:
         return self._loss(logits, number)
 
-    def _stage(self, index: int, shapes: Shapes, is_training: bool) -> _TimedStage:
+    def _stage(self, index: int, shapes: Shapes, is_training: bool) -> TimedStage:
         def examples(sender: int) -> tuple[Tensor, ...]:
             sent = shapes[sender] if 0 <= sender < len(shapes) else ()
             # Torch reads their shapes and types only, to allocate the memory in which it receives.
@@ -217,7 +142,7 @@ class PipelineDriver:
 
         # The last stage sends nothing, so torch never reads this shape.
         sent = examples(index) or (torch.empty(1, device="meta"),)
-        return _TimedStage(
+        return TimedStage(
             self.clock if is_training else BusyClock(self._device),
             not self._is_connected,
             self._stages[index],
