@@ -17,7 +17,7 @@ from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import Encoded, EncodedSplit, Encoder, encode_rows
+from trainer.data.split import Encoded, EncodedSplit, Encoder, encoded_parts
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -72,21 +72,17 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
 
     def write(writer: EntryWriter) -> None:
         shape: tuple[int, ...] | None = None
-        for first_row in range(0, len(rows), _IMAGES_AT_ONCE):
-            batch = rows.select(range(first_row, min(first_row + _IMAGES_AT_ONCE, len(rows))))
 
-            def encode(rows: Dataset, first_row: int) -> Encoded:
-                first_row += split.first_row
-                images = _with_images(rows, columns, split.folders, split.where, first_row)
-                return encoder.encode_images(images, processor, split.where, first_row)
+        def encode(rows: Dataset, first_row: int) -> Encoded:
+            first_row += split.first_row
+            images = _with_images(rows, columns, split.folders, split.where, first_row)
+            return encoder.encode_images(images, processor, split.where, first_row)
 
-            with split.explains_rows():
-                features = encode_rows(batch, first_row, encode)
-            shape = shape or features[_PIXELS][0].shape
-            _check_shapes(features[_PIXELS], shape, split.where, split.first_row + first_row)
+        for done, features in encoded_parts(split, rows, encode, _IMAGES_AT_ONCE):
+            images = features[_PIXELS]
+            shape = shape or images[0].shape
+            _check_shapes(images, shape, split.where, split.first_row + done - len(images))
             writer.add(features)
-            if split.show is not None:
-                split.show(first_row + len(batch), len(rows))
 
     return replace(open_or_write(cache, key, write), sources=split.sources)
 

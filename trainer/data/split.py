@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 from trainer.base.errors import DataError, DataProblemsError
 from trainer.base.text import listed
 from trainer.data.order import IndexArray
+from trainer.data.workers import ordered_results
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from trainer.data.sources import Split
 
 FlatArray: TypeAlias = NDArray[Any]
 Encoded: TypeAlias = dict[str, list[Any]]
@@ -223,6 +226,45 @@ def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], 
         if not problems:  # the rows are valid one by one
             raise
         raise (DataError(problems[0]) if len(problems) == 1 else DataProblemsError(*problems)) from None
+
+
+def encoded_parts(
+    split: Split,
+    rows: Dataset,
+    encode: Callable[[Dataset, int], Encoded],
+    most_rows: int,
+    num_processes: int = 1,
+    sources: Sequence[int] = (),
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield the encoded rows of a split in order, in parts, each with the number of rows up to its end.
+
+    Args:
+        rows: the rows of the split, with the columns that are read.
+        encode: see `encode_rows`; it runs in the processes.
+        most_rows: the most rows of a part.
+        num_processes: see `ordered_results`.
+        sources: the numbers of rows that no part joins; empty: any rows are joined.
+
+    Raises:
+        DataError: a row is not valid.
+        TrainerError: a process died.
+    """
+    ends = np.cumsum(sources or (len(rows),)).tolist()
+    spans = [
+        (first_row, min(first_row + most_rows, end))
+        for start, end in zip((0, *ends), ends, strict=False)
+        for first_row in range(start, end, most_rows)
+    ]
+
+    def encode_span(span: tuple[int, int]) -> Encoded:
+        with split.explains_rows():
+            return encode_rows(rows.select(range(*span)), span[0], encode)
+
+    results = ordered_results(encode_span, spans, num_processes, "data.preparation_processes")
+    for (_, done), features in zip(spans, results, strict=True):
+        yield done, features
+        if split.show is not None:
+            split.show(done, len(rows))
 
 
 def _further_rows(messages: Sequence[str]) -> str:

@@ -22,8 +22,7 @@ from trainer.base.terminal import say
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import Encoded, EncodedSplit, Encoder, FlatArray, encode_rows
-from trainer.data.workers import ordered_results
+from trainer.data.split import Encoded, EncodedSplit, Encoder, FlatArray, encoded_parts
 from trainer.ranks.environment import available_cores
 
 if TYPE_CHECKING:
@@ -96,18 +95,9 @@ def encode_split(
     def write(writer: EntryWriter) -> None:
         task, packer = encoder.for_split(rows, split.first_row), encoder.packer(max_length)
         ends = np.cumsum(split.sources or (len(rows),)).tolist()
-        spans = [
-            (first_row, min(first_row + at_once, end))
-            for start, end in zip((0, *ends), ends, strict=False)
-            for first_row in range(start, end, at_once)
-        ]
 
-        def encode_from(rows: Dataset, first_row: int) -> Encoded:
+        def encode(rows: Dataset, first_row: int) -> Encoded:
             return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
-
-        def encode(span: tuple[int, int]) -> Encoded:
-            with split.explains_rows():
-                return encode_rows(rows.select(range(*span)), span[0], encode_from)
 
         def end_sources(done: int) -> None:
             for _ in range(ends.count(done) if split.sources else 0):  # none, or several if some have no row
@@ -115,12 +105,8 @@ def encode_split(
 
         shown = time.monotonic()
         end_sources(0)
-        for (_, done), features in zip(
-            spans, ordered_results(encode, spans, processes, "data.preparation_processes"), strict=True
-        ):
+        for done, features in encoded_parts(split, rows, encode, at_once, processes, split.sources):
             writer.add(packer.add(features) if packer else features)
-            if split.show is not None:
-                split.show(done, len(rows))
             if time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 say(f"tokenised {done:,} of {len(rows):,} rows of {split.where}", err=True)
@@ -135,7 +121,15 @@ def encode_split(
         tokenizer=tokenizer_digest(tokenizer),
         max_length=max_length,
     )
-    encoded = open_or_write(cache, key, write, encoder.own_lengths)
+    return _checked(open_or_write(cache, key, write, encoder.own_lengths), split, tokenizer)
+
+
+def _checked(encoded: EncodedSplit, split: Split, tokenizer: PreTrainedTokenizerBase) -> EncodedSplit:
+    """Return an encoded split with the numbers of its unknown tokens and blank rows.
+
+    Raises:
+        DataError: a whole split has no text with a token, or most tokens are unknown.
+    """
     if not len(encoded):
         if split.is_part:
             return encoded

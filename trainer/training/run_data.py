@@ -5,10 +5,10 @@ All problems of data, tokenizer and task are reported together. This module does
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from trainer.base.errors import Problems, UsageError
@@ -138,42 +138,87 @@ def prepare_data(
     observer = observer or Observer()
     observer.preparing("loading the data")
     problems = Problems()
+    task: Task = build_task(recipe.task)
+    preparation, splits = _load(recipe, task, most_rows, load, problems)
+    loaded = _resolve(task, preparation, splits, most_rows, problems)
+    day = _written_date(recipe, loaded.task, loaded.preparation, splits.train, day)  # before the template is used
+    cache = cache or (Path(recipe.data.cache) if recipe.data.cache else cache_folder())
+    encoded = _encode(recipe, loaded, cache, observer, problems)
+    return _with_notes(recipe, loaded, replace(encoded, day=day))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The splits of a recipe, before they are encoded, and the task that knows their labels.
+
+    Attributes:
+        splits: as they were read.
+        used: the rows of them that are encoded, at most `most_rows` of each.
+        notes: notes on the labels.
+    """
+
+    task: Task
+    preparation: Preparation
+    splits: Splits
+    most_rows: int | None
+    notes: Sequence[str]
+
+    @cached_property
+    def used(self) -> Splits:
+        train, validation = self.splits.train, self.splits.validation
+        return Splits(train.first(self.most_rows), validation and validation.first(self.most_rows))
+
+
+def _load(
+    recipe: Recipe, task: Task, most_rows: int | None, load: Callable[[Recipe], Preparation], problems: Problems
+) -> tuple[Preparation | None, Splits]:
+    """Load the tokenizer or image processor, and the rows. A problem of the first does not hide those of the rows."""
     preparation = splits = None
     with problems.collect():
         preparation = load(recipe)
-    task: Task = build_task(recipe.task)
     label = getattr(recipe.task, "label", None)
     with problems.collect():
         splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds)
     if splits is None:
         problems.raise_all()
     assert splits is not None
-    resolved = None
     for split in (splits.train, splits.validation):
         if split is not None:
             with problems.collect():
                 require_one_type(split, task.columns)
-    knows_classes = splits.train.is_whole or task.class_names is not None
-    with problems.collect(), splits.train.explains_rows():
+    return preparation, splits
+
+
+def _resolve(
+    task: Task, preparation: Preparation | None, splits: Splits, most_rows: int | None, problems: Problems
+) -> _Loaded:
+    """Resolve the task with the labels of the training split.
+
+    Raises:
+        RecipeError, TrainerError: the labels are not known, or there is no `preparation`.
+        UnknownClassesError: see `prepare_data`.
+    """
+    train, other = splits.train, splits.validation
+    knows_classes = train.is_whole or task.class_names is not None
+    with problems.collect(), train.explains_rows():
         if not knows_classes:
-            task.check_columns(splits.train.rows.features, splits.train.where)
+            task.check_columns(train.rows.features, train.where)
         elif preparation is None:
-            task.resolve(splits.train.rows, splits.train.where)
+            task.resolve(train.rows, train.where)
         else:
-            resolved = resolve_task(task, preparation, splits.train)
-    if preparation is None or resolved is None:
-        other = splits.validation
-        if other is not None and other.rows.features != splits.train.rows.features:  # else it has the same problems
-            with problems.collect():
-                task.check_columns(other.rows.features, other.where)
-        problems.raise_all()
-        raise UnknownClassesError
-    assert preparation is not None
-    task, data_notes = resolved
-    day = _written_date(recipe, task, preparation, splits.train, day)
-    cache = cache or (Path(recipe.data.cache) if recipe.data.cache else cache_folder())
-    used = Splits(splits.train.first(most_rows), splits.validation and splits.validation.first(most_rows))
-    masking = train = validation = evaluated = None
+            resolved, notes = resolve_task(task, preparation, train)
+            return _Loaded(resolved, preparation, splits, most_rows, notes)
+    if other is not None and other.rows.features != train.rows.features:  # else it has the same problems
+        with problems.collect():
+            task.check_columns(other.rows.features, other.where)
+    problems.raise_all()
+    raise UnknownClassesError
+
+
+def _encode(recipe: Recipe, loaded: _Loaded, cache: Path, observer: Observer, problems: Problems) -> PreparedData:
+    """Encode the splits, without notes; the problems of each are raised together with the earlier ones."""
+    task, preparation, used = loaded.task, loaded.preparation, loaded.used
+    masking = train = validation = evaluated = stream = None
     with problems.collect():
         masking = preparation.masking(task, recipe.training.seed)
     with problems.collect():
@@ -184,42 +229,55 @@ def prepare_data(
             evaluated = EvaluatedSplit(
                 used.validation.rows, validation, preparation.text_tokenizer, used.validation.where
             )
-    stream = None
-    if splits.stream is not None and train is not None:
+    if train is not None:
         with problems.collect():
-            _require_steps(recipe, task, splits.stream)
-            if most_rows is None:
-                observer.preparing("reading the index of data.train")
-                stream = _streamed(recipe, splits, preparation, task, cache, train)
+            stream = _streamed(recipe, loaded, cache, train, observer)
     problems.raise_all()
     assert train is not None
-    bounded = [
-        f"only the first {most_rows:,} rows of {split.where} are checked"
-        for split in ((None if splits.stream else splits.train), splits.validation)
-        if most_rows is not None and split is not None and not split.first(most_rows).is_whole
-    ]
-    prepared = PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream, day=day)
-    source_rows = {"training": len(used.train.rows), "validation": len(used.validation.rows) if used.validation else 0}
-    unit = row_unit(recipe, task, prepared.splits, source_rows)
-    counts_rows = preparation.counts_tokens or _keeps_rows(recipe, task)
-    numbers = []
-    if splits.stream:
-        numbers = stream_notes(recipe, stream, splits)
-    elif counts_rows:
-        numbers = row_notes(recipe, unit, prepared.splits, source_rows)
+    return PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream)
+
+
+def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> PreparedData:
+    """Return the data with notes on its splits, its rows and its tokens."""
+    task, preparation, splits, stream = data.task, data.preparation, loaded.splits, data.stream
+    bounded = _bounds(splits, loaded.most_rows)
+    counts_tokens = preparation.counts_tokens
+    counts_rows = counts_tokens or _keeps_rows(recipe, task)
+    unit, numbers = _numbers(recipe, loaded, data, counts_rows)
     notes = (
         *splits.notes,
-        *data_notes,
-        *(_tokenizer_notes(task, preparation) if preparation.counts_tokens else ()),
+        *loaded.notes,
+        *(_tokenizer_notes(task, preparation) if counts_tokens else ()),
         *numbers,
-        *(() if splits.stream else class_notes(task, train, validation)),
-        *_date_notes(prepared),
-        *(_token_notes(prepared) if preparation.counts_tokens else ()),
+        *(() if splits.stream else class_notes(task, data.train, data.validation)),
+        *_date_notes(data),
+        *(_token_notes(data) if counts_tokens else ()),
         *bounded,
-        *(mixture_notes(recipe, stream.windows if stream else prepared.mixture(recipe)) if counts_rows else ()),
+        *(mixture_notes(recipe, stream.windows if stream else data.mixture(recipe)) if counts_rows else ()),
     )
     is_whole = not bounded and (stream is None) == (splits.stream is None)
-    return replace(prepared, data_notes=notes, unit=unit, is_whole=is_whole, counts_rows=counts_rows)
+    return replace(data, data_notes=notes, unit=unit, is_whole=is_whole, counts_rows=counts_rows)
+
+
+def _bounds(splits: Splits, most_rows: int | None) -> list[str]:
+    """Return notes on the splits that are read in part; a stream always is."""
+    if most_rows is None:
+        return []
+    return [
+        f"only the first {most_rows:,} rows of {split.where} are checked"
+        for split in ((None if splits.stream else splits.train), splits.validation)
+        if split is not None and not split.first(most_rows).is_whole
+    ]
+
+
+def _numbers(recipe: Recipe, loaded: _Loaded, data: PreparedData, counts_rows: bool) -> tuple[str, list[str]]:
+    """Return the name of encoded rows, and notes on their number."""
+    train, validation = loaded.used.train, loaded.used.validation
+    source_rows = {"training": len(train.rows), "validation": len(validation.rows) if validation else 0}
+    unit = row_unit(recipe, data.task, data.splits, source_rows)
+    if loaded.splits.stream:
+        return unit, stream_notes(recipe, data.stream, loaded.splits)
+    return unit, row_notes(recipe, unit, data.splits, source_rows) if counts_rows else []
 
 
 def _written_date(recipe: Recipe, task: Task, preparation: Preparation, train: Split, day: str | None) -> str | None:
@@ -259,9 +317,16 @@ def _token_notes(data: PreparedData) -> list[str]:
 
 
 def _streamed(
-    recipe: Recipe, splits: Splits, preparation: Preparation, task: Task, cache: Path, head: EncodedSplit
-) -> StreamedSplit:
-    data, training = recipe.data, recipe.training
+    recipe: Recipe, loaded: _Loaded, cache: Path, head: EncodedSplit, observer: Observer
+) -> StreamedSplit | None:
+    """Return the stream of the training split; None: it is no stream, or only its first rows are read."""
+    stream, data, training = loaded.splits.stream, recipe.data, recipe.training
+    if stream is None:
+        return None
+    _require_steps(recipe, loaded.task, stream)
+    if loaded.most_rows is not None:
+        return None
+    observer.preparing("reading the index of data.train")
     assert isinstance(data, FileData)
     rows_ahead = (2 * data.num_workers + 2) * training.global_batch_size
     settings = StreamSettings(
@@ -271,9 +336,8 @@ def _streamed(
         run=recipe.checkpoint.folder,
         behind=1 + -(-rows_ahead // data.shuffle_window),
     )
-    assert splits.stream is not None
-    encoder = preparation.for_windows(splits.stream, task, head)
-    return StreamedSplit(splits.stream.sources, settings, encoder, head, len(splits.train.rows), cache)
+    encoder = loaded.preparation.for_windows(stream, loaded.task, head)
+    return StreamedSplit(stream.sources, settings, encoder, head, len(loaded.splits.train.rows), cache)
 
 
 def _require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
