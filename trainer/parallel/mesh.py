@@ -167,16 +167,19 @@ class ParallelMesh:
 
     def agree_each(self, value: int) -> tuple[int, ...]:
         """Return the `value` of every rank, in order of rank, on all ranks."""
-        return tuple(own for (own,) in self.agree_table([value]))
+        return tuple(int(own) for (own,) in self.agree_table([value]))
 
-    def agree_table(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the `values` of every rank, in order of rank, on all ranks; each has the same number of them."""
-        table = torch.zeros((self.world_size, len(values)), dtype=torch.int64)
-        # Each rank fills its row, and the others add zeros to it, so the sum is the gathered table.
-        table[self.rank] = torch.tensor(values)
+    def agree_table(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the `values` of every rank, in order of rank, on all ranks; each has the same number of them.
+
+        Integers are exact up to 2**53.
+        """
+        table = torch.zeros((self.world_size, len(values)), dtype=torch.float64)
+        # Each rank fills its row, and the others add zeros to it, so the sum is the gathered table to the last bit.
+        table[self.rank] = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(table, group=self._control)
-        rows: list[list[int]] = table.tolist()
+        rows: list[list[float]] = table.tolist()
         return rows
 
     def gather(self, value: Any) -> list[Any] | None:

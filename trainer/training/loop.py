@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -38,11 +38,10 @@ from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.best_evaluation import BestEvaluation
+from trainer.training.rank_numbers import RankNumbers
 from trainer.training.run_tool import Elapsed, RunTools
 
 _MOST_SHOWN = 64  # ranks with their memory in a record; a line of more would be long
-_NANOSECOND = 1e-9
-_OF_TOOLS = 5  # the first place of the tools in a row of `_table`
 _FAILING = STOP + 1  # an observer can no longer write
 Ending = Literal[
     "finished",
@@ -123,19 +122,7 @@ class Loop:
             return "already_out_of_patience"
         self._wait_for_rows()
         for batch in self.loader:
-            # While the device still works, waiting for rows costs nothing.
-            self.meter.enter(STEP, before=DEVICE if is_busy(self.mesh.device) else ROWS)
-            self._doing(f"in step {self.progress.step + 1}")
-            # Asked before the step and answered after it, so that no rank waits for the answer alone.
-            asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
-            settle_saving = self.saver.begin_poll()
-            # The numbers of a step are read before the next update, while the device works, or below if needed.
-            with self.tools.around_step():
-                read = self.engine.begin_step(batch, self._read_begun)
-            settle_saving()
-            self._report_checkpoint()
-            self._count(batch)
-            self._begun = _BegunStep(self.progress.step, batch, read)
+            asked = self._begin_step(batch)
             if self._due(self.recipe.training.check_replicas):
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
@@ -143,36 +130,61 @@ class Loop:
             wanted = self._agreed()
             is_due = self.validation.evaluator is not None and self._due(self.recipe.evaluation.every)
             out_of_patience = (is_due or wanted.evaluate) and self._evaluate()
-            after = self._agreed()  # of the evaluation
+            wanted = joined([wanted, self._agreed()]) or wanted  # those of the evaluation too
             request = asked()
             if request == _FAILING:
                 self.mesh.on_every_rank(self._flush)
-            ending = self._ending(out_of_patience, request, wanted.stop or after.stop)
-            if ending or request == SAVE or wanted.save or after.save or self._due(self.recipe.checkpoint.every):
-                self._read_begun()  # a checkpoint holds the number of bad steps
-                self.mesh.on_every_rank(self._flush)
-                self._doing("saving a checkpoint")
-                with self.meter.during(CHECKPOINT):
-                    self.saver.save()
-                self._report_checkpoint()
-            elif self._due(self.saver.between):
-                self._read_begun()
-                self.mesh.on_every_rank(self._require_reports)
-                self._doing("saving a checkpoint in memory")
-                with self.meter.during(CHECKPOINT):
-                    self.saver.save_in_memory()
+            ending = self._ending(out_of_patience, request, wanted.stop)
+            self._save(bool(ending) or request == SAVE or wanted.save)
             if ending:
-                with self.meter.during(CHECKPOINT):
-                    self.saver.finish()
-                self._report_checkpoint()
-                self.mesh.on_every_rank(self._flush)
-                self.stop.obeyed(SAVE, STOP)
+                self._end()
                 return ending
             if request == SAVE:
                 self.saver.finish()  # the file `save` goes when the checkpoint is complete
                 self.stop.obeyed(SAVE)
             self._wait_for_rows()
         return "already_finished"
+
+    def _begin_step(self, batch: RankBatch) -> Callable[[], int]:
+        """Begin a step, and return a function that waits for the largest request of all ranks."""
+        # While the device still works, waiting for rows costs nothing.
+        self.meter.enter(STEP, before=DEVICE if is_busy(self.mesh.device) else ROWS)
+        self._doing(f"in step {self.progress.step + 1}")
+        # Asked before the step and answered after it, so that no rank waits for the answer alone.
+        asked = self.mesh.begin_agree_max(_FAILING if self._failure else self.stop.asked())
+        settle_saving = self.saver.begin_poll()
+        # The numbers of the step before are read before the next update, while the device works. `_begun` is still that
+        # step until this call returns; a log, an evaluation or a checkpoint reads the new step at once.
+        with self.tools.around_step():
+            read = self.engine.begin_step(batch, self._read_begun)
+        settle_saving()
+        self._report_checkpoint()
+        self._count(batch)
+        self._begun = _BegunStep(self.progress.step, batch, read)
+        return asked
+
+    def _save(self, is_asked: bool) -> None:
+        """Save a checkpoint if it is asked for or due; or one in memory, if that is due."""
+        if is_asked or self._due(self.recipe.checkpoint.every):
+            self._read_begun()  # a checkpoint holds the number of bad steps
+            self.mesh.on_every_rank(self._flush)
+            self._doing("saving a checkpoint")
+            with self.meter.during(CHECKPOINT):
+                self.saver.save()
+            self._report_checkpoint()
+        elif self._due(self.saver.between):
+            self._read_begun()
+            self.mesh.on_every_rank(self._require_reports)
+            self._doing("saving a checkpoint in memory")
+            with self.meter.during(CHECKPOINT):
+                self.saver.save_in_memory()
+
+    def _end(self) -> None:
+        with self.meter.during(CHECKPOINT):
+            self.saver.finish()
+        self._report_checkpoint()
+        self.mesh.on_every_rank(self._flush)
+        self.stop.obeyed(SAVE, STOP)
 
     def _read_begun(self) -> StepResult | None:
         """Return the numbers of the last step and report it if it is bad; None if they were read before."""
@@ -275,11 +287,11 @@ class Loop:
             before, (*_, self._compiled) = self._compiled, compilations()
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()
-        of_tools = self.tools.seconds()
-        table = self._table(rates, [seconds for of_tool in of_tools for seconds in of_tool])
-        memory, rows, hidden, places, trained, *_ = zip(*table, strict=True)
+        ranks = self._numbers(rates)
+        memory = tuple(rank.memory_bytes for rank in ranks)
+        places = sum(rank.positions for rank in ranks)
         step = self.progress.step
-        elapsed = Elapsed(step - self._first, trained[0] * _NANOSECOND, self.total_steps - step)
+        elapsed = Elapsed(step - self._first, ranks[0].trained_seconds, self.total_steps - step)
         self._hidden = self._places = 0
         record = StepRecord(
             step=self.progress.step,
@@ -294,28 +306,24 @@ class Loop:
             tokens_per_second=rates.tokens_per_second,
             peak_memory_bytes=max(memory),
             rank_memory_bytes=memory if len(memory) <= _MOST_SHOWN else (),
-            padding=sum(hidden) / sum(places) if any(places) else None,
-            seconds=of_slowest_reader(rates.seconds, [own * _NANOSECOND for own in rows]),
+            padding=sum(rank.hidden for rank in ranks) / places if places else None,
+            seconds=of_slowest_reader(rates.seconds, [rank.waited_seconds for rank in ranks]),
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
         )
-        record = self.tools.completed(record, [_divided(row[_OF_TOOLS:], of_tools) for row in table], elapsed)
+        record = self.tools.completed(record, [rank.of_tools for rank in ranks], elapsed)
         with self.meter.during(OUTPUT):
             self._report(lambda: self.observers.step(record))
 
-    def _table(self, rates: Rates, of_tools: Sequence[float]) -> list[list[int]]:
-        """Return a row of numbers of every rank; of one process with several GPUs, one of every GPU.
-
-        They are peak memory, nanoseconds of waiting for rows, hidden positions of texts and all positions since the
-        last record, nanoseconds of training, and those of the tools.
-        """
-        own = [round(seconds / _NANOSECOND) for seconds in (self.meter.trained, *of_tools)]
-        rows = [round(rates.seconds.get(ROWS, 0.0) / _NANOSECOND), self._hidden, self._places, *own]
+    def _numbers(self, rates: Rates) -> list[RankNumbers]:
+        """Return the numbers of every rank; of one process with several GPUs, those of every GPU."""
+        peak, waited, trained = peak_memory_bytes(self.mesh.device), rates.seconds.get(ROWS, 0.0), self.meter.trained
+        own = RankNumbers(peak, waited, self._hidden, self._places, trained, self.tools.seconds())
         if STRATEGIES[self.recipe.parallel.strategy].single_process:
             gpus = [torch.device("cuda", gpu) for gpu in range(torch.cuda.device_count())]
-            return [[peak_memory_bytes(gpu), *rows] for gpu in gpus]
-        return self.mesh.agree_table([peak_memory_bytes(self.mesh.device), *rows])
+            return [replace(own, memory_bytes=peak_memory_bytes(gpu)) for gpu in gpus]
+        return own.of_every_rank(self.mesh)
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether patience has run out."""
@@ -339,9 +347,3 @@ class Loop:
         if is_asked:
             return "callback"
         return "stop_at_step" if self.progress.step == self.recipe.training.stop_at_step else None
-
-
-def _divided(nanoseconds: Sequence[int], of_tools: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the seconds of each tool on a rank; `of_tools` holds those of this rank."""
-    left = iter(nanoseconds)
-    return [[next(left) * _NANOSECOND for _ in of_tool] for of_tool in of_tools]
