@@ -50,6 +50,11 @@ class Sharding:
     offloads: bool = False  # whether to keep parameters, gradients and optimizer state in CPU memory
     sent_in: torch.dtype | None = None  # the type in which gradients are sent; None: their own
 
+    @property
+    def reduced_in(self) -> torch.dtype | None:
+        """The type in which gradients are summed over ranks; also of weights that are gathered in 16 bits."""
+        return self.sent_in or (None if self.precision == "fp32" else torch.float32)
+
 
 def shard(
     model: nn.Module,
@@ -78,9 +83,7 @@ def shard(
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if how.offloads else OffloadPolicy()
     rounded = rounded_by_autocast(model) if how.precision != "fp32" else set()
-    # Also the gradients of weights that are gathered in 16 bits.
-    exact = torch.float32 if how.precision != "fp32" else None
-    types = MixedPrecisionPolicy(reduce_dtype=how.sent_in or exact)
+    types = MixedPrecisionPolicy(reduce_dtype=how.reduced_in)
     # The layers first: the call for the model groups the parameters that no inner call has taken.
     for part in (*layers_of(model, SHARDING).values(), model):
         fully_shard(
@@ -93,11 +96,7 @@ def shard(
         )
     if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
         register_fsdp_forward_method(model, "generate")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP averages by default, but each rank's loss is already its share of the global mean.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(model)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
     if shards is not None:
         _fill(model, shards, torch.device("cpu") if how.offloads else mesh.device)
@@ -108,6 +107,14 @@ def shard(
         name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
         for name, placement in placements.items()
     }
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Let FSDP sum gradients: it averages by default, but each rank's loss is already its share of the global mean."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> None:

@@ -208,11 +208,13 @@ class ZeroEngine(Engine):
         denominator = self._forward.denominator(batch)
         total = torch.zeros((), device=self._mesh.device)
         for index, microbatch in enumerate(batch.microbatches):
+            # DeepSpeed reduces the gradients of earlier passes too (stages 2 and 3), but steps after the last one only.
             is_last = index == len(batch.microbatches) - 1
             self._engine.set_gradient_accumulation_boundary(is_last)
             loss = self._forward.loss_sum(microbatch) / denominator
             total = total + loss.detach()
-            # DeepSpeed checks only the gradient, which may be finite while the loss is not.
+            # DeepSpeed checks only the gradient, which may be finite while the loss is not. A factor of NaN in the last
+            # pass makes the sum of all gradients non-finite, so all ranks skip the step together.
             taint = torch.where(torch.isfinite(total), 1.0, torch.nan) if is_last else 1.0
             # DeepSpeed averages over the data ranks, and the loss is already this rank's share of the global mean.
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)

@@ -225,16 +225,27 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     if record.pipeline is not None:
         shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
         lines += _row("pipeline", f"idle {shares} of the steps on its ranks; bubble {record.pipeline.bubble:.0%}")
-    if (profile := record.profile) is not None:
-        steps = f"steps {profile.first} to {profile.last}"
-        traces = "1 trace" if profile.num_ranks == 1 else f"{profile.num_ranks} traces"
-        lines += _row("profile", f"{steps}: {traces} for https://ui.perfetto.dev in {profile.folder}")
-        lines += [f"  {line}" for line in operation_lines(profile.operations)]
+    lines += _profile_lines(record)
     if (compiled := record.compilation) is not None:
         breaks = f"{compiled.graph_breaks} graph break{'s' * (compiled.graph_breaks != 1)}"
         graphs = f"{compiled.graphs} graph{'s' * (compiled.graphs != 1)}"
         lines += _row("compiled", f"{graphs} with {breaks}, in {format_seconds(compiled.seconds)}")
-    lines += _row("folder", str(record.folder))
+    return [*lines, *_next_lines(record, run)]
+
+
+def _profile_lines(record: EndRecord) -> list[str]:
+    profile = record.profile
+    if profile is None:
+        return []
+    steps = f"steps {profile.first} to {profile.last}"
+    traces = "1 trace" if profile.num_ranks == 1 else f"{profile.num_ranks} traces"
+    line = _row("profile", f"{steps}: {traces} for https://ui.perfetto.dev in {profile.folder}")
+    return [*line, *(f"  {line}" for line in operation_lines(profile.operations))]
+
+
+def _next_lines(record: EndRecord, run: RunInfo | None) -> list[str]:
+    """Return the lines on the folders of a run, and on the commands that use them."""
+    lines = _row("folder", str(record.folder))
     if run is not None:
         lines.append(f"  {'report':<{_LABEL_WIDTH}}trainer report {shlex.quote(str(record.folder))}")
     if record.model_folder is not None:

@@ -43,7 +43,8 @@ class Absent(nn.Module):
         self.__dict__["_original"] = original  # not a child module, so its parameters do not count as this stage's
 
     def __getattr__(self, name: str) -> Any:
-        if "_original" not in self.__dict__:  # while it is being copied
+        # Called for names that are not found otherwise. A copy has no original yet, and would ask itself for ever.
+        if "_original" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["_original"], name)
 
@@ -63,6 +64,7 @@ class Passing(Absent):
         self.__dict__["_num_results"] = num_results
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A model unpacks what its layers return, so a layer that is not here returns as many values as a real one.
         others = self.__dict__["_num_results"] - 1
         return (hidden, *[None] * others) if others else hidden
 
@@ -96,6 +98,8 @@ class Later(Absent):
         self.__dict__["_takes_hidden"] = takes_hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
+        # The model's forward has no place to stop. An exception leaves it at the first module of a later stage, so no
+        # line after this call runs; `StagePart.run` catches it and sends the states.
         if not self.__dict__["_takes_hidden"]:
             raise StageLeft(None)
         # Layers of transformers take the states first, or by this name.
