@@ -90,6 +90,13 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(text, content, numb
         read_messages(chat, template_of(text), PLACE)
 
 
+def test_an_empty_list_of_calls_is_none():
+    template = template_of(
+        "{% for m in messages %}{% if 'tool_calls' in m %}call{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert written(template, asked(content="yes", tool_calls=[])) == "hiyes"
+
+
 def test_a_call_with_its_arguments_under_another_name_is_refused():
     chat = asked(tool_calls=[{"function": {"name": "weather", "parameters": OBJECT}}])
     with pytest.raises(DataError, match="must have `arguments` in a tool call, but has `parameters`; rename it"):

@@ -71,8 +71,8 @@ def read_messages(
                 f"{own} is of the developer, which the chat template of `{template.name}` does not write; map it to"
                 " system by `roles` in `data.map.columns`"
             )
-        if given.get("tool_calls"):
-            given["tool_calls"] = _tool_calls(given["tool_calls"], given.get("content"), template, own)
+        if calls := given.pop("tool_calls", None):  # some templates read an empty list as a call
+            given["tool_calls"] = _tool_calls(calls, given.get("content"), template, own)
         if "content" in given:
             given["content"] = _content(given["content"], template, own)
         messages.append(given)
