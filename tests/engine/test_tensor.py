@@ -103,8 +103,8 @@ def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools,
         model={"dropout": 0.1}, parallel={"tensor": 2, "sequence": sequence}, training={"max_steps": 50}
     )
     one, two = (curve.digests for curve in ranks(2).run(train_tiny, recipe))
-    assert one.keys() == {"", "tp 0"}
-    assert two.keys() == {"", "tp 1"}
+    assert one.keys() == {"", "tp 0", "cp_tp 0"}
+    assert two.keys() == {"", "tp 1", "cp_tp 1"}
     assert one[""] == two[""]
     assert one["tp 0"] != two["tp 1"]
 

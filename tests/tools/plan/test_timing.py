@@ -258,7 +258,7 @@ def test_a_shift_of_a_ring_waits_once():
     }
     plan = plan_run(recipe_of(keys), 2)
     (step,) = plan_steps(plan, 16, cuda=False)
-    traffic = {key: one for key, one in step.totals.traffic.items() if step.axes.get(key.group) == "tp"}
+    traffic = {key: one for key, one in step.totals.traffic.items() if step.axes.get(key.group) == "cp"}
     shifts = 3 * TINY_DECODERS["llama"]["num_hidden_layers"] * plan.batch.num_microbatches
     assert sum(one.calls for key, one in traffic.items() if key.operation == "send") == 2 * shifts
     others = sum(one.calls for key, one in traffic.items() if key.operation not in POINT_TO_POINT)
