@@ -68,6 +68,7 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     encoder.check_columns(split.rows.features, split.where)
     rows = split.rows.select_columns(list(encoder.columns))
     columns = _columns_with_paths(rows, encoder)
+    # The content of image files is a part of the key: a file may change under its name.
     key = entry_key(encoder, rows=_hash_images(rows, columns, split.folders), processor=processor.fingerprint)
 
     def write(writer: EntryWriter) -> None:
@@ -103,6 +104,7 @@ def encode_streamed(
     Raises:
         DataError: a value is not valid, names a file, or has another shape.
     """
+    # No folders: a stream must not open files that its rows name.
     images = _with_images(rows, _columns_with_paths(rows, encoder), (), where, first_row)
     features = encoder.encode_images(images, processor, where, first_row)
     _check_shapes(features[_PIXELS], shape, where, first_row)
@@ -188,6 +190,7 @@ def _with_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path],
             ) from error
 
     before = rows.with_format("arrow")[:]
+    # Bytes in the rows keep `datasets` from opening files by itself.
     table = _with_contents(before, columns, content).replace_schema_metadata(None)
     for name in columns:
         paths = pa.array(map(_path, before[name].to_pylist()), pa.string())
@@ -215,6 +218,7 @@ def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> 
     if "\0" in path:
         raise ValueError("has a null character in its name")
     found = [Path(os.path.realpath(folder / path)) for folder in folders]  # `Path.resolve` refuses a loop of links
+    # A row must not read files elsewhere, such as /etc/passwd, by ".." or by a link.
     inside = [file for file, folder in zip(found, folders, strict=True) if file.is_relative_to(folder.resolve())]
     places = ", ".join(f"`{folder}`" for folder in folders)
     if not inside:

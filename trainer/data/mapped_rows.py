@@ -81,6 +81,7 @@ def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
         for name, item in items.items()
         if may_hold(features[name]) or may_hold(item) or item_of(item) is not None  # the last: lists of turns
     ]
+    # Only columns that may hold chats are read: others may be images, which would be decoded.
     first = rows.select_columns(chats)[:_FIRST] if chats else {}
     return {name: first.get(name, ()) for name in features}
 
@@ -100,6 +101,7 @@ def _with_columns(found: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None
 
     kept = list(filter(found.keeps_column, rows.column_names))
     names, made, parts = {**dict.fromkeys(kept), **found.renamed}, found.made, []
+    # Each pass renames a column once; a second new name of it waits for the next pass.
     while names:  # a column of the source may have several new names
         sources = {source or name: name for name, source in names.items()}
         parts.append(rows.select_columns(list(sources)).rename_columns(sources))
@@ -129,8 +131,10 @@ def _made(made: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None, where: 
             **options,
         )
 
+    # Small tables need no file. A fingerprint is given, because `datasets` would hash the function by its pickle.
     if rows.data.nbytes <= _IN_MEMORY_BYTES:
         return write(keep_in_memory=True, new_fingerprint=digest_of(where))
+    # A changed version of the map must not read files of an older one.
     code = [file_digest(Path(str(module.__file__))) for module in (row_map, row_texts)]
     columns = {name: mapped if isinstance(mapped, str) else repr(mapped) for name, mapped in made.columns.items()}
     key = digest_of([columns, hash_rows(rows), code])

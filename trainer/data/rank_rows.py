@@ -31,7 +31,9 @@ def partition(
     Args:
         filler_place: the place of the row that fillers repeat.
     """
+    # Place r, r + N, ...: the union over the ranks is the global batch, whatever N is.
     places = np.arange(data_rank, num_rows, data_parallel_size)
+    # Of the rank with the most rows, so that all ranks have equally many microbatches.
     largest_share = math.ceil(num_rows / data_parallel_size)
     return _filled(np.array_split(places, math.ceil(largest_share / micro_batch_size)), filler_place)
 
@@ -68,6 +70,7 @@ def _filled(chunks: list[IndexArray], filler_place: int) -> list[RowChunk]:
 
 def _balanced(lengths: IndexArray, order: IndexArray, multiple: int, most: int) -> list[list[int]]:
     """Return places in bins of at most `most` tokens, as many as a multiple; those with most tokens come first."""
+    # The fewest bins that could hold all tokens; further bins are added until each fits.
     number = multiple * math.ceil(int(lengths.sum()) / (most * multiple))
     while True:
         heap: list[tuple[int, int]] = [(0, index) for index in range(number)]
@@ -99,6 +102,7 @@ def _runs(widths: IndexArray, order: IndexArray, multiple: int, most: int) -> li
                 runs.append((sum(row), index))
         return runs
 
+    # A multiple of the ranks, or some would have a microbatch more.
     number = multiple * math.ceil(len(cut(most)) / multiple)
     # A longest row makes a run in any case, so a smaller limit than its tokens changes nothing.
     low, high = max(map(sum, rows)), most  # the smallest limit with at most `number` runs

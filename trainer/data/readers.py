@@ -41,6 +41,7 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
     """
     paths: list[Path] = []
     for name in [value] if isinstance(value, str) else value or []:
+        # A file may have brackets in its name.
         if glob.has_magic(name) and not Path(name).exists():
             matched = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]
             if not matched:
@@ -226,6 +227,7 @@ class RowPlaces:
 
     def of(self, row: int) -> str | None:
         """Return the place of a row, from 0: "line 7", or "line 7 of `a.csv`"; None if it is not of interest."""
+        # Rows that a map or a split left out count in the file, too.
         number = row if self.chosen is None else int(self.chosen[row])
         for path in self.paths:
             for line in reader_of(self.file_format).first_lines(path, self.text):

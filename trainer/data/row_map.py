@@ -323,6 +323,7 @@ def _integer(value: Any) -> int:
         number = int(number)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
+    # Integers of Arrow have 64 bits.
     if isinstance(number, int) and abs(number) <= _LARGEST_INTEGER:  # true and false are integers too
         return int(number)
     raise ValueError(f"must be an integer, but is {value!r}")
@@ -365,6 +366,7 @@ def _looked_up(value: Any, table: Mapping[str, Any], source: str) -> Any:
     texts = [text_of(value)]
     number = number_in(value) if isinstance(value, str) else value
     if isinstance(number, float) and math.isfinite(number):
+        # A class such as 1 may be "1" or "1.0" in the source.
         texts += [text_of(number), *([str(int(number))] if number.is_integer() else [])]
     if texts[0] in ("True", "TRUE", "False", "FALSE"):
         texts.append(texts[0].lower())
@@ -434,6 +436,7 @@ def _calls(text: Any, place: str) -> list[dict[str, Any]]:
         raise ValueError(
             f'{place} must hold calls of tools as JSON ({{"name": ..., "arguments": ...}}), but is {text!r:.80}'
         )
+    # The form of OpenAI, which chat templates read.
     return [call if "function" in call else {"type": "function", "function": call} for call in found]
 
 
@@ -479,6 +482,7 @@ def _question(mapped: Mapped) -> Mapped:
     """Return a column without the answers at the end of chats that are made from columns."""
     if isinstance(mapped, str | MappedColumn | FlagColumns):
         return mapped
+    # The prompt ends with the last message that is no answer.
     last = max((place for place, message in enumerate(mapped) if message.role != "assistant"), default=-1)
     return mapped[: last + 1]
 

@@ -295,6 +295,7 @@ def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Data
             texts = {
                 name: datasets.Value("string") if _is_guessed(kind) else kind for name, kind in first.features.items()
             }
+            # Loaded again as texts, because a guessed number has lost its leading zeros.
             again = load(features=datasets.Features(texts), **NULLS)
             return dict(zip(again, reader_of("csv").typed([*again.values()], of_sources), strict=True))
     except datasets.exceptions.DatasetNotFoundError as error:
@@ -394,6 +395,7 @@ def _read_splits(
     splits: dict[str, Split] = {}
     found = [path for paths in files.values() for path in paths]
     text = text_options(data)
+    # Files of both splits decide the format together, and an error of one split leaves the other to be checked.
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
         if data.sheet is not None and found and file_format != "excel":
@@ -459,6 +461,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
     """
     parts = _with_same_columns(mapped, columns, key)
     joined = _concatenated(parts, " and ".join(split.where for split in mapped), key)
+    # Of the unmapped rows: places count the rows of the files, also those that a map left out.
     starts = np.cumsum([0, *(len(split.rows) for split in read)])
     chosen: list[NDArray[np.int64]] = []
     paths: list[Path] = []
@@ -475,6 +478,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         ", ".join(split.where for split in mapped),
         places=replace(places, paths=tuple(paths), chosen=np.concatenate(chosen)),
         is_whole=is_whole,
+        # A part of the rows cannot tell the sizes of the sources.
         sources=tuple(map(len, parts)) if is_mixed and is_whole else (),
         folders=tuple(folder for split in read for folder in split.folders),
         section=sections[0] if sections.count(sections[0]) == len(sections) else None,
@@ -532,6 +536,7 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
             f"`data.validation` is {share}, but {train.where} has {num_rows} rows, and {number} would be held out;"
             " use a share that leaves rows for both, or a split of its own"
         )
+    # A fixed seed: runs with other seeds must hold out the same rows, or their metrics could not be compared.
     order = np.random.default_rng(0).permutation(num_rows)
     values = train.rows[label][:] if label in train.rows.features else []
     is_class = bool(values) and isinstance(values[0], str | int)
@@ -552,6 +557,7 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
     def part(rows: NDArray[np.bool_], where: str) -> Split:
         chosen = np.flatnonzero(rows)
         places = replace(train.places, chosen=chosen) if train.places else None
+        # The rows of a source stay consecutive, so its new size is the number of chosen rows before its end.
         ends = np.searchsorted(chosen, np.cumsum(train.sources))
         sources = tuple(int(number) for number in np.diff(ends, prepend=0)) if train.sources else ()
         return replace(train, rows=train.rows.select(chosen), where=where, places=places, sources=sources)

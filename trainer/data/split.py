@@ -150,6 +150,7 @@ class EncodedSplit:
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map would copy the whole data set to each spawned worker.
         if self.reopen is not None:
+            # The worker maps the same file, and so shares its pages.
             return self.reopen, ()
         return EncodedSplit, tuple(getattr(self, one.name) for one in fields(self))
 
@@ -217,6 +218,7 @@ def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], 
         found: dict[str, list[str]] = {}
         for row in range(len(rows)):
             try:
+                # Row by row only after an error, to name all bad rows.
                 encode(rows.select([row]), first_row + row)
             except DataError as error:
                 found.setdefault(_ROW.sub("row", str(error)), []).append(str(error))

@@ -49,6 +49,7 @@ class StreamOrder:
         is_there = (place is not None or not start_sample) and start.window < len(split.windows)
         is_there = is_there and start.row < max(1, split.num_rows(start.epoch, start.window))
         if is_there and split.keeps_rows:
+            # Rows and place are two counts of the same; if they differ, the stream is another one.
             before = start.epoch * split.windows.num_rows + int(split.windows.bounds[start.window])
             is_there = before + start.row == start_sample
         if not is_there:
@@ -84,6 +85,7 @@ class StreamOrder:
 
     def _parts(self, step: int) -> tuple[list[Part], StreamPlace]:
         """Return the parts of windows of a global batch, and the place after it."""
+        # Steps come in order nearly always, so the place of the last one is kept; an earlier step begins anew.
         number, place = self._next if step >= self._next[0] else self._first
         while number < step:
             number, place = number + 1, self._batch(place)[1]
@@ -93,6 +95,7 @@ class StreamOrder:
     def _batch(self, place: StreamPlace) -> tuple[list[Part], StreamPlace]:
         parts: list[Part] = []
         missing, begun = self._size, place.epoch
+        # A batch ends with its epoch, unless it would be empty.
         while missing and (place.epoch == begun or not parts):
             num_rows = self._split.num_rows(place.epoch, place.window)
             stop = min(place.row + missing, num_rows)

@@ -143,9 +143,11 @@ class StreamedSplit:
             [(Path(one.shard.place).name, one.shard.size, one.num_rows, one.checksum) for one in source]
             for source in shards
         ]
+        # Without the place and the stamp of shards: a copy of the stream at another place is the same data.
         self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
         stamps = [(one.shard.place, one.shard.size, one.shard.stamp) for one in self._shards]
         order = [settings.weights, settings.seed, list(map(len, sources)), settings.run]
+        # With them: the cache must not serve windows of shards that changed in place.
         key = entry_key(encoder.task, **facts, shards=stamps, order=order)
         self._folder = cache / "streams" / key
         self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
@@ -188,6 +190,7 @@ class StreamedSplit:
         """
         number = epoch * len(self.windows) + window
         if number not in self._mapped:
+            # A worker has time to prepare the next windows; the rank itself must go on with its step.
             self._mapped[number] = self._threaded(number) if get_worker_info() else self._prepared(number)
             self._forget(number)
             while len(self._mapped) > _OPEN:
@@ -263,6 +266,7 @@ class StreamedSplit:
         """Remove the windows from the cache that no process needs any more."""
         for path in self._folder.iterdir():
             found = _WINDOW.match(path.name)
+            # Slower processes of the node may still read windows that far behind.
             if found and int(found[1]) < number - self._settings.behind:
                 removed = path.with_name(f"removed-{os.getpid()}-{path.name}")
                 with suppress(OSError):  # another process removes it

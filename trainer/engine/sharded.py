@@ -80,6 +80,7 @@ def shard(
     assert mesh.device_mesh is not None, "one process has no ranks to share with"
     # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    # A mesh of two axes makes FSDP replicate over the first one: HSDP.
     axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if how.offloads else OffloadPolicy()
     rounded = rounded_by_autocast(model) if how.precision != "fp32" else set()
@@ -148,6 +149,7 @@ def defer_all_reduce(model: nn.Module) -> Iterator[None]:
     sharding saves.
     """
     assert isinstance(model, FSDPModule)
+    # Only HSDP has this sum; FSDP over one axis ignores the setting.
     model.set_requires_all_reduce(False)
     try:
         yield
@@ -158,6 +160,7 @@ def defer_all_reduce(model: nn.Module) -> Iterator[None]:
 def shard_built(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Placements:
     """Shard a built model as its recipe says, and return the placements of its parameters."""
     parallel = plan.recipe.parallel
+    # Offloaded parameters stay on the host; those on `meta` have no values yet.
     if parallel.offload == "none" and built.shards is None:
         built.model.to(mesh.device)
     how = Sharding(

@@ -77,8 +77,10 @@ class ZeroEngine(Engine):
         self._is_partitioned = forward.plan.strategy.cuts_parameters  # stage 3
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
+        # Weights are still those of the last step, as the interface promises.
         before_update()  # now, because DeepSpeed's own step waits for the device
         self._hide()
+        # DeepSpeed takes a number, so the host waits here.
         scale = self._scaler.scale.item() if self._scaler else None
         if scale is not None:
             # DeepSpeed multiplies the loss by scale / N, and `_accumulate` by N; then DeepSpeed's average divides by N.
@@ -87,6 +89,7 @@ class ZeroEngine(Engine):
         with self._forward.step(self._step, batch):
             loss = self._accumulate(batch)
         rate = self._learning_rate()
+        # `settle` has counted the skipped steps of all earlier steps, because this engine reads each at once.
         self.optimizer.begin(rate, self._step)
         zero = self._engine.optimizer
         skipped = internals.infinite_norm(zero) if scale is not None and self._overflows() else nullcontext()
@@ -94,6 +97,7 @@ class ZeroEngine(Engine):
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
         result = StepResult(
+            # After the step: the sum is a collective, which all ranks call whether or not the step was skipped.
             loss=self._mesh.sum_(loss, "dp").item(),
             grad_norm=float(self._engine.get_global_grad_norm()),
             learning_rate=rate,
@@ -192,6 +196,7 @@ class ZeroEngine(Engine):
         parameter: Any = self.parameters[name]
         start, number = self._bounds(parameter)
         keys = (None, *self._moments()) if parameter.requires_grad else (None,)
+        # With the padding at the end, which stays zero: DeepSpeed's partitions have equal sizes on all ranks.
         flats = {key: torch.zeros(parameter.ds_tensor.ds_numel) for key in keys}
         source.fill([self._flat_part(name, key, flat[:number], start) for key, flat in flats.items()])
         for key, flat in flats.items():
@@ -210,6 +215,7 @@ class ZeroEngine(Engine):
         for index, microbatch in enumerate(batch.microbatches):
             # DeepSpeed reduces the gradients of earlier passes too (stages 2 and 3), but steps after the last one only.
             is_last = index == len(batch.microbatches) - 1
+            # DeepSpeed counts boundaries by itself otherwise, and expects the same number of microbatches in each step.
             self._engine.set_gradient_accumulation_boundary(is_last)
             loss = self._forward.loss_sum(microbatch) / denominator
             total = total + loss.detach()
@@ -231,6 +237,7 @@ class ZeroEngine(Engine):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # DeepSpeed copies them without a wait
         largest = largest_element(gradients, device)
+        # Partitions over data ranks, then the parts of tensor ranks: all ranks must skip together.
         for axis in ("dp", ROWS_AXIS):
             largest = self._mesh.max_(largest, axis)
         return largest.item() > LARGEST / self._mesh.size("dp")  # averaged over the data ranks, not summed
@@ -317,6 +324,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         _gather_rounded(model, COMPUTE_DTYPES[plan.recipe.precision])
     trained = TrainedParameters.of([model], plan.recipe, placements, mesh, built.groups.rules)
     optimizer = build_optimizer(plan.recipe.optimizer, trained)
+    # Before `initialize`, which flattens each group into one buffer.
     if not plan.strategy.cuts_parameters:  # a group is gathered in one type
         optimizer.divide("is_rounded", internals.is_gathered_rounded)
     with redirect_stdout(io.StringIO()), internals.flattened_in_place():

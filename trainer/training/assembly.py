@@ -225,6 +225,7 @@ class Assembly:
             except OSError as error:
                 raise TrainerError(f"the model could not be written to {folder}: {error}") from error
 
+        # Rank 0 makes the folder before the others write into it.
         self.mesh.on_rank_zero(lambda: _begin(temporary))
         self.engine.export(temporary)
         self.mesh.on_rank_zero(complete)
@@ -303,6 +304,7 @@ def assemble(
     Raises:
         UsageError: the model cannot be reached, or cannot be laid out like this.
     """
+    # Before the model is described: checkpoints take their recipe from this plan.
     if data.day is not None:  # checkpoints and exported folders keep it
         dated = plan.recipe.data.model_copy(update={"date": data.day})
         plan = replace(plan, recipe=plan.recipe.model_copy(update={"data": dated}))
@@ -314,6 +316,7 @@ def assemble(
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, node) for cut in cuts]
     if adapt is not None:
+        # Weights that `adapt` changes can no longer be read from their files.
         built = [replace(part, origin=None) for part in built]
     second = second_model(recipe)
     loaded = second.load(plan, mesh, task, models.second) if second and models.second else LoadedModel()
@@ -324,6 +327,7 @@ def assemble(
         set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)
+    # Before `build_engine`, which changes the modules of the model.
     model_files = _files_beside_weights(data, recipe, own[0]) if mesh.rank == 0 else {}
     beside = {
         "buffers": buffers_hash(own, mesh),
@@ -335,7 +339,9 @@ def assemble(
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
     )
+    # After `identity`, which hashes the buffers as they were built.
     engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), loaded.loss)
+    # After the engine and before a checkpoint is loaded: the reference is that of the first weights.
     data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
     return Assembly(plan, mesh, data, built, engine, saved, Progress())
 

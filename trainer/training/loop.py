@@ -118,6 +118,7 @@ class Loop:
             raise
 
     def _run(self) -> Ending:
+        # A resumed run may be out of patience already; nothing is trained then.
         if self.progress.step < self.total_steps and self.validation.is_out_of_patience():
             return "already_out_of_patience"
         self._wait_for_rows()
@@ -132,6 +133,7 @@ class Loop:
             out_of_patience = (is_due or wanted.evaluate) and self._evaluate()
             wanted = joined([wanted, self._agreed()]) or wanted  # those of the evaluation too
             request = asked()
+            # All ranks get the largest request, so they obey the same one after the same step.
             if request == _FAILING:
                 self.mesh.on_every_rank(self._flush)
             ending = self._ending(out_of_patience, request, wanted.stop)
@@ -196,6 +198,7 @@ class Loop:
         if result.is_bad:
             self._skip_bad_step(result, begun)
         else:
+            # Its loss was finite, so it can tell later whether the weights or the rows are to blame.
             self._last_good = begun.batch
         return result
 
@@ -278,6 +281,7 @@ class Loop:
         if every is None:
             return False
         steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)
+        # The last step is always due, whatever the interval.
         return self.progress.step % steps == 0 or self.progress.step == self.total_steps
 
     def _log(self) -> None:

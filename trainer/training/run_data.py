@@ -328,6 +328,7 @@ def _streamed(
         return None
     observer.preparing("reading the index of data.train")
     assert isinstance(data, FileData)
+    # Torch's loader keeps two batches of each worker ready.
     rows_ahead = (2 * data.num_workers + 2) * training.global_batch_size
     settings = StreamSettings(
         data.shuffle_window,

@@ -209,6 +209,7 @@ class RowReader:
         """
         index = self._shards[number]
         shard, row = self._place
+        # A new start is needed if the rows lie before this place, or so far behind it that a jump is cheaper.
         if shard != number or row > start or index.part_of(start) > index.part_of(row) + 1:
             self._rows, self._left = self.all_rows(index, start), None
             self._place = (number, start)
@@ -217,6 +218,7 @@ class RowReader:
             if rows is None:
                 raise _changed(index)
             end = row + len(rows)
+            # Rows that were decoded beyond `stop` serve the next call.
             self._left = rows.select(range(stop - row, len(rows))) if end > stop else None
             self._place = (number, min(end, stop))
             if end > start:
@@ -332,6 +334,7 @@ def _lines(shard: Shard, start: int) -> Iterator[bytes]:
     rest = b""
     for block in shard.blocks(start):
         start += len(block)
+        # A block may end in the middle of a line.
         *whole, rest = (rest + block).split(b"\n")
         _require_short(shard, start - len(rest), rest)
         yield from filter(None, map(_stripped, whole))

@@ -116,6 +116,7 @@ def _opened(place: str) -> tuple[Any, str]:
     from aiohttp import ClientTimeout
 
     limit = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
+    # Limits of silence and not of the whole answer: large shards take long.
     options = {"timeout": limit, **conf.get(protocol, {}).get("client_kwargs", {})}
     return url_to_fs(place, client_kwargs=options)  # type: ignore[no-any-return]
 

@@ -64,6 +64,7 @@ class Windows:
         self.counts = self.sizes if weights is None else shares_of_sources(self.sizes, weights)
         self._size, self._seed = size, seed
         ends = np.minimum(np.arange(-(-self.num_rows // size) + 1) * size, self.num_rows)
+        # Python's integers, because end * count may overflow int64. The shares of all windows add up to `count`.
         self._of_sources = [[int(end) * count // self.num_rows for end in ends] for count in self.counts]
         self.bounds: IndexArray = np.sum(self._of_sources, axis=0, dtype=np.int64)
         self._passes: dict[int, tuple[int, IndexArray, IndexArray]] = {}
@@ -76,6 +77,7 @@ class Windows:
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             start, stop = (epoch * count + self._of_sources[source][window + end] for end in (0, 1))
             while start < stop:
+                # The pass over the source, and the row in it.
                 number, place = divmod(start, size)
                 blocks, ends = self._pass(source, number)
                 block = int(np.searchsorted(ends, place, side="right"))
@@ -108,6 +110,7 @@ def _blocks(shards: Sequence[ShardIndex], first_shard: int, least: int) -> Index
     for number, shard in enumerate(shards, start=first_shard):
         start = 0
         for end in shard.ends.tolist():
+            # Small parts are joined, so that a window jumps between few places; a block never leaves its shard.
             if end - start >= least or end == shard.num_rows:
                 blocks.append((number, start, end))
                 start = end

@@ -47,6 +47,7 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
     Raises:
         TrainerError: no layout can start, or the results cannot be written.
     """
+    # Each turn starts fresh ranks, which a launcher around this command would multiply.
     if detect().has_ranks:
         raise UsageError("`trainer compare` starts its own ranks; run it without a launcher")
     if request.hardware is not None:
@@ -66,6 +67,7 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
     made = results(comparison.trials)
     if not is_interrupted:
         echo("planning the layouts")
+        # Plans only complete the table; the measured turns are on the disk already.
         with suppress(KeyboardInterrupt):
             made = [
                 with_plan(result, trial, request.hardware)

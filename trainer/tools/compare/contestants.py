@@ -59,6 +59,7 @@ def contestants(
     if axes or file is not None:
         lines = [()] if file is None else list(_lines(file))
         found = [(*line, *point) for line in lines for point in itertools.product(*axes)]
+        # Differences of losses need a reference that is always there.
         found = found if file is None else [(), *found]  # the recipe as it is, the reference
     else:
         given = {word.partition("=")[0] for word in common}
@@ -81,6 +82,7 @@ def values_of(word: str) -> tuple[str, list[str]]:
     key, _, text = word.partition("=")
     depth, values = 0, [""]
     for token in _OUTSIDE_STRINGS.findall(text):
+        # A JSON string is one token of the pattern, so brackets inside of it do not count.
         depth += (token in ("[", "{")) - (token in ("]", "}"))
         if token == "," and depth == 0:
             values.append("")
@@ -139,6 +141,7 @@ def _is_compared(row: Strategy, processes: int, cut: int) -> bool:
 def kind_of(recipe: Recipe, first: Recipe) -> Kind:
     """Return in which keys two recipes differ."""
     own, other = (
+        # The identity of a checkpoint: keys outside of it, such as the layout, change rounding only.
         dotted_leaves(identity(one, json.dumps(one.data.model_dump(mode="json", exclude=_UNREAD_DATA))))
         for one in (recipe, first)
     )

@@ -53,6 +53,7 @@ class Probe(Observer):
         self._parts: tuple[float, float, float] | None = None
 
     def doing(self, step: int, what: str) -> None:
+        # `doing` is called several times in a step; the first call of a step ends the probe of the one before.
         if step < self._ends or step > self._begins + STEPS:
             return
         self._running.close()
@@ -67,6 +68,7 @@ class Probe(Observer):
             self._running.enter_context(ledger)
 
     def close(self) -> None:
+        # Before the stack closes, which would write.
         self._parts = None  # a step that did not end is not written
         self._running.close()
 
@@ -98,4 +100,5 @@ def read_shares(folder: Path) -> Shares | None:
     if not found:
         return None
     mean = {name: sum(getattr(one, name) for one in found) / len(found) for name in PARTS}
+    # The busiest rank decides the time of a collective.
     return Shares(**mean, sent_bytes=max(one.sent_bytes for one in found))

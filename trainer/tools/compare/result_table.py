@@ -72,6 +72,7 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
         smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))
         assert fastest.step_seconds is not None
         slowest = fastest.step_seconds[2]
+        # Quartiles that overlap: the median alone would name a winner by noise.
         tied = [one.name for one in trained if one.step_seconds and one.step_seconds[0] <= slowest]
         yield f"{_tie(fastest.name, tied)} the shortest step, {cells(fastest)[1]}"
         least = max(smallest.rank_memory_bytes)

@@ -100,11 +100,13 @@ def _result(trial: Trial, first: Trial) -> Result:
     made = Result(contestant.name, contestant.overrides, contestant.processes, kind, reason=trial.reason)
     if not trial.turns:
         return made
+    # First steps compile kernels and open connections.
     turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
     steps = [step for turn in turns for step in turn]
     seconds = [step.step_seconds for step in steps]
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     tokens = [step.tokens_per_second for step in steps if step.tokens_per_second is not None]
+    # The peak of a run only grows, so the last step has it.
     memory = [turn.steps[-1].rank_memory_bytes for turn in trial.turns]
     likeness = None
     if resolved and first.resolved and first.turns and trial is not first and kind != "training":
@@ -131,6 +133,7 @@ def warm_up(steps: int) -> int:
 
 def _tolerance(recipe: Recipe) -> tuple[float, float]:
     types = (recipe.precision, recipe.parallel.communication.gradients)
+    # Tuples compare by the loss first; the tolerances are listed from tight to wide in both numbers.
     return max(*(TOLERANCES[name] for name in types), recipe.optimizer.tolerances or TOLERANCES["fp32"])
 
 
@@ -144,6 +147,7 @@ def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: R
         found = difference(record.loss, reference.loss), difference(record.grad_norm, reference.grad_norm)
         largest = [max(pair) for pair in zip(largest, found, strict=True)]
         if any(value > limit for value, limit in zip(found, tolerance, strict=True)):
+            # Over all turns, the earliest step.
             leaves = min(record.step, leaves or record.step)
     return Likeness(largest[0], largest[1], leaves)
 

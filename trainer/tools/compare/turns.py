@@ -41,6 +41,7 @@ class _Measurement:
     probed: int | None  # the number of steps before those of the probe; None: no probe
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
+        # Imported in the rank: the parent only starts processes.
         from trainer.training.run import train
 
         _redirect_output(self.output)
@@ -111,6 +112,7 @@ class Comparison:
             folder = self._place(trial, turn)
             complete = self._kept(trial, folder)
             if complete is None:
+                # The probe slows its steps down, so only the last turn has one.
                 complete = self._train(trial, folder, probes=turn == TURNS - 1)
                 trained += 1
             if complete is None:
@@ -127,7 +129,9 @@ class Comparison:
         assert trial.resolved is not None
         last = self._last_step(trial)
         most = trial.resolved.recipe.training.max_steps or math.inf
+        # The probed steps are further steps: without them in the schedule, there is no probe.
         probed = last if probes and most >= self._steps + STEPS else None
+        # `stop_at_step` and not `max_steps`, which would change the schedule of the learning rate.
         stop = last if probed is None else last + STEPS
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
@@ -151,9 +155,11 @@ class Comparison:
         except OSError as error:
             raise storage_error(f"`--output` is {self.folder}, which cannot be written: {error}", error) from error
         written = read_metrics(folder / METRICS_FILE_NAME).steps
+        # Stopped before its last step: a signal has reached the ranks, and not this process.
         if code == ExitCode.STOPPED and (written[-1].step if written else 0) < stop:
             raise KeyboardInterrupt
         metrics = self._metrics(trial, folder)
+        # The mark is written last, so a turn with a mark is whole.
         replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
         return metrics
 
@@ -191,6 +197,7 @@ def _redirect_output(place: Path) -> None:
     """Append all output of this process to a file, that of libraries too."""
     file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
+    # The descriptors and not `sys.stdout`, because libraries in C write to them.
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)

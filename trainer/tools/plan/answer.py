@@ -36,6 +36,7 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
         search = LayoutSearch(request.recipe, words, devices, nodes, length, request.most_plans, request.any_precision)
         result = search.fastest()
         if result.choices:
+            # The first choice is the fastest.
             _write(request, result.choices[0].overrides)
         values = {
             "choices": [{"overrides": choice.overrides, **as_object(choice.made, [])} for choice in result.choices],

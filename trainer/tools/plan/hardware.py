@@ -44,6 +44,7 @@ class Cost:
         (low, fast), (high, slow) = next(
             pair for pair in zip(self.points, self.points[1:], strict=False) if size <= pair[1][0]
         )
+        # Costs span orders of magnitude, where a straight line between points would overrate small sizes.
         place = math.log(size / low) / math.log(high / low)
         return float(fast * (slow / fast) ** place)
 
@@ -106,6 +107,7 @@ class Machine:
         """The measurements of as many ranks as a machine has, or of the nearest smaller number; empty for others."""
         found = self.figures.get("measured", {})
         numbers = sorted(map(int, found))
+        # Ranks of a CPU share its memory and caches, so speeds depend on their number.
         return found[str(max([n for n in numbers if n <= self.local_ranks], default=numbers[0]))] if numbers else {}
 
     @property
@@ -150,6 +152,7 @@ class Machine:
         figures, shares = self.figures, self.figures["shares"]
 
         def share(name: str) -> float:
+            # Shares are listed from the smallest on.
             return 1 / float(shares[name][MOST - level])  # the largest share of a peak takes the `LEAST` seconds
 
         inside, between = (1e-6 * figures["link_latency_us"][where][level] for where in ("inside", "between"))
@@ -206,6 +209,7 @@ class Devices:
 
     def numbered(self, number: int) -> Devices:
         """Return so many of these devices."""
+        # The whole memory stays, and is divided by another number of ranks.
         memory = self.memory_bytes * self.number // number if self.is_shared else self.memory_bytes
         machine = self.machine and replace(self.machine, local_ranks=number)
         return replace(self, number=number, memory_bytes=memory, machine=machine)
@@ -227,6 +231,7 @@ def device_named(name: str, memory_bytes: int | None = None) -> str | None:
         slower = _SLOWER if any(part.isdigit() for part in parts[1:]) else {*_SLOWER, "PCIE"}
         missing = [part for part in parts if part not in words and f"{part}GB" not in words]
         sizes = [int(part) for part in missing if part.isdigit()]
+        # All words must match but the sizes of memory, which torch's name may leave out.
         same = slower.isdisjoint(words) and len(sizes) == len(missing)
         if same and all(abs(size - gigabytes) <= size / 8 for size in sizes):
             return known

@@ -167,6 +167,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = torch.UntypedStorage.resize_
         ledger = self
 
+        # `resize_` is a method of storages, below the dispatcher, so the mode does not see it.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees gathered layers like this
             result = ledger._resize(storage, size)
             ledger._resized(storage)
@@ -242,6 +243,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._bytes:
             return
         self._bytes[key], self._component[key] = 0, component
+        # Torch keeps one Python object of a storage while its memory lives, so the end of both is one.
         weakref.finalize(storage, self._forget, key)  # `key` is an address, which the next storage may get
         self._set_size(key, storage.nbytes())
 
@@ -264,6 +266,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if component == GRADIENTS:
                 self.most_gradients = max(self.most_gradients, self._alive[GRADIENTS])
             self._now += change
+            # A peak can only come after growth.
             if change > 0:
                 self._note_peak()
 
@@ -297,6 +300,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._has_passed = False
+        # A module without a name counts as its outer one.
         self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
 
     def _leave_module(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -318,6 +322,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if node is not None:
                 self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
             self._has_passed = True
+            # What forward passes keep for the first backward pass: a second microbatch adds nothing new.
             self.held = self.held or self.alive
         else:
             self._behind = ""  # the next backward pass begins in no module
@@ -370,6 +375,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "reduce_scatter" in name:  # of sharded gradients; the input is a buffer
             for tensor in inputs:
                 self._assign(tensor.untyped_storage(), COMMUNICATION)
+            # The smallest tensor is this rank's shard.
             self._assign(min(inputs, key=lambda tensor: tensor.nbytes).untyped_storage(), GRADIENTS)
 
 

@@ -88,6 +88,7 @@ def measure_machine(file: Path) -> dict[str, Any]:
 
 def _of_ranks(device: str, number: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
+        # Processes and not threads: each rank needs a process group and a number of threads.
         spawn(_measure_rank, (number, device, folder), nprocs=number)  # type: ignore[no-untyped-call]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(number)]
 
@@ -118,6 +119,7 @@ def _waiting(machine: Machine, measured: Sequence[float]) -> dict[str, float]:
         without, with_lost = (
             step_time(plan, steps, machine.with_waiting({**waiting, kind: lost})).likely for lost in (0.0, _LOST)
         )
+        # A plan is linear in the lost seconds, so one further plan gives the slope.
         rests[kind].append(max(0.0, seconds - without) * _LOST / (with_lost - without))
         waiting[kind] = statistics.mean(rests[kind])
     return waiting
@@ -129,9 +131,11 @@ def _median(series: Sequence[Points]) -> Points:
 
 def _measure_rank(rank: int, number: int, device: str, folder: str) -> None:
     if device == "cpu":
+        # As ranks of a run on this machine do: they share the cores.
         torch.set_num_threads(max(1, available_cores() // number))
     else:
         torch.cuda.set_device(rank)
+    # Before the process group: these trainings are of this rank alone.
     operations = _operations() if device == "cpu" else {}
     if number > 1:
         store = FileStore(f"{folder}/store", number)
@@ -163,6 +167,7 @@ def _host(steps: Iterable[tuple[float, Sequence[reference.Operation]]]) -> tuple
         moved = sum(one.amount.num_bytes for one in found) / _BYTES[-1]
         work.append((len(found) / seconds, moved / seconds))
         rests.append(1 - sum(one.seconds for one in found if one.kind.operation != VIEW) / seconds)
+    # Least squares without negative results: more operations cannot cost less.
     (for_each, for_bytes), _ = nnls(work, rests)
     return max(1e-7, for_each), _BYTES[-1] / max(1e-12, for_bytes)
 
@@ -218,6 +223,7 @@ class _Measurement:
         first = torch.tensor([time.perf_counter() - start])
         if self._number > 1:
             first = first.to(self._device)
+            # All ranks must run the work equally often, because it may be a collective.
             dist.all_reduce(first, dist.ReduceOp.MAX)
         runs, found = max(3, min(300, int(budget / max(first.item(), 1e-7)))), []
         for _ in range(runs):
@@ -225,6 +231,7 @@ class _Measurement:
             work()
             self._wait()
             found.append(time.perf_counter() - start)
+        # The first quartile: other programs of the machine make runs slower, never faster.
         return statistics.quantiles(found, n=4)[0]
 
     def _wait(self) -> None:

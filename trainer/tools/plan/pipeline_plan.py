@@ -85,7 +85,9 @@ def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
     pipeline = plan.pipeline
     assert pipeline is not None
     number = pipeline.num_microbatches
+    # 1F1B: stage s has at most as many microbatches in flight as there are stages from s on.
     flight = number if pipeline.schedule.name == "gpipe" else min(number, pipeline.num_ranks - found.stage)
+    # Received tensors count as `LOSS`, because they are made outside of a module.
     more = Counter({LOSS: found.resident.get(LOSS, 0), BATCH: found.resident.get(BATCH, 0)})
     resident = Counter(found.resident) + _times(more, number - 1)
     held = Counter({ACTIVATIONS: found.held.get(ACTIVATIONS, 0)})
@@ -107,6 +109,7 @@ def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
         peaks[place] = Peak(most.total(), dict(most), place)
     early = found.early and _repeated(found.early, plan)
     passes = found.totals.of_microbatches(found.axes)
+    # The plan of one microbatch holds one pass already, and the optimizer's work once.
     totals = found.totals.plus(passes, plan.batch.num_passes * number - 1)
     return replace(found, resident=dict(resident), peaks=peaks, totals=totals, early=early)
 

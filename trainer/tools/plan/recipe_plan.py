@@ -66,6 +66,7 @@ class RecipePlan:
         for index, own in enumerate(self._hosts):
             stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
             exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
+            # An export and a checkpoint follow each other, so the larger one counts.
             saving = stepping + max(exported, copies * sum(step.share for step in own))
             most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
         return most
@@ -83,6 +84,7 @@ class RecipePlan:
     @cached_property
     def _hosts(self) -> list[list[StepPlan]]:
         layout, local = self.plan.layout, self.devices.number
+        # Pipeline ranks are outermost, so consecutive ranks share a stage.
         ranks = [self.steps[rank * layout.pp // layout.world_size] for rank in range(layout.world_size)]
         return [ranks[first : first + local] for first in range(0, len(ranks), local)]
 
@@ -155,6 +157,7 @@ def changes_that_fit(
     found: list[Choice] = []
     for change in candidates(made.plan) if most else ():
         changed = {word.partition("=")[0] for word in change}
+        # The change must win over the override of the same key.
         kept = [word for word in overrides if word.partition("=")[0] not in changed]
         try:
             changed_recipe = load_recipe(recipe, [*kept, *change], needs_data=False)
@@ -163,6 +166,7 @@ def changes_that_fit(
             continue  # this recipe cannot be changed like this
         if other.fits:
             found.append(Choice(change, other))
+        # The candidates come cheapest first, so the first ones that fit are the answer.
         if len(found) == most:
             break
     return found

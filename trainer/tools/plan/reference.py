@@ -49,6 +49,7 @@ def seconds_of_steps(engine: Engine, batch: RankBatch, number: int) -> list[floa
     found = []
     for _ in range(number):
         if dist.is_initialized():
+            # Ranks begin together; otherwise, waiting for a late one would count as work.
             dist.barrier()
         start = time.perf_counter()
         engine.train_step(batch)

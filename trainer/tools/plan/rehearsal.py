@@ -117,6 +117,7 @@ def rehearse(
         raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
     plan = plan_run(resolved.recipe, ranks, local)
     tokens: int = length or getattr(plan.recipe.data, "max_length", None) or 1
+    # A process group without other ranks: it knows its sizes and indices, and sends nothing.
     with simulated_mesh(plan, rank) as mesh:
         position = {axis: mesh.index(axis) for axis in AXES if mesh.size(axis) > 1}
         data_rank = mesh.index("dp")
@@ -179,6 +180,7 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
         own = list(own_share(state.parts))
         name = share_name(rank, mesh.world_size)
         written = sum(box.view.nbytes for _, box in own)
+        # A digest of zeros has the length of a real one.
         report = encode([asdict(WrittenFile(name, written, "0" * 64))])
         shapes = encode({part.name: part.shape for part in state.parts})
         read = sum(box.view.nbytes for part in state.parts for box in part.boxes)

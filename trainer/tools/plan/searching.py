@@ -275,6 +275,7 @@ class LayoutSearch:
 
     def _try(self, layout: tuple[str, ...]) -> Tried:
         """Plan a layout; a copy of this search counts the plans, because it may run in another process."""
+        # The count of plans must not change here: `_tried` subtracts it in the order of the layouts.
         search = copy(self)
         try:
             fitting = list(search._fitting(layout))
@@ -335,7 +336,9 @@ class LayoutSearch:
         if key in self._given or plan.batch.micro_batch_tokens is not None:
             made = self.plan(overrides)
             return Choice(overrides, made) if made.fits else None
+        # A pipeline needs enough microbatches to hide its bubble.
         fewest = _ROUNDS * plan.layout.pp if plan.layout.pp > 1 else 1
+        # Different numbers of microbatches may give one size, which is planned once.
         sizes = sorted({ceil(rows / number) for number in range(min(fewest, rows), rows + 1)})
         return self._largest(lambda size: (*overrides, f"{key}={size}"), sizes, most_first=True)
 
@@ -387,6 +390,7 @@ class LayoutSearch:
                 " some sizes of it"
             )
         _, heads, depth = needed
+        # The scaled number of key heads must be whole, and divide by the tensor degree.
         groups = own.get("num_key_value_heads", own[heads])
 
         def scaled(key: str, number: int) -> int:
@@ -431,9 +435,11 @@ class LayoutSearch:
             if high - low < 2:
                 break
             if slope is None:
+                # The first guess without a slope: about twice as many.
                 index = min(2 * low + 1, high - 1)
             else:
                 spare = self._devices.memory_bytes - best.made.needed
+                # Linear from the last plan; a plan that fits moves `low`, another one moves `high`.
                 guess = values[low] + (spare / slope if slope > 0 else values[-1])
                 index = min(max(bisect_right(values, guess) - 1, low + 1), high - 1)
             tried = planned(index)
@@ -511,6 +517,7 @@ def write_extending(file: Path, recipe: str, overrides: Sequence[str]) -> None:
     Raises:
         UsageError: the file exists, or cannot be written.
     """
+    # `extends` is relative to the file that has it.
     base = os.path.relpath(recipe, file.parent) if Path(recipe).is_file() else recipe
     values = override_layer(overrides)[0].plain()
     if file.parent.resolve() != Path.cwd().resolve():

@@ -28,6 +28,7 @@ def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, lengt
     """
     length = ceil(length / recipe.data.pad_to) * recipe.data.pad_to
     sizes = [batch.micro_batch_size] * batch.num_microbatches
+    # The last microbatch may have fewer rows.
     sizes[-1] -= sum(sizes) - batch.rank_batch_size
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     microbatches = [
