@@ -87,9 +87,7 @@ def set_generation(
         _replace_search(found, settings)
     # A configuration that transformers derived from `config.json` repeats that file, and is no choice of its author.
     is_written = found.eos_token_id is not None and not found._from_model_config
-    for name in _FROM_CONFIG:
-        if getattr(found, name) is None:
-            setattr(found, name, getattr(configs[0], name, None))
+    _take_missing(found, configs[0])
     # A single token in a model's configuration is often the default of its class.
     # Read before the loops below replace the tokens.
     own_ends = _ids(found.eos_token_id) if is_written or isinstance(found.eos_token_id, list) else []
@@ -103,10 +101,7 @@ def set_generation(
     if end_tokens:
         # A checkpoint may end texts in further ways, such as calls of tools.
         known = getattr(tokenizer, "added_tokens_decoder", {})
-        ends = dict.fromkeys([*end_tokens, *(token for token in own_ends if token in known)])
-        found.eos_token_id = end_tokens[0] if len(ends) == 1 else list(ends)
-        if found.forced_eos_token_id is not None and ends.keys().isdisjoint(_ids(found.forced_eos_token_id)):
-            found.forced_eos_token_id = end_tokens[0]
+        _end_at(found, end_tokens, [token for token in own_ends if token in known])
     for config in configs:
         config.eos_token_id = end_tokens[0] if end_tokens else config.eos_token_id
         config.bos_token_id = found.bos_token_id
@@ -114,6 +109,20 @@ def set_generation(
     found._from_model_config = False
     described.generation_config = found
     described.stops_by = tokenizer if found.stop_strings else None
+
+
+def _take_missing(found: GenerationConfig, config: Any) -> None:
+    for name in _FROM_CONFIG:
+        if getattr(found, name) is None:
+            setattr(found, name, getattr(config, name, None))
+
+
+def _end_at(found: GenerationConfig, end_tokens: Sequence[int], others: Sequence[int]) -> None:
+    """Let texts end at `end_tokens` and at the other tokens; a forced end is the first."""
+    ends = dict.fromkeys([*end_tokens, *others])
+    found.eos_token_id = end_tokens[0] if len(ends) == 1 else list(ends)
+    if found.forced_eos_token_id is not None and ends.keys().isdisjoint(_ids(found.forced_eos_token_id)):
+        found.forced_eos_token_id = end_tokens[0]
 
 
 def _ids(tokens: int | Sequence[int] | None) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.base.errors import DataError
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -41,40 +42,62 @@ def read_ids(
         DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
     """
     found: list[tuple[list[int], list[int] | None]] = []
-    for row, values in enumerate(zip(*(rows[name] for name in (column, *beside)), strict=True), first_row):
-        read = {}
-        for name, value in zip((column, *beside), values, strict=True):
-            place = cell(name, row, where)
-            if value is None or None in value:
-                raise DataError(f"{place} {'is' if value is None else 'holds'} null; fill it, or leave the row out")
-            if len(value) != len(values[0]):
-                raise DataError(
-                    f"{place} must have a number for each of {len(values[0])} tokens, but has {len(value)}; correct it"
-                )
-            read[name] = np.asarray(value, np.int64)
-        if MASK in read:
-            kept = np.flatnonzero(mask := read.pop(MASK))
-            if not np.isin(mask, (0, 1)).all() or (len(kept) and np.ptp(kept) >= len(kept)):
-                place = cell(MASK, row, where)
-                raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
-            read = {name: array[kept] for name, array in read.items()}
-        masks = {name: read.pop(name) for name in TRAINED if name in read}
-        for name, values_of_mask in masks.items():
-            if not np.isin(values_of_mask, (0, 1)).all():
-                raise DataError(
-                    f"{cell(name, row, where)} must be 1 for the trained tokens and 0 for others; correct it"
-                )
-            labels = read.get(LABELS, read[column])
-            read[LABELS] = np.where(values_of_mask == 1, labels, IGNORED_LABEL)
+    names = (column, *beside)
+    for row, values in enumerate(zip(*(rows[name] for name in names), strict=True), first_row):
+        read = _visible(_arrays(names, values, where, row), where, row)
+        for name in TRAINED:
+            if name in read:
+                read[LABELS] = _trained(read.pop(name), read.get(LABELS, read[column]), name, where, row)
         for name, array in read.items():
-            wrong = (array < 0) if name == column else (array < 0) & (array != IGNORED_LABEL)
-            if num_tokens is not None:
-                wrong |= array >= num_tokens
-            if wrong.any():
-                known = "" if num_tokens is None else f", and the model has {num_tokens:,} tokens"
-                raise DataError(
-                    f"{cell(name, row, where)} has the token {array[wrong.argmax()]}{known}; tokenise the rows for this"
-                    " model, or name the model that they are for"
-                )
+            _require_known(array, name, name == column, num_tokens, where, row)
         found.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
     return found
+
+
+_Columns = dict[str, NDArray[np.int64]]
+"""The numbers of the tokens of a row, by column, each `[tokens]`."""
+
+
+def _arrays(names: Sequence[str], values: Sequence[Any], where: str, row: int) -> _Columns:
+    for name, value in zip(names, values, strict=True):
+        place = cell(name, row, where)
+        if value is None or None in value:
+            raise DataError(f"{place} {'is' if value is None else 'holds'} null; fill it, or leave the row out")
+        if len(value) != len(values[0]):
+            raise DataError(
+                f"{place} must have a number for each of {len(values[0])} tokens, but has {len(value)}; correct it"
+            )
+    return {name: np.asarray(value, np.int64) for name, value in zip(names, values, strict=True)}
+
+
+def _visible(read: _Columns, where: str, row: int) -> _Columns:
+    """Return the numbers of the tokens that the mask of the row does not hide, without the mask."""
+    mask = read.pop(MASK, None)
+    if mask is None:
+        return read
+    kept = np.flatnonzero(mask)
+    if not np.isin(mask, (0, 1)).all() or (len(kept) and np.ptp(kept) >= len(kept)):
+        place = cell(MASK, row, where)
+        raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
+    return {name: array[kept] for name, array in read.items()}
+
+
+def _trained(mask: NDArray[np.int64], labels: NDArray[np.int64], name: str, where: str, row: int) -> NDArray[np.int64]:
+    """Return the labels of the tokens that the column `name` marks."""
+    if not np.isin(mask, (0, 1)).all():
+        raise DataError(f"{cell(name, row, where)} must be 1 for the trained tokens and 0 for others; correct it")
+    return np.where(mask == 1, labels, IGNORED_LABEL)
+
+
+def _require_known(
+    array: NDArray[np.int64], name: str, is_input: bool, num_tokens: int | None, where: str, row: int
+) -> None:
+    wrong = (array < 0) if is_input else (array < 0) & (array != IGNORED_LABEL)
+    if num_tokens is not None:
+        wrong |= array >= num_tokens
+    if wrong.any():
+        known = "" if num_tokens is None else f", and the model has {num_tokens:,} tokens"
+        raise DataError(
+            f"{cell(name, row, where)} has the token {array[wrong.argmax()]}{known}; tokenise the rows for this"
+            " model, or name the model that they are for"
+        )
