@@ -27,6 +27,7 @@ def memory_bytes(read: Read) -> int | None:
     """Return the limit of memory, or None."""
     texts = [*_values(read, "memory.max"), *_values(read, "memory.limit_in_bytes", "memory")]
     limits = [int(text) for text in texts if text.isdigit()]
+    # Without a limit, version 2 writes "max", which is no number.
     return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
@@ -40,6 +41,8 @@ def free_memory_bytes(read: Read = read_file) -> int | None:
         for folder in _folders(read, controller):
             limit, used = (read(f"{folder}/{name}") or "" for name in names)
             if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_BYTES:
+                # Pages of files on disks can be dropped at any time; those of memory file systems are not among these
+                # counts.
                 lines = (line.partition(" ") for line in (read(f"{folder}/memory.stat") or "").splitlines())
                 counts = {name: int(count) for name, _, count in lines if count.isdigit()}
                 cached = sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
@@ -85,5 +88,6 @@ def _folders(read: Read, controller: str | None) -> Iterator[str]:
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
+        # From the group up to the root, since each level may have a lower limit.
         for length in range(len(parts), -1, -1):
             yield "/".join([top, *parts[:length]])

@@ -195,6 +195,7 @@ def repeat(rows: Iterable[tuple[str, str, str]]) -> None:
                 f"the module `{module}`, which registers the {kind} {name!r}, could not be imported:"
                 f" {type(error).__name__}: {error}; make it importable in every process"
             ) from error
+        # The import may have run before, or only defines a function that registers.
         if (kind, name) not in _registered:
             raise UsageError(
                 f"the module `{module}` must register the {kind} {name!r} while it is imported, but does not;"

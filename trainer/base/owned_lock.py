@@ -78,6 +78,7 @@ class OwnedLock:
         return True
 
     def _try_take(self) -> bool:
+        # Opened anew at each attempt, because the previous owner removes the file.
         descriptor = open_plain(self.file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

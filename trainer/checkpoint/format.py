@@ -279,6 +279,7 @@ class SavedBoxes:
         for part in parts:
             for box in part.boxes:
                 found = 0
+                # The run may have another layout than the one that saved, so boxes overlap in any way.
                 for saved in self._boxes.get(part.name, ()):
                     if number := prod(stop - start for start, stop in _overlap(saved, box)):
                         wanted.setdefault(saved.file, []).append((saved, box))
@@ -411,6 +412,7 @@ def _copy(read: BlockReader, saved: SavedBox, box: Box) -> None:
     target = box.view
     for dim, ((start, stop), first) in enumerate(zip(bounds, box.start, strict=True)):
         target = target.narrow(dim, start - first, stop - start)
+    # The overlap, counted from the first element of the saved box.
     places = [[start - first, stop - first] for (start, stop), first in zip(bounds, saved.start, strict=True)]
     block = read(saved.key, places)
     # `copy_` would convert the numbers without a word.

@@ -43,6 +43,7 @@ class FolderOwner:
             if not self._lock.take(self._wait_seconds):
                 raise TrainerError(self._in_use())
         except OSError as error:
+            # The run goes on, since some network file systems have no locks, and the note names the danger.
             if error.errno in UNSUPPORTED:
                 return (
                     f"the file system of {self._folder} has no locks ({error.strerror}):"

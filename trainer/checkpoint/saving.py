@@ -102,6 +102,7 @@ class Saver:
                     f"`checkpoint.resume` is never, but {found.name} exists; name another `checkpoint.folder`, or"
                     " remove `checkpoints` there"
                 )
+            # The checks follow the verification, since the facts of a damaged checkpoint say nothing.
             self._refuse_another_training(state)
             notes += self._compare_model(state)
             try:
@@ -236,6 +237,7 @@ class Saver:
         placed = gather_shapes(
             self._mesh, {p.name: p.shape for p in own if is_whole or p.trainable or is_start(p.name)}
         )
+        # Ranks of other stages hold other parameters, so the comparison on rank 0 needs those of all.
         trained = gather_shapes(self._mesh, {p.name: p.shape for p in own if p.trainable}).keys()
 
         def compare() -> list[str]:

@@ -133,6 +133,7 @@ class WritingTier(Tier, Generic[Result]):
         answer = self._mesh.begin_agree_max(self._writing[1].status)
 
         def settle() -> None:
+            # The answer is the same on all ranks, so all complete or fail the checkpoint together.
             if (status := answer()) != WRITING:
                 self._settle(status)
 

@@ -84,6 +84,7 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
         TrainerError: a rank failed; the error is of the class that the rank raised.
     """
     with stop_before_training():
+        # Errors of the recipe and the launch come before the first rank starts.
         environment, number = plan_start(resolved, processes, max_restarts)
         if environment.has_ranks:  # its launcher ends all ranks at the first error, and waits for no advice
             return join(resolved, environment, job)
@@ -297,6 +298,7 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
                 f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"
                 " are unchanged"
             )
+        # The positions of the ranks are in the folder of the run, on a disk that may be the cause of the failure.
         place, none = Path(resolved.recipe.checkpoint.folder), dict[int, Status]()
         statuses = within(_DISK_SECONDS, lambda: read_statuses(place), none)
         raise _error_of(failures[0], read_reports(folder), statuses, number, stop)

@@ -97,6 +97,7 @@ class _Output:
     def pass_on(self) -> bool:
         """Pass on the available bytes; returns False at the end of the stream."""
         chunk = os.read(self.source.fileno(), _CHUNK_BYTES)
+        # The part after the last line break waits for its end, so that lines of ranks do not mix.
         *lines, self.pending = (self.pending + chunk).split(b"\n")
         if self.pending and (not chunk or len(self.pending) > _CHUNK_BYTES):
             lines, self.pending = [*lines, self.pending], b""
@@ -124,6 +125,7 @@ class _Rank:
     def kill(self) -> None:
         """Kill the rank and the processes that it started; it leads its own process group."""
         with suppress(ProcessLookupError, PermissionError):
+            # Data workers of the rank are in its group, and would keep memory and pipes.
             os.killpg(self.pid, signal.SIGKILL)
         self.process.kill()
 
@@ -237,6 +239,7 @@ class LocalRanks:
         before = {ended.rank for ended in self._ended}
         for rank in self._ranks:
             rank.look()
+        # Several ranks may have ended between two looks, in an order that nobody has seen.
         new = [rank.ended for rank in self._ranks if rank.ended is not None and rank.number not in before]
         # A signal leaves no report, and ranks that leave with an error may do so because of it.
         self._ended += sorted(new, key=lambda ended: (ended.exit_code >= 0, ended.rank))
@@ -259,6 +262,7 @@ class LocalRanks:
 
     def _terminate(self, running: list[_Rank], grace_seconds: float) -> None:
         """Send SIGTERM to each rank alone, not to its group: its data loaders still serve it."""
+        # A new reason to end moves the limit: after a failure, fewer seconds are left than for a stop.
         self._kill_at = time.monotonic() + grace_seconds
         for rank in running:
             rank.process.terminate()

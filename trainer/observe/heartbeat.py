@@ -130,6 +130,7 @@ class Heartbeat(Observer):
         folder = ranks_folder(self.run_folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Opened without truncation: other ranks of this machine may have written their records.
             self._descriptor = open_plain(self.file, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise TrainerError(

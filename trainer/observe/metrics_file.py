@@ -151,6 +151,7 @@ def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         earlier, place, offset = 0, 0, 0  # lines before the last run, its first byte, and that of each line
         resumed: dict[int, int] = {}  # the steps from which it was resumed, by their lines
         for index, content in enumerate(file):
+            # By a pattern, since parsing each line of a long file twice would take too long.
             if found := _RUN.match(content):
                 if found[1] == b"null":
                     earlier, place = index, offset
@@ -271,6 +272,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
 
 def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecord | BadStepRecord | dict[str, Any]:
     if "run" in line:
+        # By way of JSON, because strict validation of Python values refuses lists in place of tuples.
         _START.validate_json(json.dumps(line["run"]), strict=True)
         _require_equal(len(row) or None for row in line["run"].get("ranks", ()))
         return dict(masked(line["run"]))  # an earlier version could save an address with a password

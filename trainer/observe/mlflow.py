@@ -88,6 +88,7 @@ class MLflowService:
                 " file to begin a new run there"
             ) from error
         return {
+            # `data.metrics` has values without steps, so these come from the history.
             name: max(metric.step for metric in client.get_metric_history(self._run_id, name))
             for name in names
             if not name.startswith("best/")

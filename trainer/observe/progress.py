@@ -88,6 +88,7 @@ class ProgressConsole(Observer):
         self._live.refresh()
 
     def start(self, run: RunInfo) -> None:
+        # The bar of the preparation ends before the summary is printed.
         self.close()
         first_step = run.resumed_from or 0
         self._run = run

@@ -155,6 +155,7 @@ def step_line(record: StepRecord, total_steps: int, seconds_left: float | None, 
     """Return a step as one line of names and values, for readers and for grep; drop those beyond `width`."""
     step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
     fields = [f"{name} {value:<{_FIELD_WIDTHS.get(name, 0)}}" for name, value in step_fields(record, seconds_left)]
+    # The fields are sorted by importance, so the last ones are dropped.
     while width is not None and fields and len("  ".join([step, *fields]).rstrip()) > width:
         fields.pop()
     return "  ".join([step, *fields]).rstrip()

@@ -38,6 +38,7 @@ class TensorBoard(NumberObserver):
         """Open a new event file, which hides the points of earlier files that this run repeats."""
         first_step = 0 if run.resumed_from is None else run.resumed_from + 1
         self._folder = run.folder / "tensorboard"
+        # The writer has a thread of its own, and Python would print its error as a traceback.
         threading.excepthook = self._quietly
         with self._writing():
             self._writer = self._writer_class(str(self._folder), purge_step=first_step, flush_secs=30)
@@ -66,6 +67,7 @@ class TensorBoard(NumberObserver):
         threading.excepthook = self._loudly
         writer, self._writer = self._writer, None  # a failed close is not repeated
         if writer is not None:
+            # An error that was reported once must not hide the end of the run.
             with suppress(TrainerError) if self._is_broken else nullcontext(), self._writing():
                 writer.close()
 

@@ -190,7 +190,9 @@ class Tracker(NumberObserver):
             too_many = len(self._waiting) - _MOST_POINTS
             if too_many > 0:
                 self._num_lost += too_many
+                # The oldest points go first; `metrics.jsonl` has them all.
                 del self._waiting[:too_many]
+            # A resumed run had this service before, so a fault of it may pass, and the thread opens it later.
             self._complain(error)
         else:
             self._waiting.clear()

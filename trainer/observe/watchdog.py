@@ -159,6 +159,7 @@ def stall_message(statuses: Mapping[int, Status], stacks: Mapping[int, str], tim
     by_stack: dict[str, list[int]] = {}
     for rank in statuses:
         if stack := stacks.get(rank, ""):
+            # The main thread comes first in each file, up to the first empty line.
             by_stack.setdefault(stack.split("\n\n")[0], []).append(rank)
     for stack, ranks in by_stack.items():
         lines += [f"main thread of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", stack]
@@ -170,6 +171,7 @@ def _stacks(without: threading.Thread) -> str:
     main = threading.main_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
+    # The thread of the watchdog itself says nothing about the stall.
     order = sorted((ident for ident in frames if ident != without.ident), key=lambda ident: ident != main.ident)
     blocks = []
     for ident in order:

@@ -76,6 +76,7 @@ class OverlappedSums:
             return
         while len(self._sending) >= _MOST_SENDING:
             self._end()
+        # One flat copy for each bucket, because a collective for each parameter would cost its latency each time.
         flat = torch.cat([gradient.reshape(-1).to(self._sent_in or gradient.dtype) for gradient in gradients])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._sending.append((work.wait, gradients, flat))

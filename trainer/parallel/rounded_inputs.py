@@ -62,6 +62,7 @@ class _Shared(torch.autograd.Function):
         total = exact
         for gradient in reversed(rounded):  # as autograd, which adds the gradient of the last product first
             if gradient is not None:
+                # The sum is in fp32, as autocast adds the gradients that it has returned to fp32.
                 total = gradient.float() if total is None else total + gradient
         return total, None, None
 

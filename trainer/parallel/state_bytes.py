@@ -47,10 +47,12 @@ def state_bytes(
     """
     trainable = [placement for placement in placements.values() if placement.trainable]
     held = sum(placement.num_elements(sizes) * weight_bytes(name) for name, placement in placements.items())
+    # Frozen parameters have no gradients.
     whole = sum(placement.num_elements(sizes) for placement in trainable)  # the part of a tensor rank
 
     def sharded(placement: ParameterPlacement) -> int:
         number = placement.num_elements(sizes)
+        # A placement of FSDP names the data shards itself; the parts of DeepSpeed are ranges of flattened tensors.
         return number if "dp_shard" in placement.split_axes else ceil(number / sizes["dp_shard"])
 
     optimizer = sum(

@@ -320,6 +320,7 @@ def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> Laun
 def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     if "SLURM_PROCID" not in environ:
         return None
+    # The numbers of the step come first: a step may have fewer tasks than its job.
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     tasks = _number(environ, tasks_name, environ.get(tasks_name, "1"))
     step = environ.get("SLURM_STEP_ID")
@@ -402,6 +403,7 @@ def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, i
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if not nodes:
             raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is; set MASTER_ADDR")
+        # By the usual distributions of Slurm, the first host of the list has rank 0.
         host = first_host(nodes)
         if host == nodes:  # one node, possibly unable to resolve its own name
             host = "127.0.0.1"

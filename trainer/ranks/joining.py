@@ -130,6 +130,7 @@ class Rendezvous:
             LostPeerError: the store has ended.
         """
         with _lost_store("the training on the other ranks has ended with an error; their messages give the reason"):
+            # Polled without a limit: these ranks wait for a whole training.
             while not self.store.check(["dismissed/code"]):
                 time.sleep(_RETRY_SECONDS)
             code = int(decode(self.store.get("dismissed/code")))
@@ -172,6 +173,7 @@ class Rendezvous:
             if self.store.check([f"{name}/problem"]):
                 code, text = decode(self.store.get(f"{name}/problem"))
                 self._wait_for_readers(name)
+                # Only now: if the store ends with this rank, the others have read the error.
                 raise _error(ExitCode(code), text)
         return result
 
@@ -484,6 +486,7 @@ def _await_all(
 @contextmanager
 def _bounded(environment: LaunchEnvironment, seconds: float) -> Iterator[None]:
     """End this process after that time: torch's store waits forever for a program that never answers on the port."""
+    # A thread, because torch's call does not return to Python, where a signal would be handled.
     timer = threading.Timer(seconds, _give_up, (environment,))
     timer.daemon = True
     timer.start()

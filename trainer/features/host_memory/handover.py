@@ -139,6 +139,7 @@ def _plan(looks: list[Any], num_training: int) -> _Plan:
     leaders = [rank for rank in found if rank < num_training]
     training = {found[rank].host for rank in leaders}
     complete = complete_in((rank, look.held) for rank, look in found.items())
+    # The largest step; of equal ones, that of the most ranks.
     step, size = newest = max(complete, default=(0, 0))
     lacking = [
         (part, ranks[0])

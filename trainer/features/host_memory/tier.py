@@ -289,6 +289,7 @@ class HostMemory(WritingTier[None]):
         shares = self._mesh.agree_each(num_bytes)
         ranks = self._hosts.ranks_on(self._hosts.own)
         copied = self._hosts.sources_of(ranks)
+        # All ranks of this host write here, and so do the ranks that it keeps copies of.
         needed = KEPT * sum(shares[rank] for rank in [*ranks, *copied])
 
         def check() -> None:

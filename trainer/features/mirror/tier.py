@@ -195,6 +195,7 @@ class Mirror(Tier):
         Raises:
             TrainerError: the place does not answer.
         """
+        # A checkpoint that the run has just loaded is not sent by `finish`; `_send_missing` looks whether it is there.
         self._copied = self._disk.last
         return [] if step is None else self._mesh.on_rank_zero(lambda: self._send_missing(step))
 
@@ -289,6 +290,7 @@ class Mirror(Tier):
             problem = None
             try:
                 self._send_folder(self._store.path(step), self._place(step), SUMS)
+                # After the upload, so that the place always has a whole copy.
                 self._prune(step)
             except Exception as error:
                 problem = self._describe(f"the checkpoint of step {step}", error)
@@ -379,6 +381,7 @@ class Mirror(Tier):
                 raise FileNotFoundError(f"it is damaged: {name} is missing")
             if found.get("type") != "file":
                 raise ValueError(f"it is damaged: {name} is not a regular file")
+            # Compared before the download, because a wrong file could fill the disk.
             size = found.get("size")  # None: the place does not know it
             if size is not None and (size > LARGEST_FACTS_BYTES if num_bytes is None else size != num_bytes):
                 raise ValueError(f"it is damaged: {name} has {size} bytes and should have {num_bytes or 'fewer'}")

@@ -83,6 +83,7 @@ class BlockMask:
 
     def _part(self, queries: range, keys: range) -> int:
         """Return the part of a block that its queries see. Layers share a mask, so the host reads it once."""
+        # Kept, because each read of a mask on a GPU waits for the device.
         found = self._seen.get((queries, keys))
         if found is None:
             mask = self._on_host(queries, keys)
@@ -109,6 +110,7 @@ class Ring:
 
     def pieces(self, block: int) -> Sequence[Piece]:
         """Return the parts of this rank's queries that see keys of a block, with these keys."""
+        # Queries stay on their rank, and only the keys are those of another block.
         queries, keys = self.blocks[self.index], self.blocks[block]
         return (Piece(queries, keys, slice(None)),) if self.lengths is None else _pieces(self.lengths, queries, keys)
 
@@ -182,6 +184,7 @@ class BlockAttention:
 
     def scores(self, query: Tensor, key: Tensor, queries: range, keys: range) -> Tensor:
         """Return the masked scores of a tile in at least fp32, `[batch, heads, queries, keys]`."""
+        # The queries of heads that share keys are rows of one product, so keys need no copies for the heads.
         products = torch.matmul(_grouped(query, key), key.transpose(2, 3)).view(*query.shape[:3], key.shape[2])
         scores = at_least_fp32(products * self.scale)
         mask = None
@@ -255,6 +258,7 @@ class BlockAttention:
             delta = (at_least_fp32(of_output) * results.output[:, tile].transpose(1, 2)).sum(-1)
             scores = self.scores(rows, key, positions, keys)
             shares = scores.sub_(_finite(results.largest[:, :, tile]).unsqueeze(-1)).exp_()
+            # The sum over all keys, so these are the probabilities of the whole row and not of this block.
             shares.div_(results.total[:, :, tile].unsqueeze(-1))
             of_output = _grouped(of_output, value)
             of_shares = at_least_fp32(torch.matmul(of_output, value.transpose(2, 3))).view(shares.shape)
@@ -268,6 +272,7 @@ class BlockAttention:
             dropped = _grouped(dropped.to(value.dtype), value)
             of_scores = (shares * of_shares.sub_(delta.unsqueeze(-1))).mul_(self.scale).to(key.dtype)
             of_scores = _grouped(of_scores, key)
+            # A query belongs to one tile, but a key to all of them, so its gradient is added up over the tiles.
             gradients[0][:, :, tile] += torch.matmul(of_scores, key).view(rows.shape)
             gradients[1].add_(torch.matmul(of_scores.transpose(2, 3), _grouped(rows, key)))
             gradients[2].add_(torch.matmul(dropped.transpose(2, 3), of_output))
@@ -407,6 +412,7 @@ def ring_attention(
     if row_keys is None:
         num_rows = query.shape[0] if ring.lengths is None else len(ring.lengths)
         row_keys = torch.zeros(num_rows, dtype=torch.int64, device=query.device)
+    # Keys keep their padding, because blocks that travel need one shape; padded queries would have no use.
     query = query.narrow(2, 0, len(ring.blocks[ring.index]))
     return cast(Tensor, _RingAttention.apply(query, key, value, row_keys, options, ring))  # type: ignore[no-untyped-call]
 

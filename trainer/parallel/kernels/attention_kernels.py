@@ -214,6 +214,7 @@ def _forward_piece(
         _product(query, columns, None, PRECISION), scale, queries[:, None], keys[None, :], num_queries,
         num_keys, mask, mask_strides, bias, bias_strides, MASK, BIAS, CAUSAL, PARTIAL,
     )  # fmt: skip
+    # The running maximum keeps every exponent at 0 or below, so no exponential overflows.
     larger = tl.maximum(largest, tl.max(scores, 1))
     base = larger
     if PARTIAL or BIAS or MASK == _ADDITIVE:
@@ -404,6 +405,7 @@ def query_gradient_kernel(
         num_queries, VALUE_DIM, True, VALUE_DIM != BLOCK_V,
     )  # fmt: skip
     exists = queries < num_queries
+    # The mean of the probabilities' gradient, from the output, because no tile has a whole row.
     delta = tl.sum(outputs.to(tl.float32) * of_output.to(tl.float32), 1)
     tl.store(deltas + queries, delta, mask=exists)
     largest = tl.load(sums + queries, mask=exists, other=0.0)

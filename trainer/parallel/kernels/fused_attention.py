@@ -49,6 +49,7 @@ def visible_tiles(
         return None
     if key.shape[2] < _LISTED_KEYS:
         return None
+    # Layers share a mask, so its lists are made once and passed to each call.
     key_tiles, query_tiles = _list_tiles(mask, *attention_blocks.tile(), other_keys)
     return key_tiles, query_tiles
 
@@ -414,6 +415,7 @@ class _Call:
             assert mask is bias is None, "flat rows have a window only"
             assert not any(offsets[1:]), "flat rows are whole"
             assert rows.tokens == self.queries == self.keys, "each token has a row"
+            # The grid is that of padded rows; programs beyond the end of a row return at once.
             self.rows, self.queries = rows.joined, rows.longest
             self.keys = self.queries
         assert query.dtype == key.dtype == value.dtype, "the kernels compute products of equal types"
@@ -423,6 +425,7 @@ class _Call:
         self._dims = (query.shape[-1], value.shape[-1])
         has_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
         self.blocks = attention_blocks.blocks(query.device, query.dtype, max(self._dims), has_floats)
+        # The number of query heads that share the keys of one head.
         self.group = query.shape[1] // key.shape[1]
         levels = dropped_levels(probability)
         # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word

@@ -126,6 +126,7 @@ class KeyedDropout(torch.autograd.Function):
         offsets: Sequence[int], probability: float, dtype: torch.dtype, residual: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(row_keys, token_rows, token_positions)
+        # The gradient is dropped in the type of `x`, and has no residual.
         ctx.numbers = (offsets, probability, x.dtype, None)
         ctx.of_residual = None if residual is None else residual.dtype
         output: Tensor = _dropped(x, row_keys, token_rows, token_positions, offsets, probability, dtype, residual)

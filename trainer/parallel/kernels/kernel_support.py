@@ -21,6 +21,7 @@ _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttent
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it
 def is_interpreted() -> bool:
     """Return whether Triton interprets its kernels, on any device: it was imported with `TRITON_INTERPRET=1`."""
+    # A look that does not import Triton: without an import, nothing is interpreted.
     knobs = getattr(sys.modules.get("triton"), "knobs", None)
     return knobs is not None and bool(knobs.runtime.interpret)
 

@@ -48,6 +48,7 @@ class BusyClock:
         return result
 
     def _count(self, sign: int, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+        # Events count in milliseconds.
         self._seconds += sign * before.elapsed_time(after) / 1000
 
     def reset(self) -> None:

@@ -126,6 +126,7 @@ class PipelineDriver:
             scale_grads=False,  # the losses are sums and already divided
         )
         self._made[is_training] = (shapes, schedule)
+        # The stages that were just made vote in their first pass; those of later shapes need no vote.
         self._is_connected = True
         return schedule
 

@@ -150,6 +150,7 @@ class LowRank(nn.Module):
 
 def attach(layer: nn.Module, product: LowRank, transposed: bool = False) -> None:
     """Add the product to the outputs of a linear layer; `transposed`: its weight is `[in, out]`."""
+    # As a child of the layer, so that the product moves, shards and is named with it.
     setattr(layer, ATTRIBUTE, product)
     layer.register_forward_hook(partial(_add, transposed=transposed))
 

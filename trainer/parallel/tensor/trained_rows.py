@@ -99,6 +99,7 @@ class TrainedLogits(TrainedRows):
         super().__init__(rows, ids)
         self._group = group
         first = index_in_group(group) * num_columns
+        # The trained tokens with columns on this rank; all ranks hold all trained rows.
         own = [index for index, token in enumerate(ids) if group is None or first <= token < first + num_columns]
         for name, numbers in (("own", own), ("columns", [ids[index] - first for index in own])):
             self.register_buffer(name, torch.tensor(numbers, dtype=torch.int64, device="cpu"), persistent=False)

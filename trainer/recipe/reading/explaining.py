@@ -48,6 +48,7 @@ def findings(error: ValidationError) -> list[Finding]:
     """Return one finding for each key or item; pydantic reports one for each branch of a union."""
     found: dict[KeyPath, Finding] = {}
     for details in error.errors(include_url=False, include_context=False, include_input=False):
+        # Pydantic ends the place of an invalid key of an object with "[key]".
         *place, last = details["loc"]
         finding = _placed(_BLANK_KEY, (*place[:-1],)) if last == "[key]" else _placed(details["type"], details["loc"])
         if finding.error == _BLANK_KEY or finding.path not in found:  # a branch of a union without names is no rule

@@ -52,6 +52,7 @@ def _malformed(override: str) -> str | None:
 
 def _value(text: str, path: KeyPath, origin: Origin) -> tuple[Node, list[Problem]]:
     try:
+        # Text that is no JSON stays a text, so that the shell needs no quotes.
         return parse(text, origin, path, places=False)
     except RecipeError:
         return Node(text, origin), []

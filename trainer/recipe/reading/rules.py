@@ -38,6 +38,7 @@ NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any 
 
 def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     """Yield the contradictions in these sections; rules on other sections are skipped."""
+    # An invalid recipe lacks the sections that are invalid, so rules on them are left out.
     for row in EXCLUSIONS:
         if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
             yield clash(text, row.first.key, row.second.key)

@@ -62,6 +62,7 @@ def load_trained(
         values = _read(folder / RECIPE_FILE)
     else:
         raise UsageError(f"`FOLDER` must hold {RECIPE_FILE}, but {folder} has none; name its recipe with --recipe")
+    # Read before the folder takes the place of the first model in the recipe.
     start = _first_model(values["model"])
     values["model"] = {"name_or_path": str(folder)}
     for row in registered("second_model"):  # it is for training only

@@ -82,6 +82,7 @@ def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple
     """
     tree = _Tree(origin, scalar)
     try:
+        # Nodes only: no value is constructed, so no tag can run code.
         root = yaml.compose(text, Loader=_Composer)
         if root is None:
             raise RecipeError(f"{tree.at(1, 1)}: empty")
@@ -154,6 +155,7 @@ class _Composer(yaml.BaseLoader):  # type: ignore[misc]
         if getattr(event, "tag", None) is not None:
             problem = f"the tag {shown_key(event.tag)} is not allowed; write the value without it, and text in quotes"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        # Not counted down after an error, because the reading ends with it.
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=event.start_mark)
