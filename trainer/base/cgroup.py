@@ -41,8 +41,7 @@ def free_memory_bytes(read: Read = read_file) -> int | None:
         for folder in _folders(read, controller):
             limit, used = (read(f"{folder}/{name}") or "" for name in names)
             if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED_BYTES:
-                # Pages of files on disks can be dropped at any time; those of memory file systems are not among these
-                # counts.
+                # Pages of files on disks can be dropped at any time, so they count as free.
                 lines = (line.partition(" ") for line in (read(f"{folder}/memory.stat") or "").splitlines())
                 counts = {name: int(count) for name, _, count in lines if count.isdigit()}
                 cached = sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))

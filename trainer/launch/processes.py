@@ -262,7 +262,6 @@ class LocalRanks:
 
     def _terminate(self, running: list[_Rank], grace_seconds: float) -> None:
         """Send SIGTERM to each rank alone, not to its group: its data loaders still serve it."""
-        # A new reason to end moves the limit: after a failure, fewer seconds are left than for a stop.
         self._kill_at = time.monotonic() + grace_seconds
         for rank in running:
             rank.process.terminate()

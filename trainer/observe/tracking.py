@@ -192,7 +192,6 @@ class Tracker(NumberObserver):
                 self._num_lost += too_many
                 # The oldest points go first; `metrics.jsonl` has them all.
                 del self._waiting[:too_many]
-            # A resumed run had this service before, so a fault of it may pass, and the thread opens it later.
             self._complain(error)
         else:
             self._waiting.clear()
