@@ -260,9 +260,11 @@ class CausalLMTask(TokenLabels):
             else:
                 found = framed(texts, tokenizer)
         if self.num_positions is not None:
+            # Prompt and generated text share the positions of the model.
             max_length = min(max_length, self.num_positions - self.settings.max_new_tokens)
         # An empty prompt begins as a text after another one.
         return {
+            # The last tokens, because the generated text follows them.
             "input_ids": [ids[-max_length:] or [end] for ids in found],
             "cut": [len(ids) > max_length for ids in found],
         }
@@ -294,6 +296,7 @@ class CausalLMTask(TokenLabels):
                 features["labels"].append(ids)
                 continue
             # The last token is only predicted.
+            # Parts overlap by one token, so that the first token of a part is predicted by the part before.
             step = max_length if self.packing == "none" else len(ids)
             for start in range(0, len(ids) - 1, step):
                 part = ids[start : start + step + 1]
@@ -308,6 +311,7 @@ class CausalLMTask(TokenLabels):
         """
         if "position_ids" not in inputs:
             return inputs
+        # With a mask, transformers would not look for documents.
         return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
 
     def without_labels(self) -> CausalLMTask:

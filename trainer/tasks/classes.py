@@ -88,6 +88,7 @@ class NamedClasses(Labelled):
             is_new = len(names) == len(checkpoint) and list(own) != list(theirs)
             note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, NAMES_SHOWN)}"
             return self, [f"{note}; if they are not, set `task.labels`"] if is_new else []
+        # No class in common: the data is of another task, and the head is only a start.
         common = own.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
         theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
         if not common:
@@ -102,6 +103,7 @@ class NamedClasses(Labelled):
                 f" {theirs_shown} and the training split has {shown(names)}; list the classes in `task.labels`, in the"
                 " order of the checkpoint"
             )
+        # The order of the checkpoint: its head gives each class the logit that it was trained for.
         ordered = tuple(names[own[key]] for key in theirs)
         if ordered == names:
             return self, []
@@ -153,6 +155,7 @@ class NamedClasses(Labelled):
 
     def _names_of_integers(self, found: set[float], where: str) -> tuple[str, ...]:
         self._require_no_numbers(sorted(found), where)  # not NaN, see `resolve`
+        # A gap would be a class without rows, or a typing error; the user decides which.
         absent = next((index for index in range(len(found)) if index not in found), None)
         if absent is not None:
             names = [str(int(value)) for value in sorted(found)]
@@ -348,6 +351,7 @@ class RowClasses(NamedClasses):
 
     def num_valid(self, labels: Tensor) -> Tensor:
         weights = self._weights(torch.float64)
+        # With weights, torch divides by the sum of the weights and not by the number of rows; the same is done here.
         return labels.new_tensor(labels.numel()) if weights is None else weights.to(labels.device)[labels].sum()
 
     def label_weights(self, labels: Tensor) -> Tensor:
@@ -360,6 +364,7 @@ class RowClasses(NamedClasses):
         weights = self._weights(scores.dtype)
         if weights is not None:
             weights = to_device(weights, scores.device)
+        # A sum: the engine divides by the valid labels of the global batch.
         return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -389,6 +394,7 @@ class RowClasses(NamedClasses):
         names = self._known_class_names
         if len(names) > _CLASSES_PICTURED:
             return None
+        # Each pair of label and prediction has a number, so one count of numbers gives the matrix.
         pairs = predictions["labels"] * len(names) + predictions["predictions"]
         counts = torch.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), len(names))
         return {"classes": list(names), "confusion": counts.tolist()}

@@ -221,16 +221,19 @@ class EmbeddingTask(SeveralTexts):
             texts.append(tokenise(rows, [column], tokenizer, max_length, where, first_row, prompt))
             if not self.pools_prompt:
                 start = _prompt_length(prompt, tokenizer, max_length)
+                # Tokens of the prompt are read by the model, and left out by the pooling.
                 texts[-1][POOLED] = [[int(at >= start) for at in range(len(ids))] for ids in texts[-1]["input_ids"]]
         features: Encoded = {
             name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
         }
         features["cut"] = [any(cut) for cut in features["cut"]]
         if self.score_column is not None:
+            # A cosine cannot reach a larger score.
             largest = 1.0 if self.loss == "cosine" else math.inf  # that of cosines
             features["labels"] = finite_numbers(rows, self.score_column, where, first_row, largest)
         if self.mask_duplicates:
             texts_of_rows = zip(*(rows[column] for column in self.text_columns), strict=True)
+            # Numbers travel through collectives, texts do not.
             features["labels"] = [np.array([_number(text) for text in of_row]) for of_row in texts_of_rows]
         return features
 
@@ -249,6 +252,7 @@ class EmbeddingTask(SeveralTexts):
     def _split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embeddings, and the temperature of each row `[rows]`."""
         if self.learns_temperature:
+            # A parameter is reached by the gathered scores only: gradient caching knows no other way back to the model.
             return scores[..., :-1], scores[:, 0, -1]
         return scores, scores.new_full((len(scores),), self.temperature)
 
@@ -274,6 +278,7 @@ class EmbeddingTask(SeveralTexts):
         embeddings, temperature = self._split(scores)
         if not self.dimensions:
             return self._losses(embeddings, temperature, labels)
+        # Each nested embedding is the first values of the whole one.
         parts = [weight * self._losses(embeddings[..., :size], temperature, labels) for size, weight in self.dimensions]
         return torch.stack(parts).sum(0)
 
@@ -296,6 +301,7 @@ class EmbeddingTask(SeveralTexts):
         scores = _alike(predictions["embeddings"], split)
         labels = predictions.get("labels", scores.new_zeros(len(scores)))
         with torch.no_grad():
+            # fp64: sums over a whole split would lose digits in fp32.
             computed = {"loss": float(self.joint_losses(scores.double(), labels).mean())}
         embeddings, temperature = self._split(scores)
         if self.learns_temperature:
@@ -424,6 +430,7 @@ def _prompt_length(prompt: str, tokenizer: Tokenizer, max_length: int) -> int:
 def _angle_similarity(embeddings: Tensor) -> Tensor:
     """Return the similarity of complex vectors `[rows]`; the second half of an embedding is the imaginary part."""
     if embeddings.shape[-1] % 2:
+        # An odd number of values: the last one gets an imaginary part of 0.
         embeddings = F.pad(embeddings, (0, 1))
     first, second = F.normalize(embeddings[:, :2], dim=-1).unbind(1)
     # Both have length 1, so z / w is z · conj(w): its real part is the sum of all products.
@@ -460,6 +467,7 @@ def _multiple_negatives(embeddings: Tensor, temperature: Tensor, numbers: Tensor
     candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives in the order of rows, then the negatives
 
     def losses(anchors: Tensor, right: Tensor, divisors: Tensor) -> Tensor:
+        # `[anchors of the block, candidates of the whole batch]`, the largest tensor of this loss.
         logits = anchors @ candidates.T / divisors[:, None]
         if numbers is not None:
             others = numbers[:, 1:].T.flatten()
@@ -480,6 +488,7 @@ def _in_blocks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     blocks = list(zip(*(torch.split(tensor, _ROWS_AT_ONCE) for tensor in rows), strict=True))
     if len(blocks) == 1:
         return function(*blocks[0])
+    # The logits of all blocks would take rows x candidates numbers until the backward pass.
     return torch.cat([checkpoint(function, *block, use_reentrant=False) for block in blocks])
 
 
@@ -496,6 +505,7 @@ def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
     logits, labels = logits[order], labels[order].contiguous()
     num_lower = torch.searchsorted(labels, labels)  # rows with a lower label stand before
     has_lower = num_lower > 0
+    # The sum over all rows with a lower label, in a stable form.
     lower = logits.logcumsumexp(0)[num_lower[has_lower] - 1]
     # The first term is the 1 in the logarithm; made of the logits, it has a gradient where no pair is.
     return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)

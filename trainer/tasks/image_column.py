@@ -96,6 +96,7 @@ def _decode(value: bytes) -> Image:
     try:
         with PIL.Image.open(io.BytesIO(value)) as opened:
             image = PIL.ImageOps.exif_transpose(opened)
+            # Pillow decodes when it is asked for pixels; errors of the file must come here.
             image.load()
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         reason = str(error).partition(" <_io.")[0]  # the buffer has no meaning for the user
@@ -124,4 +125,5 @@ def _from_lists(value: list[Any], shape: tuple[int, ...] | None) -> Image:
     if channels not in _MODES:
         raise _NotAnImageError(f"has {channels} channels; there may be 1, 3 (RGB) or 4 (RGBA)")
     pixels = numbers.astype(np.uint8)
+    # Pillow has no mode of one channel with three dimensions.
     return PIL.Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and channels == 1 else pixels)

@@ -89,6 +89,7 @@ class MaskedLMTask(TokenLabels):
                     f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave the row out"
                 )
             features: Encoded = {
+                # No label here: masks are drawn again for each epoch, when rows become microbatches.
                 "input_ids": [ids[:max_length] for ids, _ in found],
                 "cut": [len(ids) > max_length for ids, _ in found],
             }
@@ -113,6 +114,7 @@ class MaskedLMTask(TokenLabels):
 
     def _best(self, logits: Tensor) -> Tensor:
         cut = self._cut(logits)
+        # Each tensor rank has a part of the vocabulary, so the largest logit is found over all of them.
         return vocab_parallel_argmax(logits, cut.group, cut.size)
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ class Retrieval:
         """
         unit = F.normalize(embeddings.double(), dim=-1)
         anchors, *others = (np.array(list(column), object) for column in columns)
+        # Equal queries are one query with several right answers.
         _, query_at, query_of = np.unique(anchors, return_index=True, return_inverse=True)
         texts, text_at, text_of = np.unique(np.concatenate(others), return_index=True, return_inverse=True)
         candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)[torch.from_numpy(text_at)]
@@ -46,6 +47,7 @@ class Retrieval:
 
     def ranks(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the rank, from 1, of each right candidate of each query, and the number of the query, `[pairs]`."""
+        # A pair that stands in several rows counts once.
         pairs = np.unique(np.stack([self.query_of, self.right_of]), axis=1)
         return self.ranks_of(*pairs), pairs[0]
 
@@ -61,6 +63,7 @@ class Retrieval:
     def _ranks(self, query: Tensor, own: Tensor) -> Tensor:
         similarities, number = self._similarities(query), own[:, None]
         angle = similarities.gather(1, number).acos()
+        # Negated, so that NaN counts as higher: a broken model must not look good.
         higher = ~(similarities <= (angle - _EQUAL_ANGLE).clamp(min=0).cos())
         lower = similarities < (angle + _EQUAL_ANGLE).cos()
         before = torch.arange(len(self.candidates)) < number

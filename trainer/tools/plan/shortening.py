@@ -51,6 +51,7 @@ def shorten(model: nn.Module, stacks: Iterable[Stack], longer: int | None) -> di
     for stack in stacks:
         layers = model.get_submodule(stack.name)
         assert isinstance(layers, nn.ModuleList)
+        # Stacks of equal depth are lengthened together; a plan for each depth gives its slope.
         kept = FEWEST + (stack.number == longer)
         del layers[stack.first + kept - 1 : stack.first + stack.number - 1]
         positions = [_FIRST, *[_BETWEEN] * (kept - FEWEST), _LAST]
@@ -77,6 +78,7 @@ def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[St
                 sums[component] += (number - FEWEST) * (count - short.get(component, 0))
         gradients += (number - FEWEST) * (found.gradients - base.gradients)
         share += (number - FEWEST) * (found.share - base.share)
+        # base + (number - FEWEST) * (found - base).
         totals = totals.plus(found.totals, number - FEWEST).plus(base.totals, FEWEST - number)
     peaks: dict[Place, Peak] = {}
     for number, found in longer.items():
@@ -149,4 +151,5 @@ def _description(layer: nn.Module, late: Collection[nn.Parameter]) -> list[Any]:
         for key, value in vars(module).items()
         if isinstance(value, int | float | str | tuple) and key not in _POSITIONS
     ]
+    # Layers are equal for a plan if all that decides shapes and operations is equal, but not their values.
     return [*shapes, *settings] if shapes else []

@@ -44,6 +44,7 @@ class _Copies(TorchFunctionMode):
         moves = function is Tensor.to and any(isinstance(place, torch.device | str) for place in places)
         if moves and self._ledger.is_on_host(args[0]) != self._to_host:
             with self._ledger.creating(on_host(GRADIENTS) if self._to_host else GATHERED):
+                # A move on one device returns the same tensor; a copy takes the memory that a real move takes.
                 args = (args[0].clone(), *args[1:])
             self._ledger.totals.moved += args[0].nbytes
         return function(*args, **kwargs)

@@ -70,6 +70,7 @@ def simulated_mesh(plan: RunPlan, rank: int) -> Iterator[ParallelMesh]:
     assert not dist.is_initialized(), "a simulated rank needs a process without a process group"
     layout = plan.layout
     if layout.world_size > 1 or plan.strategy.cuts_anything:  # as a run
+        # The fake backend answers each collective at once.
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
         yield ParallelMesh(torch.device("cpu"), **layout.sizes)
@@ -105,6 +106,7 @@ def _autocast_of_recomputation() -> Iterator[None]:
     entered: list[ExitStack] = []
 
     def enter(*_: Any) -> None:
+        # Inside of a backward pass: only a recomputation runs modules there.
         if torch._C._current_graph_task_id() != -1:
             entered.append(ExitStack())
             if len(entered) == 1:
@@ -179,6 +181,7 @@ class _Chunks:
 
 def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
     def outside(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        # Real tensors: ranks are read from them.
         with _disable_current_modes():
             return part(mesh, names)
 

@@ -99,6 +99,7 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         whole = _Simulation(plan, planned_task(plan), mesh, length, cuda, fused)
         built = whole.build()
         loaded, saved = _loaded(plan, built), sum(map(_saved, built))
+        # Before `unfreeze_at_step` there are fewer states, but gradients without an update: the peak may differ.
         early = replace(whole, early=True).step(whole.build()) if _late(built) else None
         return replace(whole.step(built), loaded=loaded, saved=saved, early=early)
 
@@ -375,6 +376,7 @@ def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, pl
         return ledger.totals
     few = _Divided([*batch.microbatches[: _MICROBATCHES - 1], batch.microbatches[-1]], ledger)
     engine.train_step(replace(batch, microbatches=few))
+    # The totals before the third microbatch begins are those of the second.
     repeated = few.parts[-1]  # counted from the second microbatch to the third: the one in the middle
     return reduce(Totals.plus, few.parts, ledger.totals).plus(repeated, number - _MICROBATCHES)
 
@@ -409,6 +411,7 @@ def _allocate(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in made:
+                    # A fake tensor: it has a shape and no memory.
                     made[parameter] = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
                 module._parameters[name] = cast(nn.Parameter, made[parameter])
         for name, buffer in module._buffers.items():

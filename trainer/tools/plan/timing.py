@@ -107,6 +107,7 @@ def operation_seconds(kind: Kind, flops: float, num_bytes: float, speed: Speed) 
         return max(moved, product.seconds(flops)) if flops else moved
     general, size = (product, flops) if flops else (memory, num_bytes)
     nearest = min(max(size, kernel.points[0][0]), kernel.points[-1][0])
+    # Beyond the measured sizes, only the ratio of the general cost is used.
     return kernel.seconds(nearest) * general.seconds(size) / general.seconds(nearest)
 
 
@@ -128,6 +129,7 @@ def link_of(layout: Layout, axis: str, local_ranks: int) -> Link:
     """Return the link between the ranks along an axis, or between all ranks if the axis is unknown."""
     parts = JOINT_AXES.get(axis, (axis,) if axis in AXES else AXES)
     ranks = math.prod(layout.sizes[part] for part in parts)
+    # Neighbours along an axis are so many ranks apart, because inner axes vary faster.
     stride = math.prod(layout.sizes[inner] for inner in AXES[AXES.index(parts[-1]) + 1 :])
     return Link(ranks, max(1, min(ranks, local_ranks // stride)), local_ranks)
 
@@ -215,9 +217,11 @@ class _Estimate:
         if self._plan.recipe.parallel.offload != "none":
             work = step.totals.work
             updated = sum(amount.num_bytes for kind, amount in work.items() if kind.phase == OPTIMIZER_STEP)
+            # With offload, the CPU updates.
             device[OPTIMIZER_STEP] = self._speed.host.seconds(updated)  # the host's memory bounds its update
         if self._plan.recipe.cuda_graphs:  # the host launches one graph for the passes of a microbatch
             issued |= dict.fromkeys((FORWARD, BACKWARD, RECOMPUTED), 0.0)
+        # On a GPU the host works ahead of the device, so only the rest beyond the device's time counts.
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
 
     def _collectives(self, step: StepPlan) -> list[_Collective]:
@@ -248,6 +252,7 @@ class _Estimate:
         a rank sends and receives at the same time, so only sending counts.
         """
         strategy = self._plan.strategy
+        # DDP sums in the last of the microbatches only.
         share = 1.0 if strategy.cuts_parameters else 1 / self._plan.batch.num_microbatches
         if strategy.zero_stage:  # the engine sets `overlap_comm` to false
             share = 0.0
@@ -304,5 +309,6 @@ class _Estimate:
         timeline = simulate(order, cost, send)
         without = simulate(order, cost, 0.0).seconds
         slowest = max(range(pipeline.num_ranks), key=timeline.busy)
+        # Two simulations, with and without messages, tell the bubble from the time of messages.
         bubble, sent = without - timeline.busy(slowest), timeline.seconds - without
         return slowest, plan.batch.num_passes * bubble, plan.batch.num_passes * sent, timeline
