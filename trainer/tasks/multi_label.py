@@ -80,6 +80,7 @@ class MultiLabelTask(NamedClasses, TextTask):
         """Return the binary cross entropy of logits `[batch, num_labels]`, averaged over labels, summed over rows."""
         scores = at_least_fp32(logits)
         total = F.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="sum")
+        # The number of labels is the same in all rows, so a row counts as one valid label of the batch.
         return total / scores.shape[-1]
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -88,6 +89,7 @@ class MultiLabelTask(NamedClasses, TextTask):
 
     def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         labels = np.asarray(split.encoded.arrays["labels"], np.int64)
+        # The best constant answer is the most frequent set of labels.
         sets, counts = np.unique(labels, axis=0, return_counts=True)
         constant = np.broadcast_to(sets[counts.argmax()], labels.shape).copy()
         return self.metrics({"predictions": torch.from_numpy(constant), "labels": torch.from_numpy(labels)})

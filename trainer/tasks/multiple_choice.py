@@ -134,6 +134,7 @@ class MultipleChoiceTask(TextTask):
         firsts, seconds = (bare(texts, tokenizer, *frame_of(tokenizer)) for texts in pairs)
         texts = tokenizer(firsts, seconds, return_attention_mask=False, verbose=False)
         columns = {name: list(values) for name, values in texts.items()}
+        # Tokenised whole first: only long pairs need the check, and the second call.
         long = [place for place, ids in enumerate(columns["input_ids"]) if len(ids) > max_length]
         if not long:
             return columns, set()
@@ -204,6 +205,7 @@ class MultipleChoiceTask(TextTask):
         for place, (label, of_row, value) in enumerate(zip(rows[self.label_column], choices, named, strict=True)):
             names = (value.get("label") or []) if isinstance(value, Mapping) else []
             meanings = self._meanings(label, of_row, names)
+            # Several meanings are fine if they name one choice.
             if len({index for _, index in meanings}) != 1:
                 place_name = cell(self.label_column, first_row + place, where)
                 raise DataError(f"{place_name} {self._unclear(label, len(of_row), names, meanings)}")
@@ -262,6 +264,7 @@ class MultipleChoiceTask(TextTask):
         """Return the score of each choice, of shape `[batch, num_texts]`."""
         scores = at_least_fp32(output.logits)
         numbers = torch.arange(scores.shape[1], device=scores.device)
+        # Rows have as many texts as the longest one of the split; the further ones are no choices.
         return scores.masked_fill(numbers >= inputs[_NUM_CHOICES][:, None], _ABSENT)
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:

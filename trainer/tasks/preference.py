@@ -207,6 +207,7 @@ class PreferenceTask(TokenLabels):
                 continue
             if before is not None:
                 prompt, own = _ended(of_row[0]) if self.prompt is None else of_row
+                # KTO: the second text is the answer of the row before, to the prompt of this row.
                 answers, places, before = [own, before], places * 2, own
             elif self.prompt is None:
                 prompt, *answers = _divided(of_row[0], of_row[1], places[0])
@@ -220,6 +221,7 @@ class PreferenceTask(TokenLabels):
         features = features_of(found, max_length)
         if self.labels_prompts:
             features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
+            # ORPO trains whole texts, so the answer needs a mask of its own.
             features["labels"] = [ids[1:max_length] for _, (ids, _) in found]
         paired: Encoded = {
             name: [list(pair) for pair in zip(values[::2], values[1::2], strict=True)]
@@ -237,6 +239,7 @@ class PreferenceTask(TokenLabels):
         """Return the answer of the row before `rows`; the last row of the split comes before its first one."""
         (column,) = self.answer_columns.values()
         every, first = self.others or (rows, first_row)
+        # Around the end: a row's partner must not depend on how the split is encoded in parts.
         index = (first_row - first - 1) % len(every)
         before = cells_of(every.select([index]), [column], where, first + index)[column][0]
         return _ended(before)[1] if self.prompt is None else before
@@ -254,6 +257,7 @@ class PreferenceTask(TokenLabels):
             losses = self._cross_entropy(output.logits.view(*labels.shape, -1), labels, "none")
         labelled = (labels != IGNORED_LABEL).to(losses.dtype)
         answer = inputs[_ANSWER].to(losses.dtype) if self.labels_prompts else labelled
+        # Ignored labels have a loss of 0.
         logps = -(losses * answer).sum(-1)
         reference = inputs[_REFERENCE].to(logps.dtype) if _REFERENCE in inputs else torch.zeros_like(logps)
         lengths = answer.sum(-1).clamp(min=1)
@@ -261,12 +265,14 @@ class PreferenceTask(TokenLabels):
         desirable = torch.zeros_like(logps)
         if DESIRABLE in inputs:
             desirable = desirable + inputs[DESIRABLE].to(logps.dtype)[:, None]
+        # One tensor, because engines gather the scores of rows as one.
         return torch.stack([logps, reference, lengths, nll, desirable], -1)
 
     def num_valid(self, labels: Tensor) -> Tensor:
         return torch.tensor(len(labels), device=labels.device)
 
     def row_labels(self, labels: Tensor) -> Tensor:
+        # No labels: the scores hold all that the loss needs, so nothing is gathered.
         return labels[:, :0, 0]
 
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:

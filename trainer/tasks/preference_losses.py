@@ -66,6 +66,7 @@ def pair_losses(answers: Answers, loss: PreferenceLoss) -> Tensor:
             margin, wrong = chosen - rejected, loss.label_smoothing
             return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
         case "ipo":
+            # Means and not sums, or long answers would dominate the squares.
             ratios = answers.ratios / answers.lengths
             return (ratios[:, 0] - ratios[:, 1] - 1 / (2 * loss.scale)).square()
         case "simpo":
@@ -81,6 +82,7 @@ def divergence(answers: Answers) -> Tensor:
 
     Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1. It has no gradient.
     """
+    # The mean over the global batch, which is why rows of KTO depend on each other.
     return answers.ratios[:, 1].detach().mean().clamp(min=0)
 
 

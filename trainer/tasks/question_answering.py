@@ -148,10 +148,12 @@ class QuestionAnsweringTask(TextTask):
                 window = cut_columns(pair.columns, (first, first + len(pair.spans)), (start, end))
                 for name, values in window.items():
                     found.setdefault(name, []).append(values)
+                # Answers are mapped back from tokens of windows to characters of the context by these numbers.
                 found.setdefault(WINDOW, []).append(np.array([first_row + place, first, end - start, start]))
                 if self.has_answers:
                     inside = answer is not None and start <= answer[0] and answer[1] < end
                     is_cut &= not inside
+                    # From tokens of the context to positions in the window.
                     label = np.array(answer) - start + first if inside else np.full(2, NO_ANSWER)
                     found.setdefault("labels", []).append(label)
             found.setdefault("cut_target", []).append(is_cut)
@@ -251,6 +253,7 @@ class QuestionAnsweringTask(TextTask):
         assert split.tokenizer is not None
         arrays = {name: tensor.numpy() for name, tensor in answers.items()}
         windows = split.encoded.arrays[WINDOW]
+        # A row has one window or more, and `windows[:, 0]` names its row.
         counts = np.bincount(windows[:, 0], minlength=len(split.rows))
         bounds = [0, *counts.cumsum().tolist()]  # the windows of a row follow each other
         for first_row in range(0, len(split.rows), _ROWS_AT_ONCE):
@@ -264,6 +267,7 @@ class QuestionAnsweringTask(TextTask):
                     for span in self._spans({name: values[number] for name, values in arrays.items()}, windows[number])
                 ]
                 # Equal scores are in the order of the context, so that no layout and no batch size changes the answer.
+                # A set: windows that overlap find the same span.
                 best = sorted(set(scored), key=lambda span: (-span[2], span))
                 yield Found(context, self._distinct(best, pair, context), float(arrays["no_answer"][own].min()))
 
@@ -373,6 +377,7 @@ class QuestionAnsweringTask(TextTask):
         """Return the first and last token, in the context, of the answer that is trained on; None if there is none."""
         if not answers:
             return None
+        # Training has one span for each row; evaluations accept all answers.
         text, start = answers[0]
         start, end = start + len(text) - len(text.lstrip()), start + len(text.rstrip())
         # Tokens that overlap the answer: the first one may begin with the space before it.

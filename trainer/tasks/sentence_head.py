@@ -29,6 +29,7 @@ class LearnedTemperature(nn.Module):
 
     def forward(self) -> Tensor:
         log = self.log.float()
+        # The value is clamped and the gradient is not, so that the parameter can come back from beyond the bound.
         bounded = log + (log.detach().clamp(max=math.log(HIGHEST_SCALE)) - log.detach())
         return (-bounded).exp()
 
@@ -84,6 +85,7 @@ class SentenceHead(nn.Module):
             states: the hidden states `[texts, sequence, hidden]`.
             mask: 1 for the tokens to pool and 0 for others `[texts, sequence]`.
         """
+        # Poolings and cosines in fp32: in 16 bits, sums over tokens would lose digits that the loss compares.
         with torch.autocast(states.device.type, enabled=False):
             states = at_least_fp32(states)
             found = torch.cat([_pooled(states, mask, pooling) for pooling in self._poolings], dim=-1)
@@ -104,6 +106,7 @@ def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
         return states[texts, mask.int().argmax(1)]
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     if pooling == "last":
+        # The last token of the mask, wherever padding stands.
         return states[texts, (mask * places).argmax(1)]
     weights = mask.unsqueeze(-1).to(states.dtype)
     if pooling == "max":

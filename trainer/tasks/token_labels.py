@@ -69,6 +69,7 @@ class TokenLabels(TextTask):
         """Return sums over the labelled tokens of each row: rows differ in length, and a split may have many tokens."""
         num_labels = (labels != IGNORED_LABEL).sum(-1)
         if self.takes_token_scores:
+            # fp64: the sums of rows are added again over the whole split.
             losses, num_right = logits.double().sum(1).unbind(-1)
             return {"num_right": num_right.long(), "num_labels": num_labels, "losses": losses}
         found = {"num_right": self._right(logits, labels).sum(-1), "num_labels": num_labels}

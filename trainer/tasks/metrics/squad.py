@@ -70,5 +70,6 @@ def _overlap(prediction: str, answer: str) -> float:
     predicted, expected = normalised(prediction).split(), normalised(answer).split()
     common = sum((Counter(predicted) & Counter(expected)).values())
     if common == 0:
+        # No words in common is right only if both sides have none.
         return float(answer == "" and not predicted)
     return 2 * common / (len(predicted) + len(expected))

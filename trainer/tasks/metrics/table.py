@@ -97,6 +97,7 @@ def _recall_at(num_candidates: int) -> Callable[[Values, Values], float]:
     """Return the mean over queries of the share of right candidates among the first `num_candidates`."""
 
     def recall(ranks: Values, queries: Values) -> float:
+        # Right candidates among the first ones, and all of them, are counted for each query.
         found = np.bincount(queries, weights=ranks <= num_candidates)
         return float(np.mean(found / np.bincount(queries)))
 
@@ -167,5 +168,6 @@ def merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, float]:
     Of equal values, the one with the lower loss is better. NaN is worse than all numbers.
     """
     values = (metrics[metric] if greater_is_better(metric) else -metrics[metric], -metrics.get("loss", math.inf))
+    # Comparisons with NaN are false, so it could never be replaced as the best value.
     first, second = (-math.inf if math.isnan(value) else value for value in values)
     return first, second

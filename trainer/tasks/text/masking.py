@@ -46,6 +46,7 @@ class Masking:
                 " a tokenizer with one in `model.tokenizer`"
             )
         added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        # Added tokens may be special without a role, and so be missing in `all_special_ids`.
         special = {*tokenizer.all_special_ids, *added}
         ordinary = sorted({*tokenizer.get_vocab().values()} - special)
         return cls(seed, probability, tokenizer.mask_token_id, torch.tensor(sorted(special)), torch.tensor(ordinary))
@@ -67,6 +68,7 @@ class Masking:
         draws = uniforms(row_keys(key, rows), torch.arange(2 * input_ids.shape[1]))
         choice, token = draws.view(*input_ids.shape, 2).unbind(-1)
         chosen = (choice < self.probability) & ~torch.isin(input_ids, self.special_tokens)
+        # The same number decides twice, which saves a third draw.
         share = choice / self.probability  # uniform in [0, 1) for chosen tokens
         random = self.ordinary_tokens[(token * len(self.ordinary_tokens)).long()]
         hidden = torch.where(

@@ -30,6 +30,7 @@ class StreamPacker:
     def add(self, documents: Mapping[str, list[Any]]) -> Encoded:
         for ids in documents["input_ids"]:
             self._tokens.extend(ids)
+        # Rows overlap by one token, which is the last label of one row and the first input of the next.
         last = max(0, len(self._tokens) - 1) // self._length * self._length
         rows = [self._row(start) for start in range(0, last, self._length)]
         del self._tokens[:last]
@@ -64,12 +65,14 @@ class DocumentPacker:
             start = 0
             while start < len(ids):
                 space = self._length - len(self._row["input_ids"])
+                # A document that may not be split fits into an empty row: it was truncated to the length before.
                 if space == 0 or (not self._splits and space < len(ids)):
                     rows.append(self._row)
                     self._row, space = self._empty(), self._length
                 part = ids[start : start + space]
                 self._row["input_ids"] += part
                 self._row["labels"] += labels[start : start + space]
+                # A position of 0 marks the start of a document; attention stays inside of it.
                 self._row["position_ids"] += range(len(part))
                 self._row["cut"] |= is_cut
                 start += len(part)
