@@ -152,7 +152,7 @@ LAST_REASONING = (  # as Qwen 3 and gpt-oss: the reasoning of the last turn only
     [
         (
             TURNS,
-            {"name": "ann", "id": "1", "tool_call_id": "1", "reasoning_content": "", "tool_calls": [], "weight": 1},
+            {"name": "ann", "id": "1", "tool_call_id": "1", "reasoning_content": "", "weight": 1},
         ),
         (LAST_REASONING, {"reasoning_content": "why", "end": False}),
         ("{% for m in messages %}{{ m | tojson }}{% endfor %}", {"anything": 1}),
