@@ -93,10 +93,9 @@ def partition(built: PlacedModel, mesh: ParallelMesh, config: dict[str, Any], de
             parameter.partition()
 
 
-def shape_of(parameter: Any) -> torch.Size:
-    """Return the shape of a parameter, also of one that is partitioned."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
+def shape_of(parameter: Any, unpartitioned: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a parameter before its partition; `unpartitioned` for one that is not partitioned."""
+    return tuple(getattr(parameter, "ds_shape", unpartitioned))
 
 
 def bounds(parameter: Any, index: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class ZeroEngine(Engine):
     ) -> None:
         super().__init__(forward, [engine.module], optimizer, placements, total_steps)
         self._engine = engine
-        self._shapes = {name: internals.shape_of(p) for name, p in self.parameters.items()}
+        self._shapes = {name: torch.Size(internals.shape_of(p, p.shape)) for name, p in self.parameters.items()}
         self._is_partitioned = forward.plan.strategy.cuts_parameters  # stage 3
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
@@ -288,7 +288,7 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
     """
     rounded = rounded_by_autocast(model)
     for name, parameter in model.named_parameters():
-        if name in rounded and len(internals.shape_of(parameter)) > 1:
+        if name in rounded and len(internals.shape_of(parameter, parameter.shape)) > 1:
             internals.gather_in(parameter, dtype)
 
 
@@ -305,7 +305,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         internals.partition(built, mesh, deepspeed_config(plan), deepspeed)
     move_buffers(model, mesh.device)  # DeepSpeed moves no model that is partitioned
     placements = {  # DeepSpeed keeps the shape of a parameter that it has partitioned
-        name: replace(placement, shape=tuple(internals.shape_of(model.get_parameter(name))))
+        name: replace(placement, shape=internals.shape_of(model.get_parameter(name), placement.shape))
         for name, placement in built.placements.items()
     }
     for name, parameter in model.named_parameters():

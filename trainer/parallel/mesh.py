@@ -75,6 +75,11 @@ class ParallelMesh:
     def index(self, axis: str) -> int:
         return self._indices[axis]
 
+    def plain_axis(self, axis: str) -> str:
+        """Return the axis with the ranks of `axis`: a joint one of tensor or context ranks alone is theirs."""
+        several = [part for part in JOINT_AXES[ROWS_AXIS] if self._degrees[part] > 1]
+        return several[0] if axis == ROWS_AXIS and len(several) == 1 else axis
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group along `axis`, or None if the axis has one rank."""
         return None if self.device_mesh is None or self.size(axis) == 1 else self.process_group(axis)

@@ -31,7 +31,8 @@ def global_grad_norm(
     for parameter, placement in parameters:
         if placement.is_copy:  # counted on another stage
             continue
-        gradients = by_axes[placement.split_axes]  # also without a gradient here: all ranks must join the sums below
+        axes = tuple(map(mesh.plain_axis, placement.split_axes))
+        gradients = by_axes[axes]  # also without a gradient here: all ranks must join the sums below
         if parameter.grad is not None:
             gradients.append(local_part(parameter.grad))
     total: Tensor | None = None
