@@ -85,7 +85,7 @@ def test_microbatches_of_tokens_have_about_equal_work(packs):
 
 
 def test_microbatches_of_tokens_fill_ranks_without_rows():
-    parts = [partition_by_tokens(np.array([[5], [9]]), rank, 3, 9, packs=True) for rank in range(3)]
+    parts = [partition_by_tokens(np.array([[5], [9]]), rank, 3, 9, padding_free=True) for rank in range(3)]
     assert [[(c.places.tolist(), c.filler) for c in part] for part in parts] == [
         [([1], False)],
         [([0], False)],
