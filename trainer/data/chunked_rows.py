@@ -35,13 +35,13 @@ INPUT_FORMATS: dict[str, Format] = {**OUTPUT_FORMATS, **dict.fromkeys(ENDINGS["c
 """The formats by the ending of a file."""
 
 
-def row_format(path: Path, key: str, formats: Mapping[str, Format], default: str | None = None) -> Format:
+def row_format(path: Path, key: str, formats: Mapping[str, Format], default: Format | None = None) -> Format:
     """Return the format of a file by its ending, or else the default, which is that of a recipe.
 
     Raises:
         UsageError: the ending is unknown.
     """
-    found = formats.get(path.suffix.lower(), next((one for one in formats.values() if one == default), None))
+    found = formats.get(path.suffix.lower(), default if default in formats.values() else None)
     if found is None:
         raise UsageError(f"`{key}` must end with {', '.join(formats)}, but is {path.name}; rename or convert it")
     return found

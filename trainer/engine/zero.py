@@ -73,7 +73,7 @@ class ZeroEngine(Engine):
     ) -> None:
         super().__init__(forward, [engine.module], optimizer, placements, total_steps)
         self._engine = engine
-        self._shapes = {name: torch.Size(internals.shape_of(p, p.shape)) for name, p in self.parameters.items()}
+        self._shapes = {name: internals.shape_of(p, p.shape) for name, p in self.parameters.items()}
         self._is_partitioned = forward.plan.strategy.cuts_parameters  # stage 3
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -159,10 +159,12 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
     return config
 
 
-def _require_known(config: Any, keys: Iterable[str]) -> None:
+def _require_known(config: Any, keys: Collection[str]) -> None:
     declared = {*(field.name for field in fields(config)), *config.attribute_map}
     # A key that transformers does not know would be stored, and ignored in silence.
-    known = declared | _read_keys(type(config)) | _undeclared(config)
+    known = declared | _read_keys(type(config))
+    if not known.issuperset(keys):  # else the source of the model need not be read
+        known |= _undeclared(config)
     for key in keys:
         if key not in known:
             near = get_close_matches(key, known, n=1)

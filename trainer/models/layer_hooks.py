@@ -143,27 +143,27 @@ def flatten_layers(model: Any) -> None:
         model.config._attn_implementation = FLAT_ATTENTION
     layers = list(layers_of(model).values())
     for layer in layers:
-        layer.register_forward_pre_hook(_pack_rotations, with_kwargs=True)
+        layer.register_forward_pre_hook(_join_rotations, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, KeyedDropout):
                 # A site of flat rows finds row and position of each token, so masks equal those of padded rows.
                 module.site = replace(module.site, flat=True)
     # Rows are joined before they are split over tensor or context ranks, and padded after the parts are joined.
     # `prepend`: a hook that cuts the sequence is there already, and must run after this one.
-    layers[0].register_forward_pre_hook(_pack_input, with_kwargs=True, prepend=True)
-    layers[-1].register_forward_hook(_unpack_output, with_kwargs=True)
+    layers[0].register_forward_pre_hook(_join_input, with_kwargs=True, prepend=True)
+    layers[-1].register_forward_hook(_pad_output, with_kwargs=True)
 
 
-def _pack_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _join_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     flat: FlatRows | None = kwargs.get(FLAT)
     return (flat.join(args[0]), *args[1:]) if flat else args, kwargs
 
 
-def _pack_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _join_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     flat: FlatRows | None = kwargs.get(FLAT)
     return args, _change_rotations(kwargs, flat.join) if flat else kwargs
 
 
-def _unpack_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+def _pad_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:
     flat: FlatRows | None = kwargs.get(FLAT)
     return flat.pad(output) if flat else output

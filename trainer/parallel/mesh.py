@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
@@ -60,7 +60,8 @@ class ParallelMesh:
             # A collective of all ranks: torch creates the groups of all axes here.
             self.device_mesh = init_device_mesh(device.type, tuple(self._degrees.values()), mesh_dim_names=AXES)
             for axis in self._indices:
-                line = _line(self.device_mesh, axis, self._degrees)
+                parts = JOINT_AXES.get(plain := self.plain_axis(axis))
+                line = self.device_mesh[parts]._flatten(plain) if parts else self.device_mesh[plain]
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
             # Decisions (stop, save) and gathered metrics are CPU tensors, which gloo sends without the device's queue.
             self._control = dist.group.WORLD
@@ -77,8 +78,10 @@ class ParallelMesh:
 
     def plain_axis(self, axis: str) -> str:
         """Return the axis with the ranks of `axis`: a joint one of tensor or context ranks alone is theirs."""
-        several = [part for part in JOINT_AXES[ROWS_AXIS] if self._degrees[part] > 1]
-        return several[0] if axis == ROWS_AXIS and len(several) == 1 else axis
+        if axis != ROWS_AXIS:
+            return axis
+        several = [part for part in JOINT_AXES[axis] if self._degrees[part] > 1]
+        return axis if len(several) > 1 else next(iter(several), CONTEXT_AXIS)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group along `axis`, or None if the axis has one rank."""
@@ -284,17 +287,6 @@ class ParallelMesh:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._control)
-
-
-def _line(mesh: DeviceMesh, axis: str, degrees: Mapping[str, int]) -> DeviceMesh:
-    """Return the mesh of the ranks along an axis; a joint axis of tensor or context ranks alone is their axis."""
-    if axis not in JOINT_AXES:
-        return mesh[axis]
-    parts = JOINT_AXES[axis]
-    several = [part for part in parts if degrees[part] > 1]
-    if axis == ROWS_AXIS and len(several) < len(parts):
-        return mesh[several[0] if several else parts[0]]
-    return mesh[parts]._flatten(axis)
 
 
 def _as_tensor(message: bytes) -> Tensor:

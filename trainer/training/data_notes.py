@@ -240,8 +240,10 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
 
 
 def _numbers_and_words(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    numbers = [name for name in names if number_in(name) is not None]
-    return numbers, [name for name in names if name not in numbers]
+    numbers, words = list[str](), list[str]()
+    for name in names:
+        (words if number_in(name) is None else numbers).append(name)
+    return numbers, words
 
 
 def _joined(names: Sequence[str]) -> str | None:

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.parallel.copying import to_device
-from trainer.parallel.mesh import DATA_AXES, ParallelMesh
+from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.random import random_lanes, row_keys, stream_keys
 from trainer.parallel.shards.boxes import flat_part, positions_of
+from trainer.parallel.shards.gathering import tensor_splits
 
 _LOW_BITS = 0xFFFF  # of fp32, which bf16 does not have
 
@@ -59,8 +60,8 @@ class KeyedRounding:
             placement = self._placements[piece.parameter]
             # FSDP cuts the first dimension, so a shard is a run of elements of the flattened part.
             offset = _first_row(piece.parameter) * prod(piece.parameter.shape[1:]) + piece.start
-            tensor_splits = tuple(split for split in placement.splits if split.axis not in DATA_AXES)
-            part = flat_part("", flat, offset, replace(placement, splits=tensor_splits), self._mesh, ())
+            splits = tuple(tensor_splits(placement, self._mesh))
+            part = flat_part("", flat, offset, replace(placement, splits=splits), self._mesh, ())
             for box in part.boxes:
                 views[_Place(box.start, box.shape, placement.shape)].append((placement.name, box.view))
         # Parameters with equal boxes draw their bits together, in few operations.

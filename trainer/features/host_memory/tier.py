@@ -1,7 +1,7 @@
 """The tier of checkpoints in the memory of the hosts, which survive the processes of a run.
 
 Each rank writes its share on its own host. With several hosts, a rank of the next host keeps a copy, so that the loss
-of one host loses nothing. `memory_folder.py` describes the files.
+of one host loses nothing. `folder.py` describes the files.
 """
 
 from __future__ import annotations

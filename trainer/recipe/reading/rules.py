@@ -42,8 +42,8 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     for row in EXCLUSIONS:
         if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
             yield clash(text, row.first.key, row.second.key)
-    of_features = {tuple(row.name.split()): resolved(row.value) for row in registered("rule")}
-    for names, rule in (_RULES | of_features).items():
+    of_features = [(row.name.split(), resolved(row.value)) for row in registered("rule")]
+    for names, rule in [*_RULES.items(), *of_features]:  # a feature may add a rule over the sections of another
         if all(sections.get(name) is not None for name in names):
             yield from rule(*(sections[name] for name in names))
     for name, section in sections.items():

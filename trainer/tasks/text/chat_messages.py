@@ -218,9 +218,10 @@ def require_written(
     given = json.dumps([*messages, template.text], ensure_ascii=False, default=str)
     for at, message in enumerate(messages):
         for key, part, other in _texts(message, at in trained):
-            is_there = part in text or _squeezed(part) in squeezed
+            if other == message[key] or not part.strip():
+                continue
             stands_elsewhere = given.count(json.dumps(part, ensure_ascii=False)[1:-1]) > 1
-            if other == message[key] or not part.strip() or (is_there and not stands_elsewhere):
+            if not stands_elsewhere and (part in text or _squeezed(part) in squeezed):
                 continue
             others = [*messages[:at], {**message, key: other}, *messages[at + 1 :]]
             if _attempted(others, template, place, tools) != text:
