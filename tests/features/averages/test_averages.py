@@ -59,6 +59,17 @@ def test_a_bad_step_changes_no_average():
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_first_good_step_sets_the_average():
+    training = build_tiny(recipe_of())
+    hook = training.model.get_parameter("classifier.weight").register_hook(lambda gradient: gradient * torch.inf)
+    assert not training.steps(1)[0].is_finite
+    hook.remove()
+    training.steps(1)
+    trained = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
+    for name, weight in weights_of(training.engine, training.mesh).items():
+        torch.testing.assert_close(weight, trained[name], atol=0, rtol=0, msg=name)
+
+
 def continued(recipe: Recipe, saved: MemorySource) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of two steps after a state of two steps, and the weights of a checkpoint."""
     with tiny_training(recipe, start_sample=24) as training:

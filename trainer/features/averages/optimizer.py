@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,18 @@ from trainer.parallel.shards.gathering import local_part
 
 _OTHER = "other_weights"
 """The key of the state: the averages while parameters hold the trained weights, and the other way round."""
+_STEPS = "averages.steps"
+"""The number of good steps that the averages have seen."""
 
 
 class Averages(OptimizerUpdate):
     """Averages the weights after each step of an optimizer, as `torch.optim.swa_utils` does.
 
-    The first step sets the average. Evaluations, checkpoints and exports have the averages. A bad step changes none.
+    The first good step sets the average. Evaluations, checkpoints and exports have averages. A bad step changes none.
     """
 
     _is_shown = False
+    _num_averaged = 0
 
     @property
     def decay(self) -> float:
@@ -48,13 +51,21 @@ class Averages(OptimizerUpdate):
             share = share * (1 - self.found_inf)
         for parameter in trained:
             state = self.state[parameter]
-            if _OTHER in state:
+            if _OTHER in state and self._num_averaged:
                 average = local_part(state[_OTHER])
                 weight = share.to(average.dtype) if isinstance(share, Tensor) else share
                 average.lerp_(local_part(parameter.detach()), weight)
             else:
                 state[_OTHER] = parameter.detach().clone()
+        self._num_averaged += 1
         return loss
+
+    def scalars(self) -> dict[str, float]:
+        return {**super().scalars(), _STEPS: self._num_averaged}
+
+    def count_as(self, scalars: Mapping[str, float]) -> None:
+        super().count_as(scalars)
+        self._num_averaged = int(scalars[_STEPS])
 
     def state_shapes(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {**super().state_shapes(parameter, shape), _OTHER: shape}
@@ -65,8 +76,9 @@ class Averages(OptimizerUpdate):
     def hide(self) -> bool:
         return self._swap(to_averages=False)
 
-    def load(self, scalars: Any) -> None:
+    def load(self, scalars: Mapping[str, float]) -> None:
         super().load(scalars)
+        self._num_averaged = int(scalars[_STEPS])
         # Checkpoints are saved while parameters hold the averages, so a loaded one holds them too.
         self._is_shown = True
 
