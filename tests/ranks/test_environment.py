@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,10 +188,22 @@ def test_defaults_and_agreement_are_no_contradiction(variables, strategy):
 
 def test_threads_are_shared_out_unless_said(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert threads_per_rank(4, {}) == 4
-    assert threads_per_rank(32, {}) == 1
-    assert threads_per_rank(4, {"OMP_NUM_THREADS": "2"}) is None
-    assert threads_per_rank(4, {"SLURM_CPUS_PER_TASK": "8"}) == 8
+    four = LaunchEnvironment("trainer", world_size=4, local_world_size=4)
+    assert threads_per_rank(four, {}) == 4
+    assert threads_per_rank(replace(four, world_size=32, local_world_size=32), {}) == 1
+    assert threads_per_rank(four, {"OMP_NUM_THREADS": "2"}) is None
+
+
+def test_a_task_of_slurm_is_one_rank_or_a_launcher_of_several(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    one_task = {"SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "1"}
+    for launcher in ("trainer", "torchrun"):
+        assert threads_per_rank(LaunchEnvironment(launcher, world_size=4, local_world_size=4), one_task) == 4
+    # two nodes, one task on each
+    tasks = {"SLURM_CPUS_PER_TASK": "16", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
+    assert threads_per_rank(LaunchEnvironment("torchrun", world_size=8, local_world_size=4), tasks) == 4
+    tasks = {"SLURM_CPUS_PER_TASK": "8", "SLURM_STEP_NUM_TASKS": "4"}
+    assert threads_per_rank(LaunchEnvironment("srun", world_size=4, local_world_size=4), tasks) == 8
 
 
 def test_the_cache_lies_where_the_user_keeps_caches():

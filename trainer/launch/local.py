@@ -222,7 +222,7 @@ def set_threads(environment: LaunchEnvironment) -> None:
     with importing():
         import torch
 
-    if environment.world_size > 1 and (threads := threads_per_rank(environment.local_world_size)) is not None:
+    if environment.world_size > 1 and (threads := threads_per_rank(environment)) is not None:
         torch.set_num_threads(threads)
 
 

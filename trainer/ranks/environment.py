@@ -137,13 +137,14 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
             )
 
 
-def threads_per_rank(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int | None:
+def threads_per_rank(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the compute threads for each rank: cores divided by ranks; None if the user or launcher set them."""
     if "OMP_NUM_THREADS" in environ:
         return None
-    if per_task := environ.get("SLURM_CPUS_PER_TASK"):  # Slurm binds each task to its own cores
+    # A task of Slurm may be one rank, or a launcher that starts the ranks of its machine and shares its cores.
+    if (per_task := environ.get("SLURM_CPUS_PER_TASK")) and _slurm_tasks(environ)[1] == environment.world_size:
         return _number(environ, "SLURM_CPUS_PER_TASK", per_task)
-    return max(1, available_cores() // local_world_size)
+    return max(1, available_cores() // environment.local_world_size)
 
 
 def available_cores() -> int:
@@ -320,9 +321,7 @@ def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> Laun
 def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     if "SLURM_PROCID" not in environ:
         return None
-    # The numbers of the step come first: a step may have fewer tasks than its job.
-    tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    tasks = _number(environ, tasks_name, environ.get(tasks_name, "1"))
+    tasks_name, tasks = _slurm_tasks(environ)
     step = environ.get("SLURM_STEP_ID")
     # the batch script itself is task 0 of the job, and has a task's process id, but no step
     in_batch_script = step is None and "SLURM_TASK_PID" in environ
@@ -334,6 +333,13 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     names = ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, None)
     local_size, address = _slurm_local_size(environ, tasks), _slurm_address(environ, step)
     return _environment("srun", environ, names, {}, local_size, address)
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the variable with the number of tasks, and the number."""
+    # The numbers of the step come first: a step may have fewer tasks than its job.
+    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return name, _number(environ, name, environ.get(name, "1"))
 
 
 def _environment(
