@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.foreign import values as convert_by
-from trainer.recipe.foreign.tables import Kind
+from trainer.recipe.foreign.tables import Counterpart, Kind
 from trainer.recipe.foreign.values import Converted, Todo, WrongValueError
 from trainer.recipe.paths import shown_value
 from trainer.tools.convert.sources import Item, Sources, Tool
@@ -162,7 +162,10 @@ class Draft:
         rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
         self._problem(item, rule)
 
-    def _refuse_unknown(self, item: Item) -> None:
+    def _unknown(self, item: Item) -> None:
+        if item.value in (None, "", [], {}):  # false and 0 decide as much as other values
+            self.say(item, Outcome.UNKNOWN, "not set, and ignored")
+            return
         near = get_close_matches(item.key, item.tool.table, n=1, cutoff=0.8)
         meant = f"did you mean `{near[0]}`? Or" if near else "correct its name, or"
         rule = f"is not known as a key of {item.tool.title}, and may decide what is learned; {meant}"
@@ -224,17 +227,20 @@ class Draft:
         if (item.tool, item.key) in self._lines or any(its is item for its in used):
             return
         row = item.row
-        if row is None and item.value not in (None, "", [], {}):  # false and 0 decide as much as other values
-            self._refuse_unknown(item)
-        elif row is None:
-            self.say(item, Outcome.UNKNOWN, "not set, and ignored")
+        if row is None:
+            self._unknown(item)
         elif item.is_auto and self.sources.has(Tool.TRAINING_ARGUMENTS):
             self.say(item, Outcome.SAME, "TrainingArguments or the model determine it")
         elif item.is_auto:
             self.say(item, Outcome.TODO, "TrainingArguments determine it; give that file too")
-        elif row.kind is Kind.RENAMED and row.key is not None and not (item.value is None and item.is_default):
-            self.take(row.key, item.value, item, note=row.note)
-        elif row.kind is Kind.LAUNCHER:
+        elif row.kind is Kind.RENAMED and not (item.value is None and item.is_default):
+            self.take(str(row.key), item.value, item, note=row.note)
+        else:
+            self._without_key(item, row)
+
+    def _without_key(self, item: Item, row: Counterpart) -> None:
+        """Set the outcome of a key that gives the recipe no value."""
+        if row.kind is Kind.LAUNCHER:
             self.say(item, Outcome.LAUNCHER, row.note)
         elif row.kind is Kind.SAME and (item.is_default or not row.defaults):
             self.say(item, Outcome.SAME, row.note)

@@ -54,6 +54,8 @@ def examples(draft: Draft, folder: Path) -> None:
     _model(draft, folder)
     glue = _data(draft, folder)
     _task(draft, glue)
+    _metrics(draft, glue)
+    _smoothing(draft)
     if draft.value("data.source") is None:
         draft.missing["data"] = f"the source of the rows; for example {_EXAMPLES['data']}"
 
@@ -64,7 +66,7 @@ def _moved(place: str, folder: Path) -> str:
 
 def _model(draft: Draft, folder: Path) -> None:
     given = draft.sources.given
-    items = [item for key in ("model_name_or_path", "model_name") if (item := given(_TA, key))]
+    items = draft.sources.all_given(_TA, "model_name_or_path", "model_name")
     for item in items:
         draft.take("model.name_or_path", _folder_or_name(draft.text(item), folder), item)
     if not items:
@@ -154,11 +156,10 @@ def _lengths(draft: Draft) -> None:
 
 def _task(draft: Draft, glue: _Glue | None) -> None:
     written = draft.sources.written
-    names = ("text_column_names", "text_column_name")
-    columns = [item for key in names if (item := draft.sources.given(_TA, key))]
+    columns = draft.sources.all_given(_TA, "text_column_names", "text_column_name")
     label = written(_TA, "label_column_name")
     image = written(_TA, "image_column_name")
-    masked = [item for key in ("mlm", "mlm_probability") if (item := draft.sources.given(_TA, key))]
+    masked = draft.sources.all_given(_TA, "mlm", "mlm_probability")
     regression = written(_TA, "do_regression")
     if glue is not None:
         task = written(_TA, "task_name")
@@ -167,7 +168,8 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
         draft.take("task.text", glue.text, task)
         draft.take("task.metrics", list(glue.metrics), task)
         draft.unread("task_name has precedence", *columns, label, regression, image, *masked)
-    elif image is not None and image.value:
+        return
+    if image is not None and image.value:
         draft.take("task.type", "image_classification", image)
         draft.take("task.image", draft.text(image), image)
         draft.unread("image_column_name has precedence", *columns, regression, *masked)
@@ -178,25 +180,23 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
             draft.take("task.mask_probability", draft.number(probability, 0.15), probability)
         _text(draft, columns)
         draft.unread("masked language modelling has no labels", label, regression)
-    elif columns and draft.flag(regression) and regression is not None:
-        draft.take("task.type", "sequence_regression", regression)
-        _text(draft, columns)
+        return
     elif columns:
-        draft.take("task.type", "sequence_classification", *columns, note="do_regression is not set")
-        draft.say(regression, Outcome.SAME, "`task.type` is sequence_classification")
+        if regression is not None and draft.flag(regression):
+            draft.take("task.type", "sequence_regression", regression)
+        else:
+            draft.take("task.type", "sequence_classification", *columns, note="do_regression is not set")
+            draft.say(regression, Outcome.SAME, "`task.type` is sequence_classification")
         _text(draft, columns)
     else:
         draft.missing["task"] = f"the task and its columns; for example {_EXAMPLES['task']}"
-        if regression is not None:
-            kind = "sequence_regression" if draft.flag(regression) else "sequence_classification"
-            draft.say(regression, Outcome.TODO, f"`task.type` {kind}, when `task.text` is set")
-    if label is not None and label.value and glue is None and not masked:
+        kind = "sequence_regression" if draft.flag(regression) else "sequence_classification"
+        draft.say(regression, Outcome.TODO, f"`task.type` {kind}, when `task.text` is set")
+    if label is not None and label.value:
         if draft.value("task.type") is None:
             draft.say(label, Outcome.TODO, "`task.label`, when `task.text` is set")
         else:
             draft.take("task.label", draft.text(label), label)
-    _metrics(draft, glue)
-    _smoothing(draft)
 
 
 def _smoothing(draft: Draft) -> None:

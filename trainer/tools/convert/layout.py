@@ -139,8 +139,6 @@ def _of_accelerate(draft: Draft) -> None:
     item, kind = sources.get(_AC, "distributed_type"), _distributed_type(draft)
     if item is None:
         return
-    # With these, the Trainer sets up FSDP or DeepSpeed on the ranks that accelerate starts.
-    of_trainer = [sources.written(_TA, key) for key in ("fsdp", "deepspeed")]
     copies, shards, tensor = (_degree(draft, f"{key}_size") for key in ("dp_replicate", "dp_shard", "tp"))
     if kind == "FSDP":
         _fsdp_keys(draft, _AC, "fsdp_config.fsdp_")
@@ -154,7 +152,7 @@ def _of_accelerate(draft: Draft) -> None:
         _accelerates_deepspeed(draft, item)
     elif kind == "MEGATRON_LM":
         _megatron(draft, item)
-    elif kind in _PLAIN_RANKS and any(its is not None and not its.is_default for its in of_trainer):
+    elif kind in _PLAIN_RANKS and _trainer_shards(draft):
         draft.say(item, Outcome.SAME, "it only starts the ranks; TrainingArguments determine the strategy")
     elif kind in _PLAIN_RANKS or (kind == "NO" and max(copies, shards, tensor) > 1):
         _data_parallel(draft, copies, shards, item)
@@ -162,6 +160,12 @@ def _of_accelerate(draft: Draft) -> None:
         draft.say(item, Outcome.SAME, "one process is ddp with one rank")
     else:
         draft.refuse(_STRATEGY, f"distributed_type {kind} has no counterpart: CUDA GPUs and CPUs only", item)
+
+
+def _trainer_shards(draft: Draft) -> bool:
+    """Return whether the Trainer sets up FSDP or DeepSpeed on the ranks that accelerate starts."""
+    items = (draft.sources.written(_TA, key) for key in ("fsdp", "deepspeed"))
+    return any(item is not None and not item.is_default for item in items)
 
 
 def _sharding(draft: Draft) -> str:
@@ -247,9 +251,11 @@ def _megatron(draft: Draft, kind: Item) -> None:
         draft.take("parallel.sequence", draft.flag(sequence), sequence)
     else:
         draft.unread("there is one tensor rank", sequence)
-    if count is not None and count.value is not None and stages > 1:
+    if count is None or count.value is None:
+        return
+    if stages > 1:
         draft.take("parallel.pipeline.microbatches", draft.positive(count), count)
-    elif count is not None and count.value is not None:
+    else:
         draft.unread("there is one stage", count)
 
 

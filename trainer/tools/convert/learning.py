@@ -64,20 +64,20 @@ def batch(draft: Draft) -> None:
     rows, times = draft.value(_MICRO), draft.value(_ACCUMULATION, 1)
     split = sources.get(_TA, "accelerator_config.split_batches")
     of_all = draft.flag(split)
+    factor, of_ranks = (1, "") if of_all else (ranks, f" x {ranks} data-parallel ranks")
     if not micro:
         if not totals:
             draft.missing["training"] = '"global_batch_size", which these files do not have'
     elif isinstance(rows, Todo) or isinstance(times, Todo):
         draft.refuse(_GLOBAL, "micro batch size x accumulation x ranks; the files conflict", *micro)
-    elif of_all or ranks is not None:
-        size = rows * times * (1 if of_all else ranks or 1)
-        arithmetic = f"{rows} rows x {times} accumulated" + ("" if of_all else f" x {ranks} data-parallel ranks")
+    elif factor is not None:
         if totals and all(item.is_default for item in (*micro, *accumulation)):
             return  # DeepSpeed's file has the total
-        draft.take(_GLOBAL, size, *micro, *accumulation, note=arithmetic)
-        if of_all and split is not None:
+        arithmetic = f"{rows} rows x {times} accumulated{of_ranks}"
+        draft.take(_GLOBAL, rows * times * factor, *micro, *accumulation, note=arithmetic)
+        if of_all:
             share: int | Todo = Todo(f"{rows} rows divided by {_RANKS}") if ranks is None else max(1, rows // ranks)
-            draft.override(_MICRO, share, split, *micro, note="split_batches: the batch of all ranks")
+            draft.override(_MICRO, share, *_given(split), *micro, note="split_batches: the batch of all ranks")
     elif not totals:
         draft.refuse(_GLOBAL, f"{rows} rows x {times} accumulated x {_RANKS}", *micro, *accumulation)
 

@@ -166,7 +166,8 @@ def _logging(draft: Draft) -> None:
     _loggers(draft)
 
 
-def _loggers(draft: Draft) -> None:
+def _named_loggers(draft: Draft) -> dict[str, Item]:
+    """Return the names of loggers, known or not, with the key that turns each on; a key of DeepSpeed wins."""
     named: dict[str, Item] = {}
     item = draft.sources.written(_TA, "report_to")
     if item is not None and not item.is_default:
@@ -176,6 +177,11 @@ def _loggers(draft: Draft) -> None:
         switch = draft.sources.written(_DS, f"{section}.enabled")
         if switch is not None and draft.flag(switch):
             named[name] = switch
+    return named
+
+
+def _loggers(draft: Draft) -> None:
+    named = _named_loggers(draft)
     known = {name: item for name, item in named.items() if name in _LOGGERS}
     if known:
         to = [name for name in _LOGGERS if name in (*Logging().to, *known)]

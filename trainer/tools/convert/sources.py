@@ -96,6 +96,10 @@ class Sources:
         item = self.written(tool, key)
         return item if item is not None and item.value else None
 
+    def all_given(self, tool: Tool, *keys: str) -> list[Item]:
+        """Return those of the keys that are `given`."""
+        return [item for key in keys if (item := self.given(tool, key))]
+
     def get(self, tool: Tool, key: str) -> Item | None:
         """Return the key, or the default of the tool; None without a file of the tool or a default."""
         item = self.written(tool, key)
