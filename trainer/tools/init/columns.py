@@ -126,21 +126,30 @@ def columns_of(rows: Any, most: int) -> list[Column]:
 
 def _numbers(values: list[Any]) -> tuple[list[Any], dict[str, Any] | None]:
     """Return values as numbers where they stand for such, and the keys of `data.map` that read them."""
+    types = set(map(type, values))
     mapped: dict[str, Any] | None = None
-    if values and all(isinstance(value, Decimal) for value in values):
+    if types == {Decimal}:
         values, mapped = list(map(float, values)), {"type": "number"}
-    elif values and all(isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value.strip()) for value in values):
-        texts = [value.strip() for value in values]
-        if any("," in text for text in texts) and not all(map(_GROUPS_ALONE.fullmatch, texts)):
-            values = [float(text.replace(".", "").replace(",", ".")) for text in texts]
-            mapped = {"type": "number", "decimal": ","}
-    elif values and all(isinstance(value, str) and number_in(value) is not None for value in values):
-        numbers = [number_in(value) for value in values]
-        if any(isinstance(number, float) and not number.is_integer() for number in numbers):  # else names of classes
-            values, mapped = numbers, {"type": "number"}
+    elif types == {str}:
+        values, mapped = _numbers_of_texts(values)
     if values and all(isinstance(value, float) and value.is_integer() for value in values):
         values = list(map(int, values))  # of a column with empty cells, or of a program without integers
     return values, mapped
+
+
+def _numbers_of_texts(values: list[str]) -> tuple[list[Any], dict[str, Any] | None]:
+    texts = [value.strip() for value in values]
+    if all(map(_DECIMAL_COMMA.fullmatch, texts)):
+        # Points may separate thousands here, so that only a comma beyond those of thousands shows decimals.
+        if any("," in text for text in texts) and not all(map(_GROUPS_ALONE.fullmatch, texts)):
+            numbers = [float(text.replace(".", "").replace(",", ".")) for text in texts]
+            return numbers, {"type": "number", "decimal": ","}
+        return values, None
+    read = list(map(number_in, values))
+    # Whole numbers in texts are names of classes.
+    if None not in read and any(isinstance(number, float) and not number.is_integer() for number in read):
+        return read, {"type": "number"}
+    return values, None
 
 
 def _kind(values: Sequence[Any]) -> Kind:

@@ -46,6 +46,11 @@ class InitRequest:
         """The values of the overrides, by dotted key."""
         return dotted_leaves(override_layer(self.overrides)[0].plain())
 
+    @property
+    def given_columns(self) -> dict[str, Any]:
+        """The columns of the text and of the label that the overrides name."""
+        return {key: self.given[f"task.{key}"] for key in ("text", "label") if f"task.{key}" in self.given}
+
 
 @dataclass(frozen=True)
 class Draft:

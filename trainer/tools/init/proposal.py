@@ -85,11 +85,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
         )
     shape = _shape(columns, request, ask, own_notes)
     shape = _with_classes(shape, columns, draft)
-    if shape.columns is not None:
-        draft.put("data.map", {"columns": shape.columns}, "the columns of the task, made from those of the data")
-    for key, value in shape.task.items():
-        draft.put(f"task.{key}", value, shape.why if key == "type" else "")
-    lines.append(f"task      {shape.type}: {shape.why}")
+    lines.append(f"task      {_put_task(draft, shape)}")
     lines.append(f"model     {_put_model(draft, shape.type, ask)}")
     _put_rows(draft, len(rows))
     devices = parse_devices(request.gpus or ask("device, as `trainer plan --gpus` takes it", devices_here()))
@@ -151,12 +147,13 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
     Raises:
         UsageError: none fits.
     """
-    given = {key: request.given.get(f"task.{key}") for key in ("text", "label")}
     has_map = any(key.startswith("data.map") for key in request.given)
-    found = [shape for shape in shapes(columns, given) if shape.columns is None or not has_map]
-    kind = request.given.get("task.type")
-    if kind is not None:
-        return next((shape for shape in found if shape.type == kind), Shape({"type": kind}, "as given"))
+    found: dict[str, Shape] = {}  # the likeliest of each type
+    for shape in shapes(columns, request.given_columns):
+        if shape.columns is None or not has_map:
+            found.setdefault(shape.type, shape)
+    if (kind := request.given.get("task.type")) is not None:
+        return found.get(kind, Shape({"type": kind}, "as given"))
     if len(columns[0].values) == 1 and columns[0].kind == "objects":
         raise UsageError(
             f"`{request.source}` holds one object with the rows in it, as files of SQuAD do; write a line for each row:"
@@ -168,23 +165,34 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
             " task and its columns, as in task.type=sequence_classification task.text=COLUMN task.label=COLUMN"
             + "".join(f" (note: {note})" for note in own_notes)
         )
-    kinds = list(dict.fromkeys(shape.type for shape in found))
-    kind = ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]
-    shape = next(shape for shape in found if shape.type == kind)
-    if _has_one_label(shape) and len(columns) > 2:
-        names = [column.name for column in columns]
-        for key in ("text", "label"):
-            if shape.task[key] in names and f"task.{key}" not in request.given:
-                answer = ask(f"column of the {key}", shape.task[key], names)
-                given[key] = answer if answer != shape.task[key] else given[key]
-        again = [one for one in shapes(columns, given) if _has_one_label(one)]
-        shape = next((one for one in again if one.type == kind), again[0] if again else shape)
-    return shape
+    kinds = list(found)
+    shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
+    return _with_columns(shape, columns, request, ask) if _has_one_label(shape) and len(columns) > 2 else shape
+
+
+def _with_columns(shape: Shape, columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
+    """Return the task with the text and the label that the user chooses, of the same type if these allow it."""
+    names, chosen = [column.name for column in columns], request.given_columns
+    for key in ("text", "label"):
+        if shape.task[key] in names and f"task.{key}" not in request.given:
+            answer = ask(f"column of the {key}", shape.task[key], names)
+            if answer != shape.task[key]:
+                chosen[key] = answer
+    again = [one for one in shapes(columns, chosen) if _has_one_label(one)]
+    return min(again, key=lambda one: one.type != shape.type, default=shape)
 
 
 def _has_one_label(shape: Shape) -> bool:
     """Return whether the user may choose the columns: a text and its label."""
     return {"text", "label"} <= shape.task.keys()
+
+
+def _put_task(draft: Draft, shape: Shape) -> str:
+    if shape.columns is not None:
+        draft.put("data.map", {"columns": shape.columns}, "the columns of the task, made from those of the data")
+    for key, value in shape.task.items():
+        draft.put(f"task.{key}", value, shape.why if key == "type" else "")
+    return f"{shape.type}: {shape.why}"
 
 
 def _put_model(draft: Draft, kind: str, ask: Ask) -> str:

@@ -229,17 +229,20 @@ def _of_flags(columns: _Columns, texts: Sequence[str], labels: Sequence[Column])
     """Yield the task of several columns of 0 and 1: each is a label, or one of them is the class."""
     flags = [column for column in columns.all if column.is_flag and not column.words & _OTHER_WORDS]
     names = [column.name for column in flags]
-    single = list(texts) or [name for name in [_text(columns, "")] if name]
-    if not single:
+    text = list(texts) or _text(columns, "")
+    if not text:
         return
+    single = [text] if isinstance(text, str) else text
     new = next(name for name in ("labels", "classes", "flags") if name not in single)
     counts = {sum(map(bool, cells)) for cells in zip(*(column.cells for column in flags), strict=True)}
-    one = {"exactly_one": True} if counts == {1} else {}
-    task: dict[str, Any] = {"type": "sequence_classification", "text": list(texts) or single[0], "label": new}
-    task |= {"labels": names, **({} if one else {"multi_label": True})}
-    why = f"{len(names)} columns of 0 and 1, {'exactly one is 1 in each row' if one else 'each is a label of its own'}"
-    made = {**{name: name for name in single}, new: {"flags": names, **one}}
-    yield Shape(task, why, made, labels)
+    task: dict[str, Any] = {"type": "sequence_classification", "text": text, "label": new, "labels": names}
+    read: dict[str, Any] = {"flags": names}
+    if counts == {1}:
+        read["exactly_one"], rule = True, "exactly one is 1 in each row"
+    else:
+        task["multi_label"], rule = True, "each is a label of its own"
+    made = {**{name: name for name in single}, new: read}
+    yield Shape(task, f"{len(names)} columns of 0 and 1, {rule}", made, labels)
 
 
 def _of_label(label: Column, text: str | list[str], others: Sequence[Column]) -> Iterator[Shape]:
@@ -269,14 +272,14 @@ def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
     """Return the columns that may hold the label: the one that is given, or the likeliest first."""
     if columns.label is not None:
         return [columns.label]
-    scalars = [column for column in reversed(columns.all) if column.kind in SCALARS]
-    found = [column for column in scalars if column.name not in texts and _may_label(column)]
+    scalars = [column for column in columns.all if column.kind in SCALARS and column.name not in texts]
+    found = list(filter(_may_label, reversed(scalars)))
     exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
     worded = sorted(
         filter(_is_named, found),
         key=lambda column: (bool(column.words & _OTHER_WORDS), not column.repeats, len(column.words)),
     )
-    declared = [column for column in columns.all if column in found and column.names]
+    declared = [column for column in reversed(found) if column.names]
     others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
     others.sort(key=lambda column: (column.kind == "number", not column.repeats))
     return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
@@ -359,33 +362,40 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield from _texts_in(inner)
 
 
+def _notes_on_texts(column: Column) -> Iterator[str]:
+    if column.notation not in (None, DATES, ADDRESSES):
+        fix = (
+            "to read them as such, write the rows as JSON Lines or Parquet"
+            if column.notation == LISTS
+            else "to learn numbers, write them plainly, such as 1234.5, and leave out other rows"
+        )
+        yield f"`{column.name}` holds {column.notation}, which are read as texts; {fix}"
+    splits = column.distinct if column.kind == "text" else []
+    if len(splits) > 1 and {name.strip().lower() for name in splits} <= _SPLITS:
+        yield (
+            f"the rows of {listed(splits, _MOST_SHOWN)} in `{column.name}` are taken together; to keep them apart,"
+            " write each split into a file"
+        )
+
+
+def _notes_on_classes(column: Column) -> Iterator[str]:
+    if column.kind == "integer" and column.distinct[:3] == [-1, 0, 1]:
+        yield (
+            f"`{column.name}` is -1 in {column.values.count(-1):,} rows, which is a class; if it marks rows"
+            f" without a label, set `data.map.where` to {json.dumps([f'{column.name} != -1'])}"
+        )
+    if blank := sum(isinstance(value, str) and not value.strip() for value in column.values):
+        yield f"`{column.name}` is blank in {blank:,} rows, so blank is a class; leave these out or fill them"
+
+
 def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iterator[str]:
     """Yield notes on columns that are not read as they look, and on other columns that may be the label."""
     for column in columns:
-        if column.notation not in (None, DATES, ADDRESSES):
-            fix = (
-                "to read them as such, write the rows as JSON Lines or Parquet"
-                if column.notation == LISTS
-                else "to learn numbers, write them plainly, such as 1234.5, and leave out other rows"
-            )
-            yield f"`{column.name}` holds {column.notation}, which are read as texts; {fix}"
-        splits = column.distinct if column.kind == "text" else []
-        if len(splits) > 1 and {name.strip().lower() for name in splits} <= _SPLITS:
-            yield (
-                f"the rows of {listed(splits, _MOST_SHOWN)} in `{column.name}` are taken together; to keep them apart,"
-                " write each split into a file"
-            )
+        yield from _notes_on_texts(column)
     taken = {shape.task.get("label"), *(column.name for column in shape.labels)}
     for column in columns if "label" in shape.task else ():
         if column.name in taken:
-            blank = sum(isinstance(value, str) and not value.strip() for value in column.values)
-            if column.kind == "integer" and {-1, 0, 1} <= set(column.distinct) and column.distinct[0] == -1:
-                yield (
-                    f"`{column.name}` is -1 in {column.values.count(-1):,} rows, which is a class; if it marks rows"
-                    f" without a label, set `data.map.where` to {json.dumps([f'{column.name} != -1'])}"
-                )
-            if blank:
-                yield f"`{column.name}` is blank in {blank:,} rows, so blank is a class; leave these out or fill them"
+            yield from _notes_on_classes(column)
         elif column.name.strip().lower() in _LABELS and len(column.distinct) < 2:
             yield f"`{column.name}` is not taken as the label, since it has one value or none: {column.shown}"
     others = [f"{shlex.quote(f'task.label={one.name}')} ({one.shown.partition(' (')[2]}" for one in shape.labels]
