@@ -225,8 +225,9 @@ def tensor_matrix() -> Iterator[Case]:
         for index, (world_size, tensor, sequence, accumulates, checkpointing, precision) in enumerate(shapes):
             dropout = 0.1 if (index + RANK_STRATEGIES.index(strategy)) % 2 else 0.0
             # Without data ranks, strategies differ in their engine only.
-            is_nightly = world_size == tensor and strategy not in ("ddp", "zero3")
-            is_nightly = is_nightly or (precision == "fp16" and strategy in NEAR_STRATEGIES)
+            is_nightly = world_size == tensor and strategy != "ddp"
+            is_nightly = is_nightly or (precision == "fp16" and strategy not in ("ddp", "zero3"))
+            is_nightly = is_nightly or strategy in ("hsdp", "zero1")
             how = {"tensor": tensor, "sequence": sequence, "is_nightly": is_nightly}
             yield Case(strategy, world_size, accumulates, precision, checkpointing, dropout, **how)
     for model_type in TEXT_FAMILIES:
@@ -246,9 +247,9 @@ def context_matrix() -> Iterator[Case]:
 
     for strategy in RANK_STRATEGIES:
         if not STRATEGIES[strategy].no_tensor:
-            yield case(strategy, 4, accumulates=True, is_nightly=strategy in ("hsdp", "zero1"))
+            yield case(strategy, 4, accumulates=True, is_nightly=strategy not in ("fsdp", "zero3"))
     yield case("ddp", 2, accumulates=True, checkpointing="selective")
-    yield case("ddp", 4, 4, task="masked_lm", precision="bf16")
+    yield case("ddp", 4, 4, task="masked_lm", precision="bf16", is_nightly=True)
     yield case("zero2", 2, precision="bf16", checkpointing="full")
     interleaved = {"stages": 2, "num_layers": 4, "schedule": "interleaved_1f1b", "checkpointing": "full"}
     yield case("fsdp", 8, **interleaved, is_nightly=True)
@@ -273,10 +274,11 @@ def context_matrix() -> Iterator[Case]:
     yield both("ddp", 4, model_type="llama", dropout=0.0, sequence=True, is_nightly=True)
     yield both("ddp", 4, model_type="gpt2", is_nightly=True)
     yield both("ddp", 6, 3, sequence=True, task="masked_lm")
-    yield both("fsdp", 8, accumulates=True, dropout=0.0)
+    yield both("fsdp", 8, accumulates=True, dropout=0.0, is_nightly=True)
     yield both("zero2", 8, sequence=True, is_nightly=True)
     yield both("zero3", 8, is_nightly=True)
-    yield both("ddp", 8, stages=2, num_layers=4, sequence=True, task="masked_lm")
+    # `test_tasks.py` has these eight ranks, and those of FSDP with tensor ranks and stages, each time.
+    yield both("ddp", 8, stages=2, num_layers=4, sequence=True, task="masked_lm", is_nightly=True)
     for model_type in (*TEXT_FAMILIES, "vit"):
         if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
             dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
@@ -295,20 +297,21 @@ def pipeline_matrix() -> Iterator[Case]:
     yield case("ddp", 2, 2, "1f1b", num_layers=4, dropout=0.0, accumulates=True)
     yield case("ddp", 2, 2, "gpipe", num_layers=4, precision="bf16", checkpointing="full", accumulates=True)
     yield case("ddp", 2, 2, "1f1b", num_layers=4, precision="fp16", checkpointing="selective")
-    yield case("ddp", 4, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full")
-    yield case("ddp", 3, 3, "gpipe", num_layers=4, dropout=0.0)
+    yield case("ddp", 4, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full", is_nightly=True)
+    yield case("ddp", 3, 3, "gpipe", num_layers=4, dropout=0.0, is_nightly=True)
     yield case("ddp", 4, 4, "1f1b", num_layers=5)
-    yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True)
+    yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True, is_nightly=True)
     yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", accumulates=True, dropout=0.0)
     yield case("fsdp", 4, 2, "interleaved_1f1b", num_layers=4, checkpointing="full")
     for strategy in ("ddp", "fsdp", "hsdp"):
         how = {"tensor": 2, "sequence": True, "num_layers": 4, "checkpointing": "full"}
-        yield case(strategy, 8, 2, "1f1b", **how, is_nightly=strategy != "fsdp")
+        yield case(strategy, 8, 2, "1f1b", **how, is_nightly=True)
     # T5 has two encoder and two decoder layers.
     for task, model_type, layers in (("masked_lm", "bert", 4), ("sequence_classification", "t5", None)):
         for schedule in ("1f1b", "interleaved_1f1b"):
             yield case("ddp", 2, 2, schedule, task=task, model_type=model_type, num_layers=layers)
-        yield case("fsdp", 4, 2, "1f1b", task=task, model_type=model_type, num_layers=layers, dropout=0.0)
+        how = {"dropout": 0.0, "is_nightly": True}  # tied weights with shards: `weights_matrix`
+        yield case("fsdp", 4, 2, "1f1b", task=task, model_type=model_type, num_layers=layers, **how)
     yield case("ddp", 4, 2, "1f1b", task="masked_lm", num_layers=4, tensor=2, sequence=True)
     for model_type in TEXT_FAMILIES:
         if FAMILIES[model_type].stages is not None:
@@ -321,15 +324,16 @@ def communication_matrix() -> Iterator[Case]:
     case = partial(Case, accumulates=True, checkpointing="none", dropout=0.1, num_layers=4)
     for index, strategy in enumerate(RANK_STRATEGIES):
         precision = ("bf16", "fp32")[index % 2]
-        yield case(strategy, 4 if STRATEGIES[strategy].groups else 2, precision=precision, gradients="bf16")
+        how = {"gradients": "bf16", "is_nightly": strategy == "zero1"}  # ZeRO-2 sends them in the same way
+        yield case(strategy, 4 if STRATEGIES[strategy].groups else 2, precision=precision, **how)
     yield case("ddp", 2, precision="fp16", gradients="fp16")
     yield from (
         case("ddp", 2, tensor=2, sequence=True, precision="bf16", gradients="bf16"),
         case("zero2", 4, tensor=2, sequence=True, precision="fp32", gradients="bf16", is_nightly=True),
-        case("fsdp", 4, tensor=2, sequence=True, precision="bf16", gradients="bf16"),
+        case("fsdp", 4, tensor=2, sequence=True, precision="bf16", gradients="bf16", is_nightly=True),
     )
     yield case("ddp", 2, stages=2, task="masked_lm", precision="bf16", gradients="bf16")
-    yield case("ddp", 4, stages=2, precision="fp32", gradients="bf16")
+    yield case("ddp", 4, stages=2, precision="fp32", gradients="bf16", is_nightly=True)
     yield case("fsdp", 4, stages=2, precision="fp16", gradients="fp16", is_nightly=True)
 
 
@@ -339,26 +343,27 @@ def optimizer_matrix() -> Iterator[Case]:
         facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
         case = partial(Case, **facts, optimizer=optimizer)
         yield case("ddp", 2)
-        yield case("fsdp", 3)  # which does not divide the matrices
+        # `test_learning.py` has Muon on three ranks, which do not divide the matrices, and Adafactor on tensor ranks.
+        yield case("fsdp", 3, is_nightly=optimizer == "muon")
         yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
-        yield case("ddp", 2, tensor=2, task="masked_lm")
-        yield case("ddp", 2, stages=2, task="masked_lm")
+        yield case("ddp", 2, tensor=2, task="masked_lm", is_nightly=optimizer == "adafactor")
+        yield case("ddp", 2, stages=2, task="masked_lm", is_nightly=optimizer == "adafactor")
     facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
     case = partial(Case, **facts, optimizer="adamw_8bit")
-    yield case("fsdp", 3)  # shards end inside of blocks
-    yield case("hsdp", 4)
-    yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")
+    yield case("fsdp", 3, is_nightly=True)  # shards end inside of blocks, as in `test_learning.py`
+    yield case("hsdp", 4, is_nightly=True)
+    yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2", is_nightly=True)
     yield case("ddp", 2, tensor=2, task="masked_lm")  # columns, and a vocabulary that is padded
-    yield case("ddp", 2, stages=2, task="masked_lm")
+    yield case("ddp", 2, stages=2, task="masked_lm", is_nightly=True)
     facts = {"checkpointing": "none", "dropout": 0.1, "optimizer": "schedule_free_adamw"}
     case = partial(Case, precision="fp32", accumulates=True, **facts)
     yield case("ddp", 2, tensor=2, task="masked_lm")
     yield case("fsdp", 3)
-    yield case("hsdp", 4)
+    yield case("hsdp", 4, is_nightly=True)
     yield case("zero2", 2)
-    yield case("ddp", 2, stages=2, task="masked_lm")
-    yield Case("zero1", 2, True, "bf16", **facts)
-    yield Case("fsdp", 4, True, "fp16", tensor=2, sequence=True, **facts)
+    yield case("ddp", 2, stages=2, task="masked_lm", is_nightly=True)  # `test_learning.py` has stages
+    yield Case("zero1", 2, True, "bf16", **facts, is_nightly=True)
+    yield Case("fsdp", 4, True, "fp16", tensor=2, sequence=True, **facts, is_nightly=True)
 
 
 def weights_matrix() -> Iterator[Case]:
@@ -370,11 +375,11 @@ def weights_matrix() -> Iterator[Case]:
         is_nightly = weights == "bf16_stochastic"
         yield case("ddp", 2)
         yield case("fsdp", 3)  # which does not divide the matrices
-        yield case("hsdp", 4, num_layers=4, is_nightly=is_nightly)
+        yield case("hsdp", 4, num_layers=4, is_nightly=True)
         yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2", is_nightly=is_nightly)  # blocks of q, k and v
         yield case("ddp", 2, tensor=2, task="masked_lm", is_nightly=is_nightly)
         how = {"stages": 2, "num_layers": 4, "task": "masked_lm"}
-        yield case("ddp", 4, schedule="zero_bubble", **how, is_nightly=is_nightly)
+        yield case("ddp", 4, schedule="zero_bubble", **how, is_nightly=True)
         yield case("fsdp", 4, **how, is_nightly=is_nightly)
         yield Case("ddp", 4, False, context=2, **facts, is_nightly=is_nightly)
 
@@ -391,10 +396,10 @@ def image_cases() -> Iterator[Case]:
     resnet = partial(Case, precision="fp32", dropout=0.0, model_type="resnet")
     yield resnet("fsdp", 2, True, checkpointing="full")
     for schedule in SCHEDULES:
-        is_nightly = schedule in ("gpipe", "1f1b")  # the two others cut and order more
+        is_nightly = schedule != "zero_bubble"  # which orders most
         how = {"schedule": schedule, "is_nightly": is_nightly}
         yield resnet("ddp", 2, False, checkpointing="none", stages=2, **how)
-    yield resnet("fsdp", 4, True, checkpointing="full", stages=2)
+    yield resnet("fsdp", 4, True, checkpointing="full", stages=2, is_nightly=True)
     yield resnet("ddp", 6, True, checkpointing="none", stages=3, is_nightly=True)
 
 

@@ -153,16 +153,17 @@ QUICK |= {("masked-lm", "tensor-sequence-accumulated"), ("dora", "zero3"), ("sta
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 NIGHTLY = {
-    "bert": ("ddp", "zero1", "context", "fsdp-tensor-pipeline"),
-    "masked-lm": ("zero3", "fsdp-tensor-pipeline"),
+    "bert": ("ddp", "zero1", "context", "tensor-context", "zero-bubble", "fsdp-tensor-pipeline"),
+    "masked-lm": ("fsdp-accumulated", "zero3", "fsdp-tensor-pipeline"),
     "tokens": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
-    "dora": ("fsdp-accumulated", "pipeline"),
+    "dora": ("fsdp-accumulated", "pipeline", "fsdp-tensor-pipeline"),
     "started": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
     "llama": ("fsdp-accumulated", "zero3", "pipeline", "fsdp-tensor-pipeline"),
+    "deberta-shared": ("fsdp-accumulated",),
     "deberta-own": ("fsdp-accumulated", "zero3-tensor"),
-    "frozen": ("fsdp-accumulated", "fsdp-tensor-pipeline"),
-    "nf4": ("ddp", "hsdp-pipeline", "zero1", "ring"),
-    "int8": ("context",),
+    "frozen": ("fsdp-accumulated", "tensor-sequence-accumulated", "fsdp-tensor-pipeline"),
+    "nf4": ("ddp", "hsdp-pipeline", "zero1", "interleaved", "ring"),
+    "int8": ("zero-bubble", "context"),
 }
 """Layouts that cut a case as another layout does, or another case with the same modules."""
 
@@ -211,7 +212,7 @@ def low_precision_recipe(precision: str, num_layers: int, keys: dict[str, Any]) 
     ("precision", "layout"),
     [
         ("bf16", "fsdp-accumulated"),
-        ("bf16", "interleaved"),
+        pytest.param("bf16", "interleaved", marks=pytest.mark.nightly),
         ("fp16", "tensor-sequence-accumulated"),
         ("fp16", "zero2-accumulated"),
     ],
@@ -244,12 +245,12 @@ def test_a_dropout_on_positions_of_a_model_outside_of_the_table_is_refused(ranks
 
 RESUMED = [
     ("bert", "fsdp-accumulated", "zero3"),
-    ("bert", "zero2-accumulated", "tensor-sequence-accumulated"),
+    pytest.param("bert", "zero2-accumulated", "tensor-sequence-accumulated", marks=pytest.mark.nightly),
     pytest.param("bert", "pipeline", "ddp", marks=pytest.mark.nightly),
     ("nf4", "fsdp-accumulated", "interleaved"),
     ("started", "fsdp-accumulated", "tensor-sequence-accumulated"),
     ("frozen", "zero3", "tensor-sequence-accumulated"),
-    ("frozen", "pipeline", "zero2-accumulated"),
+    pytest.param("frozen", "pipeline", "zero2-accumulated", marks=pytest.mark.nightly),
 ]
 
 

@@ -34,9 +34,10 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_LAYOUTS = ("weighted_classification", "token_classification", "causal_lm")
 REPEATED = {
     "weighted_classification": (
-        "ddp", "zero3-tensor", "context", "tensor-context", "fsdp-tensor-pipeline", "zero2", "zero1-tensor", "hsdp",
+        "ddp", "zero3-tensor", "context", "ring", "pipeline", "tensor-context", "fsdp-tensor-pipeline", "zero2",
+        "zero1-tensor", "hsdp",
     ),
-    "causal_lm": ("ddp", "context", "tensor-context", "zero1-tensor", "fsdp-tensor-pipeline"),
+    "causal_lm": ("ddp", "context", "tensor-context", "zero1-tensor", "hsdp", "fsdp-tensor-pipeline"),
 }  # fmt: skip
 """Layouts that give the teacher's classes or tokens to ranks as another layout, or the other task, does."""
 FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -50,6 +51,7 @@ IN_16_BITS = {
     "tensor": {"parallel": {"tensor": 2, "sequence": True}},
     "stages": {"parallel": {"pipeline": {"stages": 2}}},
 }
+SLOW_IN_16_BITS = {("bf16", "tensor"), ("fp16", "stages")}
 ORDER = ("c", "a", "b")  # of the teacher's classes; the student's are a, b and c
 
 
@@ -169,7 +171,7 @@ def test_any_layout_is_one_process(ranks: RankPools, teachers: dict[str, Path], 
         pytest.param(
             precision,
             layout,
-            marks=pytest.mark.slow if (precision == "bf16") == (layout in ("zero3", "tensor")) else pytest.mark.nightly,
+            marks=pytest.mark.slow if (precision, layout) in SLOW_IN_16_BITS else pytest.mark.nightly,
         )
         for precision in ("bf16", "fp16")
         for layout in IN_16_BITS

@@ -34,6 +34,8 @@ MIXED = {"precision": "bf16", "activation_checkpointing": "full"}
 
 def marks_of(strategy: str) -> Any:
     """Return the marks of a strategy: `make test` runs each way to hold the weights once."""
+    if strategy == "zero1":  # holds the weights as ZeRO-2 does
+        return pytest.mark.nightly
     return () if strategy in ("ddp", "fsdp", "zero3") else pytest.mark.slow
 
 
@@ -64,7 +66,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     [
         *(pytest.param(name, {}, marks=marks_of(name)) for name in RANK_STRATEGIES),
         *(
-            pytest.param(name, MIXED, marks=pytest.mark.nightly if marks_of(name) else pytest.mark.slow)
+            pytest.param(name, MIXED, marks=pytest.mark.slow if name == "zero3" else pytest.mark.nightly)
             for name in RANK_STRATEGIES
         ),
     ],
@@ -111,7 +113,7 @@ LAYOUTS = [
     pytest.param(2, RESNET, {"strategy": "fsdp"}, id="buffers"),
     pytest.param(2, IN_BF16, {"pipeline": {"stages": 2}}, id="weights in bf16"),
     pytest.param(2, FOUR_LAYERS, {"pipeline": INTERLEAVED}, id="several stages a rank", marks=pytest.mark.slow),
-    pytest.param(4, {}, {"strategy": "fsdp", "tensor": 2}, id="fsdp x tensor", marks=pytest.mark.slow),
+    pytest.param(4, {}, {"strategy": "fsdp", "tensor": 2}, id="fsdp x tensor", marks=pytest.mark.nightly),
     pytest.param(4, {}, {"strategy": "zero3", "tensor": 2}, id="zero3 x tensor", marks=pytest.mark.slow),
     pytest.param(4, {}, {"tensor": 2, "pipeline": {"stages": 2}}, id="stages x tensor", marks=pytest.mark.slow),
 ]

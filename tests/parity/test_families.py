@@ -25,7 +25,7 @@ LAYOUTS = [
     ("ddp", "fp32", "full", 1, 2, "zero_bubble"),
     ("ddp", "bf16", "selective", 1, 2, "gpipe"),
 ]
-MARKS = {"albert": pytest.mark.slow, "t5": pytest.mark.slow, "gpt2": pytest.mark.slow, "modernbert": pytest.mark.slow}
+MARKS = {"t5": pytest.mark.slow, "gpt2": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,18 @@ from tests.parity.draws import TASKS, draw
 from tests.parity.fuzz import LIMITS, Fuzz
 
 SEED = 0
-# Numbers and attempts of short cases, which hold every task, strategy and precision. `make test` runs one.
+# Numbers and attempts of short cases, which hold every task, strategy and precision. `make test` runs the first, and
+# `make test-all` four.
 QUICK = [(510, 0), (149, 0), (136, 1), (507, 1)]
 CASES = [*QUICK, (8, 1), (12, 0), (13, 1), (15, 0), (186, 0), (1, 1), (512, 1), (514, 3), (116, 0), (71, 0), (126, 0)]
 
 
 @pytest.mark.parametrize(
-    ("number", "attempt"), [pytest.param(*case, marks=() if case in QUICK[:1] else pytest.mark.slow) for case in CASES]
+    ("number", "attempt"),
+    [
+        QUICK[0],
+        *(pytest.param(*case, marks=pytest.mark.slow if case in QUICK else pytest.mark.nightly) for case in CASES[1:]),
+    ],
 )
 def test_a_drawn_case_is_one_process(ranks: RankPools, tmp_path: Path, number: int, attempt: int):
     result, refusal = Fuzz(SEED, tmp_path, ranks).try_case(draw(SEED, number, attempt), number)

@@ -58,23 +58,24 @@ QUICK = (
     ("neftune", "pipeline"),
 )
 SLOW = (
-    *(("adamw", layout) for layout in ("zero2-accumulated", "zero3", "tensor-sequence-accumulated")),
+    *(("adamw", layout) for layout in ("zero2-accumulated", "tensor-sequence-accumulated")),
     ("adamw_8bit", "fsdp-accumulated"),
     ("muon", "fsdp-accumulated"),
     ("adafactor", "tensor-sequence-accumulated"),
     ("sgd", "zero3-tensor"),
     ("schedule_free_adamw", "pipeline"),
-    *(("ema", layout) for layout in ("zero2-accumulated", "tensor-sequence-accumulated", "pipeline")),
+    *(("ema", layout) for layout in ("zero2-accumulated", "pipeline")),
     ("ema_adafactor", "fsdp-accumulated"),
-    *(("unfrozen", layout) for layout in ("tensor-sequence-accumulated", "pipeline")),
-    *(("neftune", layout) for layout in ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "context")),
+    ("unfrozen", "pipeline"),
+    *(("neftune", layout) for layout in ("zero3", "tensor-sequence-accumulated", "context")),
     ("neftune_packed", "zero2-accumulated"),
 )
 NIGHTLY = (
-    *(("adamw", layout) for layout in ("ddp", "zero1")),
+    *(("adamw", layout) for layout in ("ddp", "zero1", "zero3")),
     ("schedule_free_adamw", "zero2"),
-    ("ema", "zero1"),
-    ("unfrozen", "ddp"),
+    *(("ema", layout) for layout in ("zero1", "tensor-sequence-accumulated")),
+    *(("unfrozen", layout) for layout in ("ddp", "tensor-sequence-accumulated")),
+    ("neftune", "fsdp-accumulated"),
 )
 
 

@@ -70,7 +70,8 @@ def train(keys: dict[str, Any]) -> tuple[Any, Any]:
 
 
 FAST = ("ddp-accumulated", "tensor-tokens")
-NIGHTLY = ("context", "zero2-context", "zero3-context-tokens", "hsdp-ring-recomputed")
+NIGHTLY = ("sequence-widths", "hsdp-tokens", "zero2", "context", "fsdp-context-tokens", "zero2-context")
+NIGHTLY += ("zero3-context-tokens", "hsdp-ring-recomputed")
 
 
 def _marks(layout: str) -> tuple[pytest.MarkDecorator, ...]:

@@ -72,25 +72,26 @@ VARIANTS = (
 """Tasks that differ from another one by a key or a family."""
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
 """Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""
-FOUR_RANKS = ("causal_lm", "seq2seq_lm", "embedding", "question_answering")
-"""Tasks that `make test-all` trains on four ranks, one of each kind of label; the first two also on eight."""
+FOUR_RANKS = ("causal_lm", "embedding")
+"""Tasks that `make test-all` trains on four ranks, with labels of tokens and of rows; the first one also on eight."""
 
 
-FURTHER = ("ddp", "tensor-sequence-accumulated", "context")
-"""Layouts of variants that the task beside them runs each time; more ranks than `ddp` has divide the rows of all."""
+FURTHER = ("tensor-sequence-accumulated", "context", "pipeline")
+"""Layouts of variants that the task beside them runs each time."""
 
 
 def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
     world_size = LAYOUTS[layout][0]
     if layout == "tensor-context" and task != "causal_lm":
         return (pytest.mark.nightly,)
-    if world_size > 3 and task not in (FOUR_RANKS if world_size == 4 else FOUR_RANKS[:2]):
+    if world_size > 3 and task not in (FOUR_RANKS if world_size == 4 else FOUR_RANKS[:1]):
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
         return (pytest.mark.nightly,)
     if layout in _quick(task):
         return ()
-    is_further = layout in FURTHER if task in VARIANTS else layout == "ddp" and task not in FOUR_RANKS
+    # More ranks than `ddp` has divide the rows of all.
+    is_further = layout == "ddp" or (task in VARIANTS and layout in FURTHER)
     return (pytest.mark.nightly,) if is_further else (pytest.mark.slow,)
 
 

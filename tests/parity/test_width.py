@@ -33,7 +33,7 @@ def of_one_process() -> float:
     return norm(recipe_of(1, "ddp"))
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=pytest.mark.nightly), "zero3"])
 @pytest.mark.slow
 def test_its_norm(ranks: RankPools, strategy):
     for measured in ranks(2).run(norm, recipe_of(2, strategy)):
