@@ -49,8 +49,18 @@ def found_in(model: Any, *ends: int, **settings: Any) -> dict[str, Any]:
     return model.generation_config.to_diff_dict()
 
 
+KEPT = frozenset(
+    ("bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id",
+     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "eos_token_id", "forced_bos_token_id",
+     "forced_eos_token_id", "guidance_scale", "no_repeat_ngram_size", "pad_token_id", "remove_invalid_values",
+     "renormalize_logits", "repetition_penalty", "sequence_bias", "stop_strings", "suppress_tokens",
+     "watermarking_config")
+)  # fmt: skip
+"""Settings of the tokens that a text may have, which stay; so do settings of a model's own class."""
+
+
 def test_each_setting_of_transformers_is_known():
-    tables = (generation._REPLACED, generation._OF_CACHES, generation._KEPT, frozenset(generation._REFUSED))
+    tables = (generation._REPLACED, generation._OF_CACHES, KEPT, frozenset(generation._REFUSED))
     known = vars(GenerationConfig()).keys() - {"_from_model_config", "transformers_version"}
     assert sorted(name for table in tables for name in table) == sorted(known)
 

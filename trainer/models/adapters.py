@@ -17,7 +17,7 @@ from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
-from trainer.models.names import aliases, prefixes, tied_names
+from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes, tied_names
 from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
@@ -281,54 +281,52 @@ def _head_parameters(model: Any) -> set[str]:
 
 def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, nn.Module]:
     """Return the layers with a product, by name; `saved` are the parameters that are trained whole."""
-    modules = dict(model.named_modules())
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)}
     if adapter.targets is None:
         if layers_pattern(model.config) is None:
-            raise _unknown_layers(model)
-        layers = set(layers_of(model).values())
+            raise _unknown_layers(model, linear)
         # Linear layers inside of the repeated layers only; the head and the pooler are not adapted by default.
-        inside = {id(part) for layer in layers for part in layer.modules()}
-        return {name: m for name, m in modules.items() if id(m) in inside and _is_linear(m)}
-    linear = [name for name, module in modules.items() if _is_linear(module)]
+        inside = {id(part) for layer in layers_of(model).values() for part in layer.modules()}
+        return {name: module for name, module in linear.items() if id(module) in inside}
     if adapter.targets == "all-linear":
-        left_out = {f"{name}.weight" for name in linear if modules[name] is model.get_output_embeddings()}
-        # PEFT's "all-linear" leaves out the output head as well.
-        left_out |= _head_parameters(model) | set(saved)
-        return {name: modules[name] for name in linear if f"{name}.weight" not in left_out}
+        return {name: module for name, module in _inner(model, linear).items() if f"{name}.weight" not in saved}
     found: dict[str, nn.Module] = {}
-    # A product on a tied weight would change the other module as well when it is merged.
-    tied = {name.rpartition(".")[0] for names in tied_names(model) for name in names}
     problems = Problems()
     for pattern in adapter.targets:
         with problems.collect():
-            names = [name for name in modules if name and matches(pattern, name)]
-            if not names:
-                raise _nothing("model.adapter.targets", pattern, linear)
-            for name in names:
-                if not _is_linear(modules[name]):
-                    raise UsageError(
-                        f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {name}, which is a"
-                        f" {type(modules[name]).__name__}; use names such as {listed(_last_parts(linear), 3)}"
-                    )
-                if name in tied:
-                    raise UsageError(
-                        f"`model.adapter.targets` must name layers with weights of their own, but the weight of {name}"
-                        f" is tied to another module; remove {pattern!r}"
-                    )
-                found[name] = modules[name]
+            found |= _matched_layers(model, pattern, linear)
     problems.raise_all()
     return found
 
 
-def _unknown_layers(model: Any) -> UsageError:
+def _matched_layers(model: nn.Module, pattern: str, linear: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    names = [name for name, _ in model.named_modules() if name and matches(pattern, name)]
+    if not names:
+        raise _nothing("model.adapter.targets", pattern, list(linear))
+    if other := next((name for name in names if name not in linear), None):
+        raise UsageError(
+            f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {other}, which is a"
+            f" {type(model.get_submodule(other)).__name__}; use names such as {listed(_last_parts(linear), 3)}"
+        )
+    # A product on a tied weight would change the other module as well when it is merged.
+    tied = {owner_of(name) for of_weight in tied_names(model) for name in of_weight}
+    if other := next((name for name in names if name in tied), None):
+        raise UsageError(
+            f"`model.adapter.targets` must name layers with weights of their own, but the weight of {other} is tied to"
+            f" another module; remove {pattern!r}"
+        )
+    return {name: linear[name] for name in names}
+
+
+def _inner(model: Any, linear: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the linear layers without heads; PEFT's "all-linear" leaves out the output head as well."""
+    head, output = _head_parameters(model), model.get_output_embeddings()
+    return {name: layer for name, layer in linear.items() if layer is not output and f"{name}.weight" not in head}
+
+
+def _unknown_layers(model: Any, linear: Mapping[str, nn.Module]) -> UsageError:
     """Return the error of a model with unknown layers; it names the linear layers that read texts."""
-    head = _head_parameters(model)
-    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
-    linear = {
-        name: module
-        for name, module in linear.items()
-        if module is not model.get_output_embeddings() and f"{name}.weight" not in head
-    }
+    linear = _inner(model, linear)
     reads_texts = model if model.config.is_encoder_decoder else model.get_decoder()  # another part may read images
     inside = {id(part) for part in reads_texts.modules()}
     own = [name for name, module in linear.items() if id(module) in inside] or list(linear)
@@ -378,10 +376,6 @@ def left_out_notes(model: nn.Module, quantization: str | None) -> list[str]:
     ]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, Conv1D)
-
-
 def matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     """Return the parameters that a pattern matches, or in modules that it matches."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -419,17 +413,15 @@ class MergedWeights:
     def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], adapter: Adapter | None) -> None:
         self._model = model
         self._adapter = adapter
-        self._products: dict[str, dict[str, str]] = {}
-        self._rows: dict[str, dict[str, str]] = {}
+        self._products, self._rows = (
+            {f"{layer}.weight": parts for layer, parts in parts_of_layers(shapes, attribute).items()}
+            for attribute in (ATTRIBUTE, ROWS)
+        )
         self._quantized = quantized_weights(shapes)
-        inside = {part for weight in self._quantized.values() for part in weight.parts.values()}
-        for name in shapes:
-            for attribute, tensors in ((ATTRIBUTE, self._products), (ROWS, self._rows)):
-                # The dot in front lets a model that is itself the layer match.
-                layer, found, own = f".{name}".partition(f".{attribute}.")
-                if found:
-                    tensors.setdefault(f"{layer[1:]}.weight", {})[own] = name
-                    inside.add(name)
+        stored = [weight.parts for weight in self._quantized.values()]
+        inside = {
+            part for parts in (*stored, *self._products.values(), *self._rows.values()) for part in parts.values()
+        }
         self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in inside}
         for name in self._quantized:
             self.shapes[name] = tuple(model.get_parameter(name).shape)

@@ -69,6 +69,11 @@ def without_added(of_model: Mapping[str, _T]) -> dict[str, _T]:
     return {name: value for name, value in of_model.items() if not is_added(name)}
 
 
+def added_of(of_model: Mapping[str, _T]) -> dict[str, _T]:
+    """Return the items of a model's tensors, by name, that belong to an added module."""
+    return {name: value for name, value in of_model.items() if is_added(name)}
+
+
 def write_added(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     """Write the tensors of an added module, by their names in the model, one file for each of its submodules.
 

@@ -359,9 +359,10 @@ def _of_rows(
     if kernel_support.obstacle(query.device) is None and (row_keys is not None or not dropout):
         obstacle = _obstacle_of_states(*states)
         if obstacle is None:
-            first_head = site_of(module).offsets(query.shape)[1] if row_keys is not None else 0
-            # Flat rows lie in another order than the rows of the microbatch.
-            keys = flat.order if row_keys is None else row_keys[flat.order]  # none are read without dropout
+            keys, first_head = flat.order, 0  # neither is read without dropout
+            if row_keys is not None:
+                # Flat rows lie in another order than the rows of the microbatch.
+                keys, first_head = row_keys[flat.order], site_of(module).offsets(query.shape)[1]
             output: Tensor = fused_attention.fused_attention(
                 *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
                 flat.starts, flat.lengths, window,

@@ -152,11 +152,29 @@ def _described_config(described: Mapping[str, Any], options: Mapping[str, Any]) 
     for key in keys:
         if key in options or key == "num_labels":
             raise UsageError(f"`model.config.{key}` is set by `task`; remove it")
-    config = AutoConfig.for_model(model_type, **keys, **options)
-    config.architectures = []  # transformers iterates over it for types with several classes, such as deit
-    # Transformers stores an unknown key as an attribute. It does not store an older name of a known key.
-    _require_known(config, [key for key in keys if key in vars(config)])
+    try:
+        config = AutoConfig.for_model(model_type, **keys, **options)
+        config.architectures = []  # transformers iterates over it for types with several classes, such as deit
+        # Transformers stores an unknown key as an attribute. It does not store an older name of a known key.
+        _require_known(config, [key for key in keys if key in vars(config)])
+    except CANNOT_READ as error:
+        raise UsageError(
+            f"`model.config` does not describe a model of transformers: {one_line(error)}; correct it"
+        ) from error
     return config
+
+
+def _stored_config(name_or_path: str, revision: str | None, options: Mapping[str, Any]) -> Any:
+    if (Path(name_or_path) / ADAPTER_CONFIG_NAME).is_file():
+        raise UsageError(
+            f"`model.name_or_path` must be a whole model, but {name_or_path} is an adapter of PEFT; merge it into its"
+            " base first: `merge_and_unload()` in PEFT, or `trainer export RUN FOLDER` without --adapter"
+        )
+    require_small_files("model.name_or_path", name_or_path, revision)
+    try:
+        return AutoConfig.from_pretrained(name_or_path, revision=revision or "main", trust_remote_code=False, **options)
+    except CANNOT_READ as error:
+        raise not_found("model.name_or_path", str(name_or_path), error) from error
 
 
 def _require_known(config: Any, keys: Collection[str]) -> None:
@@ -249,30 +267,15 @@ def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:
     Raises:
         UsageError: the configuration cannot be loaded, or does not describe a model.
     """
-    if recipe.name_or_path is not None and (Path(recipe.name_or_path) / ADAPTER_CONFIG_NAME).is_file():
-        raise UsageError(
-            f"`model.name_or_path` must be a whole model, but {recipe.name_or_path} is an adapter of PEFT; merge it"
-            " into its base first: `merge_and_unload()` in PEFT, or `trainer export RUN FOLDER` without --adapter"
-        )
-    _require_sizes(recipe.config or {}, "`model.config`", "leave it out for the default of its model type")
-    if recipe.name_or_path is not None:
-        require_small_files("model.name_or_path", recipe.name_or_path, recipe.revision)
-    try:
-        if recipe.is_random:
-            config = _described_config(recipe.config or {}, options)
-        else:
-            config = AutoConfig.from_pretrained(
-                recipe.name_or_path, revision=recipe.revision or "main", trust_remote_code=False, **options
-            )
-    except CANNOT_READ as error:
-        if recipe.is_random:
-            raise UsageError(
-                f"`model.config` does not describe a model of transformers: {one_line(error)}; correct it"
-            ) from error
-        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
+    given = recipe.config or {}
+    _require_sizes(given, "`model.config`", "leave it out for the default of its model type")
+    if recipe.name_or_path is None:
+        config = _described_config(given, options)
+    else:
+        config = _stored_config(recipe.name_or_path, recipe.revision, options)
     _require_plain(recipe, config)
     # After the check of the plain file, so that an error of the file is not blamed on `model.config`.
-    if recipe.config and not recipe.is_random:
+    if given and not recipe.is_random:
         config = _changed_config(config, recipe, options)
     if getattr(config, "quantization_config", None):
         del config.quantization_config  # the files tell which weights are quantised; the model's class shall not see it

@@ -232,8 +232,7 @@ def set_probabilities(config: Any, probability: float, given: Mapping[str, Any] 
     found = {
         key: value
         for key, value in config.to_dict().items()
-        if any(mark in key for mark in marks)
-        and all(_is_number(number) for number in (value if isinstance(value, list | tuple) else [value]))
+        if any(mark in key for mark in marks) and _holds_numbers(value)
     }
     if not found:
         raise UsageError(
@@ -253,5 +252,5 @@ def set_probabilities(config: Any, probability: float, given: Mapping[str, Any] 
     return list(found)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _holds_numbers(value: Any) -> bool:
+    return all(type(one) in (int, float) for one in (value if isinstance(value, list | tuple) else [value]))

@@ -374,15 +374,17 @@ def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights
                 " repeated layers, or name the model that it was made of"
             )
         stored = QuantizedFiles(stored, {key: shape for key, shape in shapes.items() if key in quantized})
+    if not described.recipe.new_tokens:
+        return stored
     size = vocabulary_size(described.config)
-    larger = {}
-    for key, after in shapes.items():
-        before = stored.shapes[key]
-        changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
-        # Exactly one dimension differs, and it is that of the vocabulary.
-        if len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size:
-            larger[key] = after
-    return EnlargedWeights(stored, larger) if described.recipe.new_tokens else stored
+    larger = {key: after for key, after in shapes.items() if _has_more_tokens(stored.shapes[key], after, size)}
+    return EnlargedWeights(stored, larger)
+
+
+def _has_more_tokens(before: Sequence[int], after: Sequence[int], size: int | None) -> bool:
+    """Return whether exactly one dimension differs, and has grown to the size of the vocabulary."""
+    changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
+    return len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size
 
 
 def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:

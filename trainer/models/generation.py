@@ -40,16 +40,8 @@ _REPLACED = frozenset(
 """Settings of transformers on the search, on lengths and on outputs, which those of a recipe replace."""
 _OF_CACHES = frozenset(("cache_config", "cache_implementation", "max_cache_len", "use_cache"))
 """Settings that change the speed only; an export keeps them, and `generate` does not read them."""
-_KEPT = frozenset(
-    ("bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id",
-     "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "eos_token_id", "forced_bos_token_id",
-     "forced_eos_token_id", "guidance_scale", "no_repeat_ngram_size", "pad_token_id", "remove_invalid_values",
-     "renormalize_logits", "repetition_penalty", "sequence_bias", "stop_strings", "suppress_tokens",
-     "watermarking_config")
-)  # fmt: skip
-"""Settings of the tokens that a text may have, which stay; so do settings of a model's own class."""
 _REFUSED = ("constraints", "force_words_ids", "token_healing")
-"""Settings of such tokens that transformers obeys only with more than the model's folder."""
+"""Settings of the tokens that a text may have, which need more than the model's folder; the other ones stay."""
 _FROM_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 """Special tokens that the model's configuration holds too."""
 _LEVELS = 1 << 53  # float64 holds integers up to this one
@@ -91,13 +83,9 @@ def set_generation(
     # A single token in a model's configuration is often the default of its class.
     # Read before the loops below replace the tokens.
     own_ends = _ids(found.eos_token_id) if is_written or isinstance(found.eos_token_id, list) else []
-    if tokenizer is not None and not is_written:
-        found.bos_token_id = None
-    for name in ("bos_token_id", "pad_token_id"):
-        if (token := getattr(tokenizer, name, None)) is not None:
-            setattr(found, name, token)
-    for name, token in first_tokens.items():
-        setattr(found, name, token)
+    if tokenizer is not None:
+        _take_tokens(found, tokenizer, keeps_first=is_written)
+    vars(found).update(first_tokens)
     if end_tokens:
         # A checkpoint may end texts in further ways, such as calls of tools.
         known = getattr(tokenizer, "added_tokens_decoder", {})
@@ -115,6 +103,15 @@ def _take_missing(found: GenerationConfig, config: Any) -> None:
     for name in _FROM_CONFIG:
         if getattr(found, name) is None:
             setattr(found, name, getattr(config, name, None))
+
+
+def _take_tokens(found: GenerationConfig, tokenizer: Any, keeps_first: bool) -> None:
+    """Take the first token and the padding token of a tokenizer; `keeps_first`: the first stays if it has none."""
+    if not keeps_first:
+        found.bos_token_id = None
+    for name in ("bos_token_id", "pad_token_id"):
+        if (token := getattr(tokenizer, name, None)) is not None:
+            setattr(found, name, token)
 
 
 def _end_at(found: GenerationConfig, end_tokens: Sequence[int], others: Sequence[int]) -> None:

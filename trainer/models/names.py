@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -34,6 +36,17 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def parts_of_layers(names: Iterable[str], attribute: str) -> dict[str, dict[str, str]]:
+    """Return the tensors of a part that layers have as an attribute, such as a product: by layer, the name of each."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        # The dot in front lets a model that is itself the layer match.
+        layer, mark, own = f".{name}".partition(f".{attribute}.")
+        if mark:
+            found.setdefault(layer[1:], {})[own] = name
+    return found
 
 
 def prefixes(name: str) -> list[str]:

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
-from trainer.models.names import aliases, owner_of, prefixes
+from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes
 from trainer.models.weight_files import transformers_class
 from trainer.parallel.tensor.low_rank import ATTRIBUTE
 from trainer.parallel.tensor.trained_rows import ROWS
-from trainer.recipe.schema import Adapter, Model
+from trainer.recipe.schema import Model
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
@@ -56,51 +57,38 @@ def write_adapter(
         UsageError: PEFT has no place for a weight.
         OSError, SafetensorError: a file cannot be written.
     """
-    assert recipe.adapter is not None, "the caller has checked it"
-    layers, with_rows = _layers_with(f".{ATTRIBUTE}.A", available), _layers_with(f".{ROWS}.rows", available)
+    products, rows = parts_of_layers(available, ATTRIBUTE), parts_of_layers(available, ROWS)
     # PEFT has no trained rows over a product, so such a layer is written whole.
-    own = own | {f"{layer}.weight" for layer in layers & with_rows}
-    # `read` merges the product into weights that are written whole.
-    layers -= {name.removesuffix(".weight") for name in own}
+    own = own | {f"{layer}.weight" for layer in products.keys() & rows.keys()}
+    # `read` merges products and rows into weights that are written whole.
+    whole = {name.removesuffix(".weight") for name in own}
+    layers = products.keys() - whole
     if not layers:
         raise UsageError(
             "`--adapter` needs a product beside frozen weights, because PEFT has no adapter without one, but"
             " `model.adapter.targets` matches none; export the merged model, without --adapter"
         )
-    tied = list(aliases(model).values())
-    saved = _whole_modules(model, {name for names in tied for name in names if not own.isdisjoint(names)}, layers)
+    tied = aliases(model)
+    saved = _whole_modules(model, own, layers)
     tensors: dict[str, Tensor] = {}
     for layer in sorted(layers):
-        product = {
-            name.removeprefix(f"{layer}.{ATTRIBUTE}."): read(name)
-            for name in available
-            if name.startswith(f"{layer}.{ATTRIBUTE}.")
-        }
-        tensors |= {f"{_PREFIX}{layer}.{name}": tensor for name, tensor in _in_peft(product).items()}
+        tensors |= {f"{layer}.{name}": tensor for name, tensor in _in_peft(products[layer], read).items()}
     tokens: dict[str, list[int]] = {}
-    for layer in sorted(layer for layer in with_rows if f"{layer}.weight" not in own):
-        tokens[layer] = read(f"{layer}.{ROWS}.ids").tolist()
-        tensors[f"{_PREFIX}{layer}.token_adapter.trainable_tokens_delta"] = read(f"{layer}.{ROWS}.rows")
+    for layer in sorted(rows.keys() - whole):
+        if "rows" in rows[layer]:  # a tied head shares those of the embedding
+            tokens[layer] = read(rows[layer]["ids"]).tolist()
+            tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = read(rows[layer]["rows"])
     if tokens:
         _refuse_lost_bias(model, own)
-    sources = {
-        name: next(one for one in group if one in available) for group in aliases(model).values() for name in group
-    }
     for module in saved:
-        for name, _ in model.get_submodule(module).named_parameters(remove_duplicate=False):
-            tensors[f"{_PREFIX}{module}.{name}"] = read(sources[f"{module}.{name}"])
+        for name, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
+            tensors[f"{module}.{name}"] = read(next(one for one in tied[parameter] if one in available))
     # A copy, because two tensors of a file may not share memory.
-    save_tensors(
-        {name: one.to(dtype, copy=True) for name, one in tensors.items()}, folder / _WEIGHTS_NAME, {"format": "pt"}
-    )
-    config = _config(model, recipe, recipe.adapter, layers, saved, task_type)
-    config["trainable_token_indices"] = tokens or None
+    copies = {f"{_PREFIX}{name}": tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    save_tensors(copies, folder / _WEIGHTS_NAME, {"format": "pt"})
+    config = _config(model, recipe, layers, saved, task_type) | {"trainable_token_indices": tokens or None}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return folder / _WEIGHTS_NAME
-
-
-def _layers_with(end: str, available: Collection[str]) -> set[str]:
-    return {name.removesuffix(end) for name in available if name.endswith(end)}
 
 
 def _refuse_lost_bias(model: Any, own: Set[str]) -> None:
@@ -115,12 +103,13 @@ def _refuse_lost_bias(model: Any, own: Set[str]) -> None:
         )
 
 
-def _in_peft(product: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a product by PEFT's names.
+def _in_peft(parts: Mapping[str, str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a product by PEFT's names; `parts` are the names of its tensors.
 
     A product that began with a part of the weight is written as its difference to this part, of twice the rank. It so
     applies to the unchanged weight, as in `LoraModel.subtract_mutated_init` of PEFT.
     """
+    product = {part: read(name) for part, name in parts.items()}
     first, second = product["A"], product["B"]
     if "start_A" in product:
         # [A; A0] and [B, -B0]: their product is B A - B0 A0.
@@ -131,9 +120,10 @@ def _in_peft(product: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _config(
-    model: nn.Module, recipe: Model, adapter: Adapter, layers: Collection[str], saved: list[str], task_type: str | None
+    model: nn.Module, recipe: Model, layers: Collection[str], saved: list[str], task_type: str | None
 ) -> dict[str, Any]:
-    class_ = transformers_class(model)
+    class_, adapter = transformers_class(model), recipe.adapter
+    assert adapter is not None, "the caller has checked it"
     # A product that began with a part of the weight has twice the rank; `alpha` keeps its scaling.
     doubled = 1 if adapter.start in (None, "loftq") else 2
     ranks = {layer: doubled * adapter.rank_of(layer) for layer in sorted(layers)}
@@ -170,30 +160,38 @@ def _most_frequent(values: Iterable[Number]) -> Number:
     return Counter(values).most_common(1)[0][0]
 
 
-def _whole_modules(model: nn.Module, own: Collection[str], layers: Collection[str]) -> list[str]:
+def _whole_modules(model: nn.Module, own: Set[str], layers: Collection[str]) -> list[str]:
     """Return the largest modules with weights of their own only, or else the modules that hold such a weight."""
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    trained, frozen = list[str](), list[str]()
+    for names in aliases(model).values():
+        # A tied weight is trained by each of its names.
+        (frozen if own.isdisjoint(names) else trained).extend(names)
+    # Modules that hold a frozen weight, and those that hold a product.
+    mixed, adapted = set(chain.from_iterable(map(prefixes, frozen))), set(chain.from_iterable(map(prefixes, layers)))
     found: set[str] = set()
-    for name in sorted(own):
-        holders = prefixes(name)[:-1]
-        whole = [one for one in holders if all(p in own for p in parameters if p.startswith(f"{one}."))]
-        module = whole[0] if whole else owner_of(name)
-        if not module or any(f"{layer}.".startswith(f"{module}.") for layer in layers):
+    for name in sorted(trained):
+        module = next((one for one in prefixes(name)[:-1] if one not in mixed), owner_of(name))
+        if not module or module in adapted:
             raise UsageError(
                 f"`--adapter` needs trained weights in modules of their own, but PEFT cannot save {name} without"
                 f" {module or 'the whole model'}; export the merged model, without --adapter"
             )
         found.add(module)
     # A module inside of another one is saved with it.
-    found -= {one for one in found for other in found if one.startswith(f"{other}.")}
-    names = [name for name, _ in model.named_modules()]
-    for module in found:  # PEFT takes each name as the end of a name
-        if other := next((name for name in names if name.endswith(module) and name not in found), None):
+    found -= {one for one in found if not found.isdisjoint(prefixes(one)[:-1])}
+    _require_own_ends(model, found)
+    return sorted(found)
+
+
+def _require_own_ends(model: nn.Module, found: Set[str]) -> None:
+    """Refuse a module that other modules end like, because PEFT takes each name as the end of a name."""
+    others = [name for name, _ in model.named_modules() if name not in found]
+    for module in found:
+        if other := next((name for name in others if name.endswith(module)), None):
             raise UsageError(
                 f"`--adapter` needs names of trained modules that PEFT can tell apart, but it would take {other} for"
                 f" {module}; export the merged model, without --adapter"
             )
-    return sorted(found)
 
 
 def _shortest(model: nn.Module, layers: Collection[str]) -> list[str]:

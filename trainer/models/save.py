@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,25 +100,30 @@ def save_model(
             if writer == mesh.rank:
                 # The rank goes on after an error of its disk: the others wait for it in the collectives.
                 error = error or _error_of(writing)  # before the tensors of the next file take memory
-            needed = dict.fromkeys(source for name in file.sources for source in merged.sources(name))
-            # Every rank, in the same order: each `collect` is a collective.
-            collected = {name: tensors.collect(name, writer) for name in needed}
+            parts = _collected(tensors, chain.from_iterable(map(merged.sources, file.sources)), writer)
             if writer == mesh.rank:
-                writing = thread.submit(write, file, {name: t for name, t in collected.items() if t is not None})
+                writing = thread.submit(write, file, parts)
         error = _error_of(writing) or error
     finally:
         thread.shutdown(wait=False)  # an error of a collective does not wait for the disk
-    added = {name: tensors.collect(name, 0) for name in tensors.shapes if is_added(name)}
+    added = _collected(tensors, filter(is_added, tensors.shapes), 0)
     if error is None and mesh.rank == 0:
         try:
             planned.write_index(folder)
-            write_added({name: one for name, one in added.items() if one is not None}, folder, dtype)
+            write_added(added, folder, dtype)
         except (OSError, SafetensorError) as raised:
             error = raised
     # All ranks learn of an error, so all raise.
     failures = [text for text in mesh.all_gather(str(error) if error else None) if text]
     if failures:
         raise _cannot_write(folder, failures[0]) from error
+
+
+def _collected(tensors: WholeTensors, names: Iterable[str], rank: int) -> dict[str, Tensor]:
+    """Return whole tensors on one rank, and none on the others; all ranks must call it with the same names."""
+    # Every rank, in the same order: each `collect` is a collective.
+    found = {name: tensors.collect(name, rank) for name in dict.fromkeys(names)}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _plan_weights(

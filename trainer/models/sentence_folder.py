@@ -93,14 +93,9 @@ def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
     model = recipe.model
     place = f"`model.name_or_path` is {str(model.name_or_path)!r}, a folder of sentence-transformers"
     config = _read(model, "config_sentence_transformers.json", dict) or {}
-    described = _read(model, "config.json", dict) or {}
-    older = described.get("sentence_transformers")
-    name = config.get("activation_fn") or (older.get("activation_fn") if isinstance(older, dict) else None)
-    # Three generations of the format, the newest first.
-    name = name or described.get("sbert_ce_default_activation_function")
-    modules = _read(model, _MODULES, list) or [{}]
+    modules = _read(model, _MODULES, list) or []
     kinds = [str(module.get("type")) if isinstance(module, dict) else "" for module in modules]
-    if len(kinds) > 1 or (modules != [{}] and not kinds[0].endswith(".Transformer")):
+    if [kind.endswith(".Transformer") for kind in kinds] not in ([], [True]):
         raise UsageError(
             f"{place} with the modules {listed(kinds, 10)}, but `task.type` reranker trains one Transformer with a"
             " classification head; use another model"
@@ -108,6 +103,7 @@ def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
     prompts, default = _prompts_of(config, place)
     if prompt := prompts.get(default or ""):
         raise UsageError(f"{place} with the prompt {prompt!r}, which rerankers do not add; use another model")
+    name = _activation_of(config, _read(model, "config.json", dict) or {})
     if name is None:
         return None
     known = {names.rpartition(".")[2]: activation for activation, names in ACTIVATIONS.items()}
@@ -119,6 +115,14 @@ def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
             f'{place} with the activation {activation}, but `task.activation` is "{keys.activation}"; set it to null'
         )
     return SentenceFolder((), False, {}, None, (), activation)
+
+
+def _activation_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> str | None:
+    """Return the activation of a cross-encoder; `described` is the configuration of its model."""
+    older = described.get("sentence_transformers")
+    # Three generations of the format, the newest first.
+    names = [settings.get("activation_fn") for settings in (config, older) if isinstance(settings, dict)]
+    return next(filter(None, (*names, described.get("sbert_ce_default_activation_function"))), None)
 
 
 def embedding_notes(recipe: Recipe) -> list[str]:

@@ -164,13 +164,13 @@ def split_stages(
             f"`parallel.pipeline.split` must name layers of the model, from {layers[0]} to {layers[-1]}, but names"
             f" {unknown!r}; null balances the layers"
         )
-    numbers = tuple(layers.index(name) for name in starts)
-    if numbers != tuple(sorted(set(numbers))) or 0 in numbers:
+    numbers = (0, *map(layers.index, starts))
+    if list(numbers) != sorted(set(numbers)):
         raise UsageError(
             "`parallel.pipeline.split` must name layers in their order, each once and not the first of all, since every"
             f" stage needs a layer, but is {', '.join(starts)}; sort the names, or write null"
         )
-    return StageSplit(layers, (0, *numbers))
+    return StageSplit(layers, numbers)
 
 
 def _balanced(costs: tuple[float, list[float], float], num_stages: int) -> tuple[int, ...]:
@@ -328,9 +328,6 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     # Before the stand-ins take the place of the first layer, which has the module.
     _copy_first_layer(staged, stage)
     _stand_in(staged, stage, traffic)
-    if stage < split.num_stages - 1:  # like a head, such a buffer belongs to the last stage
-        for name in [name for name in persistent_buffers(model) if "." not in name]:
-            model._buffers[name] = None
     _connect(staged, traffic, split.layers[first] if receives.hidden else None, sends.result and not receives.result)
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return StagePart(
@@ -403,6 +400,9 @@ def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
                 setattr(owner, attribute, stand_in(name, child, stages))
 
     prune(staged.model, "")
+    if stage < split.num_stages - 1:  # like a head, a buffer of the model itself belongs to the last stage
+        for name in [name for name in persistent_buffers(staged.model) if "." not in name]:
+            staged.model._buffers[name] = None
 
 
 def _connect(staged: _StagedModel, traffic: StageTraffic, first_layer: str | None, keeps_result: bool) -> None:

@@ -84,7 +84,8 @@ def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool 
             _check_sequence(model, plan)
     if tensor > 1 or context == 1:  # else the matrices of layers stay whole
         with problems.collect():
-            _check_patterns(model, plan, places)
+            _require_modules(model, plan, places)
+            _require_placed(model, plan, places)
         with problems.collect():
             _check_divides(tensor, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
@@ -333,7 +334,8 @@ def _any(patterns: Iterable[str], place: _Place) -> bool:
     return any(matches(pattern, place.relative) for pattern in patterns)
 
 
-def _check_patterns(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
+def _require_modules(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
+    """Require a module for each pattern of the plan."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
     called = {name for names in family.called_dropouts.values() for name in names} if family else set()
@@ -350,6 +352,11 @@ def _check_patterns(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
                 f"the family {model_type} cuts `{pattern}`, but this {type(model).__name__} has no module of that"
                 " name; correct `trainer/models/families/`, or use `parallel.tensor` 1"
             )
+
+
+def _require_placed(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
+    """Require that the plan mentions each matrix: one that it forgets would be whole, beside states that are cut."""
+    model_type = model.config.model_type
     known = (
         *plan.columns, *plan.rows, *plan.embeddings, *plan.head_embeddings, *plan.vocabulary_heads, *plan.whole,
         *plan.partial,

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,11 @@ def plan_files(
         UnknownModelError: the tensors do not belong to the model.
     """
     sources = _sources(model, shapes)
-    for name, empty in model.state_dict().items():
-        if name in sources and tuple(shapes[sources[name]]) != tuple(empty.shape):
+    whole = model.state_dict()
+    for name, source in sources.items():
+        if tuple(shapes[source]) != tuple(whole[name].shape):
             raise UnknownModelError(
-                f"{name} has the shape {tuple(shapes[sources[name]])}, and there {tuple(empty.shape)}"
+                f"{name} has the shape {tuple(shapes[source])}, and there {tuple(whole[name].shape)}"
             )
     types = _types(model, sources, dtype)
     # As in transformers for a model that was not loaded from files: older names are not restored.
@@ -177,7 +179,7 @@ def plan_files(
     for file, listed_keys in split.filename_to_tensors.items():
         keys = frozenset(listed_keys)
         own = tuple(group for group in groups if keys.intersection(group.written))
-        needed = tuple(dict.fromkeys(source for group in own for source in group.sources.values()))
+        needed = tuple(dict.fromkeys(chain.from_iterable(group.sources.values() for group in own)))
         files.append(WeightFile(file, needed, sum(written[key].nbytes for key in keys), model, keys, own, types))
     if not split.is_sharded:
         return WeightFiles(tuple(files), None)
@@ -202,8 +204,7 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
         raise UnknownModelError(f"there is no {listed(missing, 3)}")
     if unexpected := sorted(set(available) - set(sources.values())):
         raise UnknownModelError(f"{type(model).__name__} has no {listed(unexpected, 3)}")
-    order = {name: index for index, name in enumerate(model.state_dict())}
-    return {name: sources[name] for name in sorted(sources, key=order.__getitem__) if name not in ignored}
+    return {name: sources[name] for name in model.state_dict() if name in sources.keys() - ignored}
 
 
 def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -29,7 +29,7 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.adapters import MergedWeights, adapt
-from trainer.models.added import is_added, values_of, without_added, write_added
+from trainer.models.added import added_of, is_added, values_of, without_added, write_added
 from trainer.models.fill import build_base
 from trainer.models.peft_folder import write_adapter
 from trainer.models.quantizing import quantized_base, quantized_in
@@ -156,7 +156,7 @@ def _write_weights(
         for prefix in (MODEL_PREFIX, BUFFER_PREFIX)
         if key.startswith(prefix)
     }
-    added = {name: key for name, key in keys.items() if is_added(name)}
+    added = added_of(keys)
     shapes = without_added({name: state.shapes[key] for name, key in keys.items()})
     base, drawn = _base_weights(described, state, shapes.keys() | added.keys())
     available = shapes | {name: tuple(tensor.shape) for name, tensor in without_added(base).items()}
@@ -175,8 +175,7 @@ def _write_weights(
     else:
         weights = plan_files(described, merged.shapes, type_).write(read, folder)
     # A frozen added module stands in no checkpoint, but in the base.
-    frozen = {name: tensor for name, tensor in base.items() if is_added(name)}
-    write_added(frozen | {name: _read(state, key) for name, key in added.items()}, folder, type_)
+    write_added(added_of(base) | {name: _read(state, key) for name, key in added.items()}, folder, type_)
     return weights
 
 

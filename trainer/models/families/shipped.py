@@ -95,8 +95,8 @@ def _of_style(plan: Mapping[str, str], style: str) -> tuple[str, ...]:
 def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
     """Refuse modules in the plan's blocks that the plan does not define, or that cannot be cut."""
     model_type = model.config.model_type
-    cut = {_block(pattern) for pattern, style in plan.items() if style in (_COLUMN, _ROW)}
-    columns: dict[str, list[tuple[str, int]]] = {}  # by block: names and output features
+    cut = set(map(_block, (*_of_style(plan, _COLUMN), *_of_style(plan, _ROW))))
+    columns: list[tuple[str, str, int]] = []  # blocks, names and output features
     inputs: dict[str, int] = {}  # by block: input features of the row
     for name, module in model.named_modules():
         relative = relative_name(model, name)
@@ -111,7 +111,7 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
                 f" rank, but does not; set `model.dropout` to 0, or {_REMEDY}"
             )
         # A replicated bias or norm on cut features would be applied to the wrong ones.
-        if style is None and any(True for _ in module.parameters(recurse=False)):
+        if style is None and next(module.parameters(recurse=False), None) is not None:
             raise UsageError(
                 f"transformers' plan for {model_type} does not define the layout of `{name}`, which is beside matrices"
                 f" that it cuts; {_REMEDY}"
@@ -123,18 +123,16 @@ def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
                     f" plain linear layer; {_REMEDY}"
                 )
             if style == _COLUMN:
-                columns.setdefault(block, []).append((name, module.out_features))
+                columns.append((block, name, module.out_features))
             else:
                 inputs[block] = max(module.in_features, inputs.get(block, 0))
-    for block, of_block in columns.items():
-        for name, outputs in of_block:
-            # A fused matrix, such as q, k and v in one: a plain cut would give a rank parts of the wrong matrices.
-            if outputs > inputs.get(block, 0):
-                raise UsageError(
-                    f"transformers' plan for {model_type} cuts `{name}` with {outputs} outputs, but the row after it"
-                    f" has {inputs.get(block, 0)} inputs: it joins several matrices in an order that the plan lacks;"
-                    f" {_REMEDY}"
-                )
+    for block, name, outputs in columns:
+        # A fused matrix, such as q, k and v in one: a plain cut would give a rank parts of the wrong matrices.
+        if outputs > inputs.get(block, 0):
+            raise UsageError(
+                f"transformers' plan for {model_type} cuts `{name}` with {outputs} outputs, but the row after it has"
+                f" {inputs.get(block, 0)} inputs: it joins several matrices in an order that the plan lacks; {_REMEDY}"
+            )
 
 
 def _inside(blocks: Iterable[str], name: str) -> str | None:
