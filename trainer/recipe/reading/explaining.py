@@ -72,19 +72,19 @@ def _placed(error: str, location: KeyPath) -> Finding:
         if field is None or not parts:
             return Finding(error, path, section, field, key, within)
         inner = section_models(field.annotation)
-        if inner and is_named(field):  # a name, and the branch of its value
-            path += (parts.pop(0),)
-            within, branch = path, str(parts.pop(0)) if parts else ""
-            inner = tuple(model for model in inner if model.__name__ in branch)
-            if not inner:
-                return Finding(error, path, section, field, key)
-        if inner and parts and isinstance(parts[0], int):  # an item of a list of sections
-            path += (parts.pop(0),)
-        if inner and not parts:
-            return Finding(error, path, section, field, key)
         if not inner:  # a plain value; of the rest, only list indices are part of the path
             path += tuple(part for part in parts if isinstance(part, int))
             return Finding(error, path, section, field, key, within)
+        if is_named(field):  # a name, and the branch of its value
+            path = within = (*path, parts.pop(0))
+            branch, parts = str(next(iter(parts), "")), parts[1:]
+            inner = tuple(model for model in inner if model.__name__ in branch)
+            if not inner:
+                return Finding(error, path, section, field, key)
+        if parts and isinstance(parts[0], int):  # an item of a list of sections
+            path += (parts.pop(0),)
+        if not parts:
+            return Finding(error, path, section, field, key)
         section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
 
 
@@ -136,6 +136,9 @@ def _tag_rule(field: FieldInfo) -> Schema:
     return {"enum": list(kinds(field))}
 
 
+_WORDS = {"integer": "an integer", "number": "a number", "boolean": "true or false", "null": "null"}
+
+
 def _rule_in_words(schema: Schema) -> str:
     """Return the rule of a JSON Schema in words that follow "must be"."""
     branches = schema.get("anyOf") or schema.get("oneOf")
@@ -149,16 +152,10 @@ def _rule_in_words(schema: Schema) -> str:
     if "patternErrorMessage" in schema:
         return str(schema["patternErrorMessage"])
     match schema.get("type"):
-        case "integer":
-            return "an integer" + _bounds(schema)
-        case "number":
-            return "a number" + _bounds(schema)
+        case "integer" | "number" | "boolean" | "null" as kind:
+            return _WORDS[kind] + _bounds(schema)
         case "string":
             return "non-empty text" if schema.get("minLength") else "text"
-        case "boolean":
-            return "true or false"
-        case "null":
-            return "null"
         case "array":
             return f"a list of {_item_count(schema)}, each {_rule_in_words(schema['items'])}"
         case "object" if isinstance(schema.get("additionalProperties"), Mapping):
@@ -261,13 +258,12 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
             return "; write its value, or set the key on the command line, where the shell fills it"
         if is_unset(value):
             return f"; set the variable that had no value, or write ./{value} for this very name"
-    values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
-    if near := _meant(value, [one for one in values if isinstance(one, str)]):
+    if near := _meant(value, _choices(branches)):
         return f"; did you mean {shown_value(near)}?"
     literal = _LITERALS.get(value.lower())
     if literal and ("null" if literal == "null" else "boolean") in types:
         return f"; write {literal} without quotes"
-    if (_is_number(value, int) and "integer" in types) or (_is_number(value, float) and "number" in types):
+    if _is_number(value, branches):
         return f"; write {value} without quotes"
     return next((f"; write {found}" for branch in branches if (found := _list_in(value, branch))), "")
 
@@ -292,19 +288,21 @@ def _list_in(text: str, schema: Schema) -> str:
     if not schema.get("minItems", 0) <= len(items) <= schema.get("maxItems", len(items)) or not all(items):
         return ""
     branches = _branches(schema["items"])
-    choices = [value for branch in branches for value in branch.get("enum", ()) if isinstance(value, str)]
-    kinds = {"integer": int, "number": float}
-    numbers = [kinds[kind] for branch in branches if (kind := branch.get("type")) in kinds]
-    shown = [
-        item if any(_is_number(item, kind) for kind in numbers) else json.dumps(_meant(item, choices) or item)
-        for item in items
-    ]
+    choices = _choices(branches)
+    shown = [item if _is_number(item, branches) else json.dumps(_meant(item, choices) or item) for item in items]
     return f"[{', '.join(shown)}]"
 
 
-def _is_number(text: str, type_: type[int] | type[float]) -> bool:
+def _choices(branches: Sequence[Schema]) -> list[str]:
+    values = [value for branch in branches for value in (*branch.get("enum", ()), branch.get("const"))]
+    return [value for value in values if isinstance(value, str)]
+
+
+def _is_number(text: str, branches: Sequence[Schema]) -> bool:
+    """Return whether a text is a number in JSON that one of the rules allows; an integer is a number too."""
     try:
-        number = json.loads(text)
+        kind = type(json.loads(text))
     except (ValueError, RecursionError):
         return False
-    return isinstance(number, (int, type_)) and not isinstance(number, bool)
+    allowed = {int: {"integer", "number"}, float: {"number"}}.get(kind, set())
+    return not allowed.isdisjoint(branch.get("type") for branch in branches)

@@ -203,7 +203,10 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
             problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
     if recipe is None or problems:
         raise RecipeError(*_report(problems, shown_path(file), len(found)))
-    recipe = _completed(recipe.model_copy(update=sections))
+    return _resolved(_completed(recipe.model_copy(update=sections)), root, file)
+
+
+def _resolved(recipe: Recipe, root: Node, file: Path) -> ResolvedRecipe:
     values = dict(leaves(recipe.model_dump(mode="json")))
     written = {path: find_node(root, path) for path in values}
     origins = {dotted(path): node.origin if node else DEFAULT for path, node in written.items()}

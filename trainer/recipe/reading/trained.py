@@ -74,15 +74,7 @@ def load_trained(
     training["global_batch_size"] = (size if isinstance(size, int) and size > 0 else 8) * num_ranks
     values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
     notes = [] if evaluates else [f"model: {folder}"]  # an evaluation names it among its results
-    chosen = any(override.startswith("parallel.") for override in overrides)
-    strategy = values.get("parallel", {}).get("strategy", "ddp")
-    is_known = isinstance(strategy, str) and strategy in STRATEGIES  # or else it is refused below
-    if not chosen and values.get("parallel") and is_known and (num_ranks == 1 or STRATEGIES[strategy].zero_stage):
-        if strategy != "ddp":
-            reason = "one process" if num_ranks == 1 else "no optimizer"
-            notes.append(f"`parallel.strategy` is ddp here, since there is {reason}; the training used {strategy}")
-        joining = {key: values["parallel"][key] for key in _JOINING if key in values["parallel"]}
-        values["parallel"] = {"strategy": "ddp", **joining}
+    notes += _set_strategy(values, overrides, num_ranks)
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         file = Path(name) / RECIPE_FILE
         file.write_text(json.dumps(values), encoding="utf-8")
@@ -131,6 +123,20 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     if not chosen and isinstance(data.get("validation"), str | list):
         data["train"] = data["validation"]
     return []
+
+
+def _set_strategy(values: dict[str, Any], overrides: Sequence[str], num_ranks: int) -> list[str]:
+    """Replace a strategy that needs an optimizer or several ranks, unless the user chose one; return a note on it."""
+    parallel = values.get("parallel", {})
+    strategy = parallel.get("strategy", "ddp")
+    chosen = any(override.startswith("parallel.") for override in overrides)
+    is_known = isinstance(strategy, str) and strategy in STRATEGIES  # or else it is refused with the other keys
+    if chosen or not parallel or not is_known or (num_ranks > 1 and not STRATEGIES[strategy].zero_stage):
+        return []
+    values["parallel"] = {"strategy": "ddp", **{key: parallel[key] for key in _JOINING if key in parallel}}
+    reason = "one process" if num_ranks == 1 else "no optimizer"
+    note = f"`parallel.strategy` is ddp here, since there is {reason}; the training used {strategy}"
+    return [] if strategy == "ddp" else [note]
 
 
 def _is_share(text: str) -> bool:

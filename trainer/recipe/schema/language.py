@@ -102,24 +102,25 @@ class CausalLM(VocabularyKeys):
         yield from super().contradictions()
         yield from self.generation.contradictions()
         sources = ("text", "prompt", "completion", "messages")
-        given = [key for key in sources if getattr(self, key) is not None]
+        columns = {key: column for key in sources if (column := getattr(self, key)) is not None}
+        given = list(columns)
         keys = [f"task.{key}" for key in given]
         named = " and ".join(f"`{key}`" for key in keys)
         if not given:
             yield clash("is missing; set it, or `task.messages`, or `task.prompt` and `task.completion`", "task.text")
         elif given in (["prompt"], ["completion"]):
-            missing = "completion" if given == ["prompt"] else "prompt"
+            (missing,) = {"prompt", "completion"} - columns.keys()
             yield clash(f"is missing; {named} needs it", f"task.{missing}", *keys)
         elif given not in (["text"], ["messages"], ["prompt", "completion"]):
             yield clash(f"must be the only source of examples, but set are {named}; set the others to null", *keys)
         else:
-            yield from shared({key: getattr(self, key) for key in given})
-        if self.tools is not None and given == ["text"]:
-            yield clash(f"applies to chats, but the examples are {named}; remove it", "task.tools", *keys)
-        if self.tools is not None and self.tools in (self.messages, self.prompt, self.completion):
-            yield clash(
-                f"is {shown_value(self.tools)}, which is also a column of {named}; name another", "task.tools", *keys
-            )
+            yield from shared(columns)
+        if self.tools is not None:
+            if given == ["text"]:
+                yield clash(f"applies to chats, but the examples are {named}; remove it", "task.tools", *keys)
+            if self.tools in (self.messages, self.prompt, self.completion):
+                text = f"is {shown_value(self.tools)}, which is also a column of {named}; name another"
+                yield clash(text, "task.tools", *keys)
         if self.train_on != "all" and given != ["messages"]:
             yield clash(f"applies to `task.messages`, but the examples are {named}; remove it", "task.train_on", *keys)
         if self.packing == "joined" and given != ["text"]:

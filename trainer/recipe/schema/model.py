@@ -101,20 +101,9 @@ class Model(Section):
         return self.name_or_path is None
 
     def contradictions(self) -> Iterator[Contradiction]:
-        name, config = "model.name_or_path", "model.config"
-        yield from hub_or_folder(name, self.name_or_path, self.revision)
+        yield from hub_or_folder("model.name_or_path", self.name_or_path, self.revision)
         yield from missing_folder("model.tokenizer", self.tokenizer)
-        if self.is_random and self.config is None:
-            yield clash("is missing; set it, or `model.config` for random weights", name, config)
-        if not self.is_random and self.config is not None and "model_type" in self.config:
-            problem = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained weights"
-            yield clash(f"{problem}; set one of them to null", config, name)
-        if self.is_random and self.config is not None:
-            if not isinstance(self.config.get("model_type"), str):
-                yield clash('must hold a "model_type", such as "bert"', config)
-            if self.revision is not None:
-                text = "applies to a hub repository, but the weights are random (`model.config`); remove it"
-                yield clash(text, "model.revision")
+        yield from self._contradictions_of_origin()
         if self.adapter is not None and self.freeze is not None:
             text = "has no effect with `model.adapter`, which freezes all other weights; remove it"
             yield clash(text, "model.freeze", "model.adapter")
@@ -130,3 +119,18 @@ class Model(Section):
         if self.quantization is not None and self.adapter is None:
             text = f"is {self.quantization}, but quantised weights cannot be trained; set `model.adapter` too"
             yield clash(text, "model.quantization", "model.adapter")
+
+    def _contradictions_of_origin(self) -> Iterator[Contradiction]:
+        name, config = "model.name_or_path", "model.config"
+        if not self.is_random:
+            if "model_type" in (self.config or {}):
+                problem = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained"
+                yield clash(f"{problem} weights; set one of them to null", config, name)
+        elif self.config is None:
+            yield clash("is missing; set it, or `model.config` for random weights", name, config)
+        else:
+            if not isinstance(self.config.get("model_type"), str):
+                yield clash('must hold a "model_type", such as "bert"', config)
+            if self.revision is not None:
+                text = "applies to a hub repository, but the weights are random (`model.config`); remove it"
+                yield clash(text, "model.revision")
