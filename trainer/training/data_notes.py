@@ -87,14 +87,16 @@ def trained_notes(task: Task, split: EncodedSplit, tokenizer: Tokenizer | None) 
         empty, number = _num_empty(labels, is_trained, tokenizer)
         if empty:
             notes.append(f"{empty:,} of {number:,} trained answers are empty, so the model learns to answer nothing")
-    ends = task.end_tokens(tokenizer)
+    return [*notes, *_end_notes(labels, task.end_tokens(tokenizer), tokenizer)]
+
+
+def _end_notes(labels: NDArray[Any], ends: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
     is_end = np.isin(labels, ends)
     names = listed([repr(tokenizer.decode([end])) for end in ends], 3)
     if ends and not is_end.any():
-        notes.append(f"no end token ({names}) is trained, so the model does not learn to end an answer")
+        yield f"no end token ({names}) is trained, so the model does not learn to end an answer"
     if doubled := int((is_end[1:] & (labels[1:] == labels[:-1])).sum()):
-        notes.append(f"{doubled:,} trained answers have two end tokens ({names}); remove those in their texts")
-    return notes
+        yield f"{doubled:,} trained answers have two end tokens ({names}); remove those in their texts"
 
 
 def _num_empty(labels: NDArray[Any], is_trained: NDArray[np.bool_], tokenizer: Tokenizer) -> tuple[int, int]:
@@ -197,61 +199,64 @@ def class_notes(task: Task, train: EncodedSplit, validation: EncodedSplit | None
     counts = class_counts(task, train)
     notes = []
     if absent := [name for name, count in counts if not count]:
-        notes.append(
-            f"no training row has the class {listed(list(map(repr, absent)), 3)}, so it is never predicted well"
-        )
-    alike: dict[str, list[str]] = {}
-    for name, _ in counts:
-        alike.setdefault(plain_name(name), []).append(name)
-    for names in alike.values():
-        if len(names) > 1:
-            look_alike = len({unicodedata.normalize("NFKC", name) for name in names}) < len(names)
-            shown = " and ".join(map(ascii if look_alike else repr, names))
-            notes.append(
-                f"the classes {shown} differ only in case, space or form of Unicode; if they are one class, fix the"
-                " labels"
-            )
-    numbers, words = _numbers_and_words([name for name, _ in counts])
-    if len(numbers) > 1 and len(words) > 1:
-        notes.append(
-            f"the classes {listed(list(map(repr, numbers)), 3)} are numbers, and {listed(list(map(repr, words)), 3)}"
-            " are words; if they are the same classes in other files, change one kind by `values` of `data.map.columns`"
-        )
-    if joined := _joined([name for name, _ in counts]):
-        notes.append(
-            f"the class {joined!r} looks like a list of classes in one text; for several labels a row, write lists as"
-            " JSON Lines or Parquet, and set `task.multi_label`"
-        )
+        notes.append(f"no training row has the class {_shown(absent)}, so it is never predicted well")
+    notes += _name_notes([name for name, _ in counts])
     if single := [name for name, count in counts if count == 1]:
-        kind = f"classes {listed(list(map(repr, single)), 3)} have" if len(single) > 1 else f"class {single[0]!r} has"
+        kind = f"classes {_shown(single)} have" if len(single) > 1 else f"class {single[0]!r} has"
         notes.append(f"the {kind} one training row; a typo in a label creates such a class")
-    if validation is None:
-        return notes
+    return notes if validation is None else notes + _validation_notes(task, train, validation, dict(counts))
+
+
+def _validation_notes(
+    task: Task, train: EncodedSplit, validation: EncodedSplit, counts: Mapping[str, int]
+) -> list[str]:
     if train.content_hash == validation.content_hash:
-        notes.append("the validation split holds the rows of the training split, so metrics do not show new rows")
-        return notes
+        return ["the validation split holds the rows of the training split, so metrics do not show new rows"]
+    notes = []
     held = dict(class_counts(task, validation))
-    if absent := [name for name, count in counts if count and not held[name]]:
-        notes.append(f"the validation split has no row of {listed(list(map(repr, absent)), 3)}")
+    if absent := [name for name, count in counts.items() if count and not held[name]]:
+        notes.append(f"the validation split has no row of {_shown(absent)}")
     if not counts and "labels" in validation.scalars and np.ptp(validation.scalars["labels"]) == 0:
         value = validation.scalars["labels"].flat[0]
         notes.append(f"all validation labels are {value:g}, so correlations are undefined, and shown as 0")
     return notes + _repetitions(train, validation)
 
 
-def _numbers_and_words(names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _shown(names: Sequence[str]) -> str:
+    return listed(list(map(repr, names)), 3)
+
+
+def _name_notes(names: Sequence[str]) -> Iterator[str]:
+    """Yield notes on names of classes that differ in their form only, or that are a list of classes."""
+    alike: dict[str, list[str]] = {}
     numbers, words = list[str](), list[str]()
     for name in names:
+        alike.setdefault(plain_name(name), []).append(name)
         (words if number_in(name) is None else numbers).append(name)
-    return numbers, words
+    for group in alike.values():
+        if len(group) > 1:
+            # Names that look the same need their code points.
+            look_alike = len({unicodedata.normalize("NFKC", name) for name in group}) < len(group)
+            shown = " and ".join(map(ascii if look_alike else repr, group))
+            fix = "if they are one class, fix the labels"
+            yield f"the classes {shown} differ only in case, space or form of Unicode; {fix}"
+    if len(numbers) > 1 and len(words) > 1:
+        yield (
+            f"the classes {_shown(numbers)} are numbers, and {_shown(words)} are words; if they are the same classes in"
+            " other files, change one kind by `values` of `data.map.columns`"
+        )
+    if joined := _joined(names):
+        yield (
+            f"the class {joined!r} looks like a list of classes in one text; for several labels a row, write lists as"
+            " JSON Lines or Parquet, and set `task.multi_label`"
+        )
 
 
 def _joined(names: Sequence[str]) -> str | None:
     """Return the first name that is a list as text, or joins names by a mark, most of which are in other names too."""
     # A list that was written as text, such as "['a', 'b']".
-    lists = [name for name in names if LITERAL.fullmatch(name)]
-    if lists or not names:
-        return next(iter(lists), None)
+    if written := next(filter(LITERAL.fullmatch, names), None):
+        return written
     for mark in "|;,":
         parts = {name: {part.strip() for part in name.split(mark)} for name in names}
         uses = Counter(part for inner in parts.values() for part in inner)

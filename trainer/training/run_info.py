@@ -46,18 +46,11 @@ def _own_parameter_groups(
 ) -> tuple[ParameterGroup, ...]:
     names = Counter(id(p) for model in models for _, p in model.named_parameters(remove_duplicate=False))
     tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
-
-    def kinds(label: str, placement: ParameterPlacement) -> Iterator[str]:
-        # One of the first three, and "tied" beside it, so the kinds overlap.
-        yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
-        if label in tied or placement.stages:
-            yield "tied"
-
     weight_bytes, sizes = _weight_bytes(models), mesh.sizes
     quantized = weights_of_parts(models)
     groups = []
     for name in get_args(Kind):
-        labels = [label for label, placement in placements.items() if name in kinds(label, placement)]
+        labels = [label for label, placement in placements.items() if name in _kinds(placement, label in tied)]
         members = {label: placements[label] for label in labels if not placements[label].is_copy}
         if labels:
             groups.append(
@@ -69,6 +62,13 @@ def _own_parameter_groups(
                 )
             )
     return tuple(groups)
+
+
+def _kinds(placement: ParameterPlacement, is_tied: bool) -> Iterator[Kind]:
+    # One of the first three, and "tied" beside it, so the kinds overlap.
+    yield "frozen" if not placement.trainable else "split" if placement.splits else "replicated"
+    if is_tied or placement.stages:
+        yield "tied"
 
 
 def _weight_bytes(models: Iterable[nn.Module]) -> Callable[[str], int]:
