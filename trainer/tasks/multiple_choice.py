@@ -127,29 +127,27 @@ class MultipleChoiceTask(TextTask):
         contexts = filled(rows, self.context_column, where, first_row, "every row needs a text")
         questions = self._questions(rows, where, first_row)
         places = [(row, choice) for row, of_row in enumerate(choices) for choice in range(len(of_row))]
-        pairs = (
-            [contexts[row] for row, _ in places],
-            [self._joined(questions[row], choices[row][choice]) for row, choice in places],
-        )
-        firsts, seconds = (bare(texts, tokenizer, *frame_of(tokenizer)) for texts in pairs)
-        texts = tokenizer(firsts, seconds, return_attention_mask=False, verbose=False)
-        columns = {name: list(values) for name, values in texts.items()}
+        frame = frame_of(tokenizer)
+        firsts = bare([contexts[row] for row, _ in places], tokenizer, *frame)
+        joined = [self._joined(questions[row], choices[row][choice]) for row, choice in places]
+        seconds = bare(joined, tokenizer, *frame)
+        columns = dict(tokenizer(firsts, seconds, return_attention_mask=False, verbose=False))
         # Tokenised whole first: only long pairs need the check, and the second call.
         long = [place for place, ids in enumerate(columns["input_ids"]) if len(ids) > max_length]
         if not long:
             return columns, set()
         num_special = tokenizer.num_special_tokens_to_add(pair=True)
-        own = tokenizer([seconds[place] for place in long], add_special_tokens=False, verbose=False)["input_ids"]
+        too_long = [firsts[place] for place in long], [seconds[place] for place in long]
+        own = tokenizer(too_long[1], add_special_tokens=False, verbose=False)["input_ids"]
         for place, ids in zip(long, own, strict=True):
             if len(ids) + num_special >= max_length:
                 row, choice = places[place]
-                beside = "" if self.question_column is None else " with its question"
+                beside = " with its question" * (self.question_column is not None)
                 raise DataError(
                     f"{self._place(choice, first_row + row, where)} has {len(ids)} tokens{beside}, which leaves no room"
                     f" for the context in `data.max_length` {max_length}, with {num_special} special tokens; increase"
                     " `data.max_length`, or shorten the choice"
                 )
-        too_long = ([texts[place] for place in long] for texts in (firsts, seconds))
         shortened = tokenizer(*too_long, truncation="only_first", max_length=max_length, return_attention_mask=False)
         for name, values in shortened.items():
             for place, value in zip(long, values, strict=True):

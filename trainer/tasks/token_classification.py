@@ -208,7 +208,8 @@ class TokenClassificationTask(NamedClasses, TextTask):
         self, text: TokenisedText, labels: Sequence[int] | None, size: int, stride: int
     ) -> Iterator[dict[str, list[int]]]:
         names = self._known_class_names if labels is not None else ()
-        further = [names.index(continuation(name, names)) for name in names] if self.label_all else []
+        # By class: the label of the later tokens of a word.
+        further = [names.index(continuation(name, names)) if self.label_all else IGNORED_LABEL for name in names]
         owner_of = owners(text.end - text.start, size, stride)
         for window, (start, end) in enumerate(windows(text.end - text.start, size, stride)):
             numbers, own = [], []
@@ -218,10 +219,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
                 owned = word >= 0 and owner_of[token] == window
                 numbers.append(word + 1 if owned and is_first else 0)
                 if labels is not None:
-                    label = IGNORED_LABEL
-                    if owned and (is_first or self.label_all):
-                        label = labels[word] if is_first else further[labels[word]]
-                    own.append(label)
+                    own.append((labels[word] if is_first else further[labels[word]]) if owned else IGNORED_LABEL)
             before, after = [0] * text.start, [0] * (len(text.columns["input_ids"]) - text.end)
             found = cut_columns(text.columns, (text.start, text.end), (start, end))
             found[WORD] = before + numbers + after

@@ -241,10 +241,12 @@ def _texts(message: Mapping[str, Any], is_trained: bool) -> Iterator[tuple[str, 
             for number, part in enumerate(value):
                 other = {**part, "text": _OTHER}
                 yield key, str(part.get("text", "")), [*value[:number], other, *value[number + 1 :]]
-        elif isinstance(value, str) and key == "content" and message["role"] == "assistant":
+        elif not isinstance(value, str):
+            continue
+        elif key == "content" and message["role"] == "assistant":
             parts = [part for part in _REASONING.split(value) if part.strip()]
             yield from ((key, part, value.replace(part, _OTHER)) for part in (parts if is_trained else parts[-1:]))
-        elif isinstance(value, str) and (key == "content" or (is_trained and key not in _READ | _LABELS)):
+        elif key == "content" or (is_trained and key not in _READ | _LABELS):
             yield key, value, _OTHER
 
 

@@ -65,12 +65,11 @@ def tags_of_words(
         if last is not None and start < last[1]:
             raise DataError(f"{place} has spans that overlap: {_span(last)} and {_span(span)}; keep one of them")
         if start not in starts or end not in ends:
-            unit = "token" if by_token else "word"
+            unit, other = ("token", "") if by_token else ("word", ", or set `task.label_all` to true")
             near = " ".join(text[s:e] for s, e in read.words if s < end and start < e)
-            fix = "correct the span" if by_token else "correct the span, or set `task.label_all` to true"
             raise DataError(
                 f"{place} has the span {_span(span)}, {text[start:end]!r}, which does not start and end with a"
-                f" {unit} of the tokenizer ({near!r}); {fix}"
+                f" {unit} of the tokenizer ({near!r}); correct the span{other}"
             )
         if f"B-{label}" not in names:
             known = scheme_of(names)
