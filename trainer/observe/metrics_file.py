@@ -209,6 +209,21 @@ class Metrics:
     seconds: Counter[str] = field(default_factory=Counter)  # of all starts, by the parts of the wall time
     samples: list[SampledStep] = field(default_factory=list)
 
+    def finish(self, end: Mapping[str, Any], seconds_before: float) -> None:
+        """Add the end of a start; `seconds_before` are not of this start."""
+        if parts := end.get("parts"):
+            self.seconds.update(parts)
+            self.seconds.update({END: max(0.0, end.get("seconds", 0.0) - self.seconds.total() + seconds_before)})
+        self.end = end
+
+    def thin(self, most_steps: int) -> None:
+        """Leave out every second training line if there are more, and the picture of the evaluation before the last."""
+        if len(self.steps) > most_steps:
+            # The kept lines stay evenly spaced, and `stride` leaves out as many of the later ones.
+            del self.steps[1::2]
+            self.stride *= 2
+        self.evaluations[-2:-1] = [replace(one, picture=None) for one in self.evaluations[-2:-1]]
+
 
 def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
     """Read a `metrics.jsonl`, even while a run writes it. Secrets in addresses are masked.
@@ -238,13 +253,7 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
                 if number % metrics.stride == 0:
                     metrics.steps.append(record)
                 number, last = number + 1, record
-                if most_steps is not None and len(metrics.steps) > most_steps:
-                    # The kept lines stay evenly spaced, and `stride` leaves out as many of the later ones.
-                    del metrics.steps[1::2]
-                    metrics.stride *= 2
             case EvaluationRecord():
-                if most_steps is not None and metrics.evaluations:
-                    metrics.evaluations[-1] = replace(metrics.evaluations[-1], picture=None)
                 metrics.evaluations.append(record)
             case LoggedRecord():
                 metrics.logged.append(record)
@@ -259,12 +268,9 @@ def read_metrics(path: Path, most_steps: int | None = None) -> Metrics:
                 metrics.runs.append(record)
                 metrics.end = None
             case _:
-                metrics.seconds.update(record.get("parts", {}))
-                if record.get("parts"):
-                    metrics.seconds.update(
-                        {END: max(0.0, record.get("seconds", 0.0) - metrics.seconds.total() + before)}
-                    )
-                metrics.end = record
+                metrics.finish(record, before)
+        if most_steps is not None:
+            metrics.thin(most_steps)
     if last is not None and metrics.steps[-1] is not last:
         metrics.steps.append(last)
     return metrics

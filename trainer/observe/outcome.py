@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from statistics import median
 
 from trainer.observe.observer import Observer
@@ -37,9 +38,10 @@ class Outcome(Observer):
         """Return the warnings for the user, the best evaluation given."""
         if self._run is None or not self._last:
             return ()
-        found = []
-        baselines = self._run.baselines
-        trivial = baselines.get("loss")
+        return (*self._divergence(self._run), *_no_better_than_chance(self._run.baselines, best))
+
+    def _divergence(self, run: RunInfo) -> Iterator[str]:
+        trivial = run.baselines.get("loss")
         few = len(self._first) < _MEDIAN_OF
         first, last = (self._first[0], self._last[-1]) if few else (median(self._first), median(self._last))
         # A loss that has grown but still beats a prediction that ignores the input has not diverged.
@@ -48,15 +50,16 @@ class Outcome(Observer):
         if grown or bad:
             start = f"the first logged losses are near {first:.4g}, the last ones near {last:.4g}"
             chance = f"; a prediction that ignores the input has {trivial:.4g}" if trivial else ""
-            rate = (self._run.recipe.get("optimizer") or {}).get("learning_rate")
-            found.append(
-                f"the loss diverged: {start}{chance}; lower `optimizer.learning_rate` ({rate}) or warm up longer"
-            )
-        if best is not None and best.name in baselines:
-            chance_value = baselines[best.name]
-            if merit(best.name, {best.name: best.value})[0] <= merit(best.name, {best.name: chance_value})[0]:
-                found.append(
-                    f"{best.name} {best.value:.4f} does not beat {chance_value:.4f}, which a prediction that ignores"
-                    " the input reaches; look at the labels, and try another `optimizer.learning_rate` or more steps"
-                )
-        return tuple(found)
+            rate = (run.recipe.get("optimizer") or {}).get("learning_rate")
+            yield f"the loss diverged: {start}{chance}; lower `optimizer.learning_rate` ({rate}) or warm up longer"
+
+
+def _no_better_than_chance(baselines: Mapping[str, float], best: BestMetric | None) -> Iterator[str]:
+    if best is None or best.name not in baselines:
+        return
+    chance = baselines[best.name]
+    if merit(best.name, {best.name: best.value})[0] <= merit(best.name, {best.name: chance})[0]:
+        yield (
+            f"{best.name} {best.value:.4f} does not beat {chance:.4f}, which a prediction that ignores the input"
+            " reaches; look at the labels, and try another `optimizer.learning_rate` or more steps"
+        )
