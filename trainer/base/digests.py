@@ -38,7 +38,7 @@ def digest_of(value: Any, replaced: Replacements | None = None) -> str:
 def _plain(value: Any, replaced: Replacements, within: tuple[int, ...]) -> Any:
     """Return a value for JSON; `within` are the ids of the objects around this one."""
     kind = type(value)
-    if value is None or kind in (str, int, float, bool):
+    if kind in (type(None), str, int, float, bool):
         return value
     if kind is bytes:
         return ["bytes", hashlib.sha256(value).hexdigest()]

@@ -234,11 +234,10 @@ class Saver:
         # Checkpoints of a partly frozen model lack the frozen weights.
         is_whole = not is_partly_frozen(self._saved.identity)
         own = self._engine.placements.values()
-        placed = gather_shapes(
-            self._mesh, {p.name: p.shape for p in own if is_whole or p.trainable or is_start(p.name)}
-        )
+        own_trained = {p.name: p.shape for p in own if p.trainable}
+        own_saved = own_trained | {p.name: p.shape for p in own if is_whole or is_start(p.name)}
         # Ranks of other stages hold other parameters, so the comparison on rank 0 needs those of all.
-        trained = gather_shapes(self._mesh, {p.name: p.shape for p in own if p.trainable}).keys()
+        placed, trained = gather_shapes(self._mesh, own_saved), gather_shapes(self._mesh, own_trained).keys()
 
         def compare() -> list[str]:
             for name in sorted(saved.keys() | placed.keys()):

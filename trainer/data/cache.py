@@ -84,18 +84,17 @@ class EntryWriter:
         for name in self._own_lengths:
             if name in columns:  # rows to predict have no labels
                 self._append_ragged(name, columns.pop(name))
-        if "input_ids" in columns and columns["input_ids"] and isinstance(columns["input_ids"][0][0], list):
-            self._texts_per_row = len(columns["input_ids"][0])
+        ids = columns.get("input_ids")
+        if ids and isinstance(ids[0][0], list):
+            self._texts_per_row = len(ids[0])
             for name, values in columns.items():
                 if isinstance(values[0], list) and isinstance(values[0][0], list):
-                    assert all(len(row) == self._texts_per_row for row in values), "rows have one number of texts"
+                    assert set(map(len, values)) == {self._texts_per_row}, "rows have one number of texts"
                     # The texts of a row follow each other; `texts_per_row` finds them again.
                     columns[name] = list(chain.from_iterable(values))
         # Rows without tokens have length 0.
-        token_ids = (
-            columns["input_ids"] if "input_ids" in columns else [()] * len(columns[next(iter(columns), "labels")])
-        )
-        lengths = np.array([len(ids) for ids in token_ids], np.int64)
+        token_ids = columns.get("input_ids", [()] * len(columns[next(iter(columns), "labels")]))
+        lengths = np.fromiter(map(len, token_ids), np.int64)
         self._append(_OFFSETS, "offsets", self._num_tokens + np.cumsum(lengths))
         num_tokens = int(lengths.sum())
         self._num_tokens += num_tokens

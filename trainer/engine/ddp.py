@@ -137,16 +137,18 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-    # DDP refuses a model without any gradient to sum.
-    if not is_alone and any(p.requires_grad and name not in left_out for name, p in named.items()):
-        call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
-        no_sync = wrapped.no_sync
     complete: Callable[[], object] = nothing
-    if is_alone and sent_in is not None:
-        # No rank receives these gradients, but one process must round as several ranks do.
-        complete = partial(round_gradients_, list(named.values()), sent_in)
-    elif not is_alone and not recipe.cuda_graphs:
-        complete = partial(_refuse_unused_parameters, model)
+    if is_alone:
+        if sent_in is not None:
+            # No rank receives these gradients, but one process must round as several ranks do.
+            complete = partial(round_gradients_, list(named.values()), sent_in)
+    else:
+        if not recipe.cuda_graphs:
+            complete = partial(_refuse_unused_parameters, model)
+        # DDP refuses a model without any gradient to sum.
+        if any(p.requires_grad and name not in left_out for name, p in named.items()):
+            call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
+            no_sync = wrapped.no_sync
     # A graph rounds the weights itself, because it reads the memory that it was captured with.
     forward = ModelForward(built, task, mesh, plan, call, rounded=None if recipe.cuda_graphs else rounded)
     # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.

@@ -252,7 +252,7 @@ class LocalRanks:
         if any(ended.has_failed for ended in self._ended) and self._kill_at is None:
             self._terminate(running, _AFTER_FAILURE_SECONDS)
         if running and (stop.is_urgent or (self._kill_at is not None and time.monotonic() >= self._kill_at)):
-            self.was_killed = self.was_killed or self._was_asked
+            self.was_killed |= self._was_asked
             self.kill()
         # SIGTERM waits until a suspended rank continues, so such a rank would hold up the end of all.
         elif self._ended:

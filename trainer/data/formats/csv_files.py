@@ -105,15 +105,10 @@ class CsvReader(Reader):
                 raise DataError(f"the names of the columns of {where} must close their quotation mark; close it")
             rows = (cells for cells in lines if cells != [_END])
             for number, cells in enumerate(_with_empty_rows(rows) if len(names) == 1 else filter(None, rows), start=1):
-                short = len(cells) != len(names)
-                problem = f"row {number} of {where} must have as many values as there are columns; correct it"
-                if not short and delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
-                    problem = f"row {number} of {where} must have one line, but {_JOINED}"
-                    short = True
-                if cells and cells[-1].endswith(_END):
-                    problem = f"row {number} of {where} must close its quotation mark; close it, or {_UNQUOTED}"
-                    short = True
-                yield DataError(problem) if short else dict(zip(names, cells, strict=True))
+                if fault := _fault(cells, len(names), delimiter):
+                    yield DataError(f"row {number} of {where} must {fault}")
+                else:
+                    yield dict(zip(names, cells, strict=True))
 
     def num_empty(self, path: Path, text: TextOptions) -> int:
         with open_text(path, text.encoding) as file:
@@ -125,6 +120,17 @@ class CsvReader(Reader):
         with open_text(path, text.encoding) as file:
             numbered = _numbered(text.cells(file, text.delimiter or _delimiter_of(path, text)))
             yield from (line for line, _ in islice(numbered, 1, None))  # without the names
+
+
+def _fault(cells: Sequence[str], num_columns: int, delimiter: str) -> str:
+    if cells[-1].endswith(_END):
+        return f"close its quotation mark; close it, or {_UNQUOTED}"
+    if len(cells) != num_columns:
+        return "have as many values as there are columns; correct it"
+    # Such a value has joined rows, whose number of values is right by chance.
+    if delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+        return f"have one line, but {_JOINED}"
+    return ""
 
 
 def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
