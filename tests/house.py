@@ -64,18 +64,21 @@ def imported_by_a_run() -> tuple[int, int]:
 
 
 def reaches_up() -> list[str]:
-    """Return the places of the trunk that name a tool or a feature, as an import or in a text."""
+    """Return the places of the trunk that name a tool, a feature or its task, as an import or in a text."""
+    files = (PACKAGE / "features").glob("*/extension.json")
+    tasks = [name for file in files for name in json.loads(file.read_text()).get("task", ())]
+    names = ("trainer.tools", "trainer.features", *(f'"{name}"' for name in tasks))
     return [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in trunk()
+        for path in [*trunk(), *PACKAGE.glob("recipe/**/*.json")]
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if "trainer.tools" in line or "trainer.features" in line
+        if any(name in line for name in names)
     ]
 
 
 def _classes_of_tasks() -> set[str]:
     """Return the names of the classes of tasks and of their sections in a recipe, but those that all of a kind have."""
-    files = [*sources(PACKAGE / "tasks"), *sources(PACKAGE / "recipe" / "schema")]
+    files = [path for folder in ("tasks", "features", "recipe/schema") for path in sources(PACKAGE / folder)]
     classes = [node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
     found, known = set(_KINDS), 0
     while known < len(found):
@@ -87,7 +90,8 @@ def _classes_of_tasks() -> set[str]:
 def switches() -> list[str]:
     """Return the places outside of `tasks/` and `features/` that ask for the type of a task, in the schema too."""
     classes = _classes_of_tasks()
-    types = {path.stem for path in (PACKAGE / "tasks").glob("*.py") if "Task(" in path.read_text()} - {"task"}
+    files = [*(PACKAGE / "tasks").glob("*.py"), *(PACKAGE / "features").glob("*/*.py")]
+    types = {path.stem for path in files if "Task(" in path.read_text()} - {"task"}
     rooms = [path for path in sources() if path.relative_to(PACKAGE).parts[0] not in ("tasks", "features")]
     named = re.compile("|".join([*classes, *types, "task.type"]))  # others need no parsing, which takes seconds
     texts = {path: text for path in rooms if named.search(text := path.read_text())}

@@ -31,10 +31,10 @@ def copied(folder: Path) -> Path:
     return folder / "trainer"
 
 
-def run(folder: Path, *words: str) -> str:
+def run(folder: Path, *words: str, code: int = 0) -> str:
     ended = finish(start([sys.executable, "-m", "trainer", *words], folder, PYTHONPATH=str(folder)), 300)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr if code else ended.stdout
 
 
 @pytest.mark.slow
@@ -55,7 +55,11 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         away.rename(tmp_path / name)
         schema = run(tmp_path, "schema")
         rows = json.loads((tmp_path / name / "extension.json").read_text())
-        names = [word.rpartition(".")[2] for kind in ("optimizer", "keys") for word in rows.get(kind, ())]
+        names = [word.rpartition(".")[2] for kind in ("optimizer", "keys", "task") for word in rows.get(kind, ())]
         assert names
         assert not any(f'"{word}"' in schema for word in names)
+        for task in rows.get("task", ()):
+            refused = run(tmp_path, "check", "bert_sample", f"task.type={task}", code=2)
+            assert '`task.type` must be one of "sequence_classification"' in refused
+            assert f'but is "{task}"' in " ".join(refused.split())
         (tmp_path / name).rename(away)

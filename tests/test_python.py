@@ -216,6 +216,9 @@ class TestRegistering:
             trainer.register_metric("accuracy", max)
         with pytest.raises(trainer.UsageError, match="'bert' ships with trainer"):
             trainer.register_family("bert", "nowhere:FAMILY")
+        kind, name = min(extensions._SHIPPED)
+        with pytest.raises(trainer.UsageError, match=f"{name!r} ships with trainer"):
+            extensions.register(kind, name, None, "elsewhere")
         assert not extensions.registered()
 
     def test_keys_that_are_not_those_of_a_task_are_refused(self):

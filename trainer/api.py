@@ -364,12 +364,12 @@ def register_recipes(folder: str | Path) -> None:
     Raises:
         UsageError: There is no such folder, or a recipe has the name of a shipped one.
     """
-    from trainer.recipe.reading.shipped import recipes_in, shipped_folder
+    from trainer.recipe.reading.shipped import own_recipes, recipes_in
 
     place = Path(folder).resolve()
     if not place.is_dir():
         raise UsageError(f"the folder of recipes must exist, but {place} does not; name another")
-    taken = recipes_in(place).keys() & recipes_in(shipped_folder()).keys()
+    taken = recipes_in(place).keys() & own_recipes().keys()
     if taken:
         raise UsageError(f"{place} holds {', '.join(sorted(taken))}, which ship with trainer; rename these recipes")
     extensions.register("recipes", str(place), place, _calling_module())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -279,26 +280,6 @@ def tiny_choices(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
-def tiny_answers(num_rows: int = NUM_ROWS, is_labelled: bool = False, labels_prompts: bool = False) -> EncodedSplit:
-    """Return rows of two random texts, each with the next tokens of its last half as labels.
-
-    `is_labelled` adds whether a row is desirable; `labels_prompts` labels all tokens, and marks the halves.
-    """
-    split = tiny_tuples(num_rows, texts_per_row=2)
-    split.content_hash = f"tiny answers {is_labelled} {labels_prompts}"
-    lengths = np.diff(split.offsets)
-    places = np.concatenate([np.arange(length) for length in lengths])
-    answer = places >= np.repeat(lengths // 2, lengths)
-    split.tokens["labels"] = np.roll(split.tokens["input_ids"], -1)
-    if labels_prompts:
-        split.tokens["answer"] = answer.astype(np.int64)
-    else:
-        split.tokens["labels"][~answer] = IGNORED_LABEL
-    if is_labelled:
-        split.scalars["desirable"] = np.random.default_rng(1).integers(0, 2, num_rows)
-    return split
-
-
 def tiny_label_lists(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the rows of `tiny_split` with random lists of labels, some of them empty."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
@@ -430,27 +411,6 @@ TINY_TASKS = {
         {"type": "causal_lm", "text": "text", "packing": "documents", "vocabulary_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
-        Padding(0),
-    ),
-    "preference": TinyTask(
-        {"type": "preference"}, {"config": TINY_DECODERS["llama"], "tokenizer": "none"}, tiny_answers, Padding(0)
-    ),
-    "reward_model": TinyTask(
-        {"type": "reward_model", "margin": "margin", "center_coefficient": 0.1},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        partial(tiny_tuples, texts_per_row=2, has_scores=True),
-        Padding(0),
-    ),
-    "preference_orpo": TinyTask(
-        {"type": "preference", "loss": {"type": "orpo"}, "vocabulary_chunk": 7},
-        {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
-        partial(tiny_answers, labels_prompts=True),
-        Padding(0),
-    ),
-    "preference_kto": TinyTask(
-        {"type": "preference", "loss": {"type": "kto", "undesirable_weight": 0.7}},
-        {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
-        partial(tiny_answers, is_labelled=True),
         Padding(0),
     ),
     "question_answering": TinyTask(
@@ -648,7 +608,7 @@ def build_tiny(
     batching = tiny.batching
     if isinstance(batching, Padding):
         batching = replace(batching, multiple_of=recipe.data.pad_to)
-    if task.has_reference:  # each training computes its own, and rank 0 keeps it
+    if task.inputs_of_start:  # each training computes its own, and rank 0 keeps it
         folder = tempfile.TemporaryDirectory()
         cached = recipe.data.model_copy(update={"cache": folder.name})
         plan = replace(plan, recipe=recipe.model_copy(update={"data": cached}))
@@ -701,3 +661,8 @@ def digests_of(training: TinyTraining) -> dict[str, str]:
         key = " ".join(parts)
         hashes.setdefault(key, hashlib.sha256()).update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return {key: digest.hexdigest() for key, digest in hashes.items()}
+
+
+# The tasks of features, whose modules import this one.
+for _file in sorted(Path(__file__).parents[1].glob("features/*/tiny_tasks.py")):
+    TINY_TASKS |= importlib.import_module(f"tests.features.{_file.parent.name}.tiny_tasks").TASKS

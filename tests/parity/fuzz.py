@@ -228,7 +228,7 @@ def outputs_of(file: str, folders: Sequence[str]) -> list[tuple[float, Any]]:
             cache = {"use_cache": False} if task.auto_class_name == "AutoModelForCausalLM" else {}
             output = model.eval()(**task.model_inputs(microbatch.inputs), **cache)
             scores = task.scores(output, microbatch.inputs, microbatch.labels)
-            loss = 0.0 if task.rows_depend or task.has_reference else float(task.loss_sum(scores, microbatch.labels))
+            loss = 0.0 if task.rows_depend or task.inputs_of_start else float(task.loss_sum(scores, microbatch.labels))
         outputs = scores.float()
         if "attention_mask" in microbatch.inputs and outputs.dim() > 2 and not task.rows_are_labels:
             outputs = outputs[microbatch.labels != -100]  # not at padding

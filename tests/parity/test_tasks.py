@@ -1,10 +1,12 @@
 """Parity of tasks: every task gives the same training under every layout as on one process.
 
-A new task needs its row in `TINY_TASKS` of `tests/helpers/training.py` and its name in `TASKS`.
+A new task needs its row in `TINY_TASKS` of `tests/helpers/training.py` and its name in `TASKS`; those of features have
+tests of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -21,10 +23,6 @@ TASKS = (
     "masked_lm",
     "causal_lm",
     "causal_lm_packed",
-    "preference",
-    "reward_model",
-    "preference_orpo",
-    "preference_kto",
     "embedding",
     "embedding_duplicates",
     "reranker",
@@ -66,8 +64,6 @@ VARIANTS = (
     "weighted_classification",
     "multi_label",
     "sequence_regression",
-    "preference_orpo",
-    "preference_kto",
 )
 """Tasks that differ from another one by a key or a family."""
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
@@ -80,7 +76,7 @@ FURTHER = ("tensor-sequence-accumulated", "context", "pipeline")
 """Layouts of variants that the task beside them runs each time."""
 
 
-def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks_of(task: str, layout: str, quick: Sequence[str], is_variant: bool) -> tuple[pytest.MarkDecorator, ...]:
     world_size = LAYOUTS[layout][0]
     if layout == "tensor-context" and task != "causal_lm":
         return (pytest.mark.nightly,)
@@ -88,10 +84,10 @@ def _marks(task: str, layout: str) -> tuple[pytest.MarkDecorator, ...]:
         return (pytest.mark.nightly,)
     if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
         return (pytest.mark.nightly,)
-    if layout in _quick(task):
+    if layout in quick:
         return ()
     # More ranks than `ddp` has divide the rows of all.
-    is_further = layout == "ddp" or (task in VARIANTS and layout in FURTHER)
+    is_further = layout == "ddp" or (is_variant and layout in FURTHER)
     return (pytest.mark.nightly,) if is_further else (pytest.mark.slow,)
 
 
@@ -151,7 +147,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
 @pytest.mark.parametrize(
     ("task", "layout"),
     [
-        pytest.param(task, name, marks=_marks(task, name))
+        pytest.param(task, name, marks=marks_of(task, name, _quick(task), task in VARIANTS))
         for task in TASKS
         for name in LAYOUTS
         # T5 and BART have no context parallelism.
@@ -185,44 +181,3 @@ def test_blocks_of_the_vocabulary_in_bf16(task: str):
     whole = train(task, {"precision": "bf16", "task_keys": {"vocabulary_chunk": None}})
     for curve, expected in zip(train(task, {"precision": "bf16"}), whole, strict=True):
         assert_same_curve(curve, expected, TOLERANCES["bf16"])
-
-
-LORA = {"config": TINY_TASKS["preference"].model["config"], "tokenizer": "none", "dropout": 0.1,
-        "adapter": {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}}  # fmt: skip
-FLAT = {"data": {"padding_free": True}}
-PREFERENCES: dict[str, tuple[int, dict[str, Any]]] = {
-    "hsdp-flat": (2, {**FLAT, "parallel": {"strategy": "hsdp", "shard": 1}}),
-    "zero1-flat": (2, {**FLAT, "parallel": {"strategy": "zero1"}, "training": {"micro_batch_size": 2}}),
-    "zero2": (2, {"parallel": {"strategy": "zero2"}}),
-    "zero3-flat": (2, {**FLAT, "parallel": {"strategy": "zero3"}}),
-    "context-flat": (2, {**FLAT, "parallel": {"context": 2}}),
-    "ring-flat": (3, {**FLAT, "parallel": {"context": 3}, "training": {"micro_batch_size": 5}}),
-    "tensor-flat-adapter": (2, {**FLAT, "model": LORA, "parallel": {"tensor": 2, "sequence": True}}),
-    "zero3-adapter": (2, {"model": LORA, "parallel": {"strategy": "zero3"}}),
-    "stages-adapter": (2, {"model": LORA, "parallel": {"pipeline": {"stages": 2}}}),
-}
-"""Layouts of preferences that `LAYOUTS` has not; with an adapter, the reference has the weights beneath it."""
-RARE = ("zero2", "ring-flat", "zero3-adapter")
-
-
-def adapter_reference() -> tuple[Curve, Curve]:
-    return once("parity of preferences with an adapter", lambda: train("preference", {"model": LORA}))
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.nightly if name in RARE else pytest.mark.slow) for name in PREFERENCES],
-)
-def test_preferences_without_padding_and_with_an_adapter(ranks: RankPools, layout: str):
-    world_size, keys = PREFERENCES[layout]
-    expected = adapter_reference() if "model" in keys else reference("preference")
-    for found in ranks(world_size).run(train, "preference", keys):
-        assert_same_training(found, expected)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("task", ["reward_model", "preference_orpo", "preference_kto"])
-@pytest.mark.parametrize("layout", ["hsdp-flat", "zero1-flat", "zero2", "zero3-flat"])
-def test_rewards_and_other_losses_of_preferences(ranks: RankPools, layout: str, task: str):
-    for found in ranks(2).run(train, task, PREFERENCES[layout][1]):
-        assert_same_training(found, reference(task))

@@ -703,18 +703,20 @@ _TASKS = [
     Defect(
         "reference_of_preferences_ignored",
         "The rewards of answers are those without a reference.",
-        "tasks/preference_losses.py",
+        "features/preferences/losses.py",
         "return self.logps - self.reference",
         "return self.logps",
-        ("tasks/test_preference.py::test_metrics_by_hand",),
+        ("features/preferences/test_preference.py::test_metrics_by_hand",),
     ),
     Defect(
         "margin_of_rewards_added",
         "The margin of a pair makes its loss smaller.",
-        "tasks/reward_model.py",
+        "features/preferences/reward_model.py",
         "F.logsigmoid(chosen - rejected - margins)",
         "F.logsigmoid(chosen - rejected + margins)",
-        ("training/test_trl.py::test_a_reward_model_is_that_of_trl_and_its_folder_gives_the_same_rewards[True]",),
+        (
+            "features/preferences/test_trl.py::test_a_reward_model_is_that_of_trl_and_its_folder_gives_the_same_rewards[True]",
+        ),
     ),
     Defect(
         "tokens_without_a_label_counted",
@@ -1344,15 +1346,15 @@ _TRAINING = [
         "training/evaluate.py",
         'plan.recipe.model_copy(update={"model": start})',
         "plan.recipe",
-        ("training/test_preferences.py",),
+        ("features/preferences/test_runs.py",),
     ),
     Defect(
         "reference_of_other_weights",
         "A reference in the cache is used for other weights.",
-        "training/referencing.py",
+        "features/preferences/referencing.py",
         '"weights": weights,',
         '"weights": "",',
-        ("training/test_preferences.py",),
+        ("features/preferences/test_runs.py",),
     ),
     Defect(
         "request_of_a_callback_on_one_rank",

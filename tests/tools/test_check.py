@@ -466,3 +466,10 @@ def test_numbers_as_labels_of_a_checkpoint_with_names(tmp_path):
     assert task.in_checkpoint_order(("0", "1"), chosen=False)[1] == []
     named = task.with_classes(("negative", "positive"), False)
     assert "in another order" in named.in_checkpoint_order(("positive", "negative"), chosen=True)[1][0]
+
+
+def test_packing_beside_packed_documents_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"type": "causal_lm", "packing": "documents", "metrics": ["perplexity"]}
+    file = write_tiny_run(tmp_path, task=task, data={"padding_free": True})
+    assert main(["check", str(file), "--quick"]) == 2
+    assert "`data.padding_free` is true, but rows of several documents" in " ".join(capsys.readouterr().err.split())

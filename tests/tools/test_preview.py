@@ -44,13 +44,15 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
         ("choice_sample", ["text 0", "text 1", "text 2", "text 3"], "0", ""),
         ("embedding_sample", ["anchor", "positive"], "", ""),
         ("reranker_sample", ["text 0", "text 1", "text 2", "text 3"], "1, 0, 0, 0", ""),
-        ("reward_sample", ["chosen", "rejected"], "", ""),
-        ("dpo_sample", ["chosen", "rejected"], "", "the topic is formats. [SEP]"),
         ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
         ("qa_sample", ["text"], "tokens 22 to 32", "true if the module specified by fullname is a package"),
     ],
 )
 def test_the_tasks(recipe: str, roles: list[str], label: str, trained: str):
+    assert_previewed(recipe, roles, label, trained)
+
+
+def assert_previewed(recipe: str, roles: list[str], label: str, trained: str) -> None:
     found = trainer.preview(recipe, rows=1)
     (row,) = found.rows
     assert [text.role for text in row.texts] == roles
@@ -151,35 +153,11 @@ class TestNotesOnAnswers:
             def decode(self, ids: list[int]) -> str:
                 return {3: "</s>", 7: " \n"}.get(ids[0], "word")
 
-        task = build_task(load_recipe("dpo_sample").recipe.task)
+        task = build_task(load_recipe("sft_sample").recipe.task)
         split = trainer_split(labels)
         found = trained_notes(task, split, Tokenizer())  # type: ignore[arg-type]
         assert len(found) == (note is not None)
         assert note is None or note in found[0]
-
-    @pytest.mark.parametrize(
-        ("task", "ids", "desirable", "note"),
-        [
-            (
-                {"type": "preference", "loss": {"type": "dpo"}},
-                [4, 5, 6, 4, 5, 6],
-                [],
-                "1 of 1 training pairs have equal",
-            ),
-            ({"type": "reward_model"}, [4, 5, 6, 4, 5, 6], [], "1 of 1 training pairs have equal answers"),
-            ({"type": "reward_model"}, [4, 5, 6, 4, 5, 7], [], None),
-            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [1, 1], "all training answers are desirable"),
-            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [0, 0], "all training answers are undesirable"),
-            ({"type": "preference", "loss": {"type": "kto"}}, [4] * 6, [0, 1], None),
-        ],
-    )
-    def test_answers_that_contrast_with_none_are_noted(
-        self, task: dict[str, Any], ids: list[int], desirable: list[int], note: str | None
-    ):
-        labels = [] if task["type"] == "reward_model" else [-100, 5, 3, -100, 6, 3]
-        split = trainer_split(labels, ids, {"desirable": np.array(desirable)} if desirable else {})
-        found = trained_notes(build_task(tiny_recipe(task=task).task), split, None)
-        assert [note in one for one in found] == [True] * (note is not None)
 
 
 def trainer_split(labels: list[int], ids: list[int] | None = None, scalars: dict[str, Any] | None = None):
@@ -253,20 +231,6 @@ def test_windows_labels_and_a_sample_of_rows(tmp_path: Path, monkeypatch: pytest
     sample = trainer.preview(str(recipe), rows=2)
     assert ([row.label for row in sample.rows], sample.step, sample.splits[0].rows) == (["", "a, b"], (), 12)
     assert any(note.startswith("only the first 12 rows of") for note in sample.notes)
-
-
-def test_an_answer_of_kto_has_its_label_and_the_other_answer_is_not_trained(tmp_path: Path):
-    rows = [
-        {"prompt": "the", "completion": text, "label": is_good} for text, is_good in ((" file", False), (" a", True))
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = [f"data.train={tmp_path / 'rows.jsonl'}", "data.validation=null", "task.loss.type=kto"]
-    metrics = 'task.metrics=["reward_accuracy"]'
-    found = trainer.preview(load_recipe("dpo_sample", [*keys, metrics, "training.global_batch_size=2"]), rows=2).rows
-    assert [row.label for row in found] == ["undesirable", "desirable"]
-    for row in found:
-        assert [text.role for text in row.texts] == ["answer", "answer of the row before, for the divergence"]
-        assert [any(piece.mark == "trained" for piece in text.pieces) for text in row.texts] == [True, False]
 
 
 @needs_browser

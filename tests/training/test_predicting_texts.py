@@ -105,20 +105,12 @@ def test_each_row_has_the_text_that_it_has_alone(trained, tmp_path, capfd, beams
     assert "truncated: 1 rows" in capfd.readouterr().err
 
 
-ANSWERS = {
-    "causal_lm": {"messages": "chat", "metrics": ["perplexity"]},
-    "preference": {
-        "prompt": "asked",
-        "chosen": "answer",
-        "rejected": "worse",
-        "loss": {"type": "orpo"},
-        "metrics": ["reward_accuracy"],
-    },
-}
+def test_an_answer_ends_with_its_turn_in_predictions_and_in_the_folder(tmp_path, capfd):
+    task = {"type": "causal_lm", "messages": "chat", "metrics": ["perplexity"]}
+    assert_turn_ends(task, tmp_path, capfd)
 
 
-@pytest.mark.parametrize("task", ["causal_lm", pytest.param("preference", marks=pytest.mark.slow)])
-def test_an_answer_ends_with_its_turn_in_predictions_and_in_the_folder(task, tmp_path, capfd):
+def assert_turn_ends(task, tmp_path, capfd):
     """The turn ends with another token than a document of the tokenizer, and than texts of the configuration."""
     recipe = write_tiny_run(
         tmp_path,
@@ -128,7 +120,7 @@ def test_an_answer_ends_with_its_turn_in_predictions_and_in_the_folder(task, tmp
         evaluation={"every": None},
     )
     content = json.loads(recipe.read_text())
-    content["task"] = {"type": task, **ANSWERS[task], "generation": GENERATION}
+    content["task"] = {**task, "generation": GENERATION}
     recipe.write_text(json.dumps(content))
     write_template(tmp_path / "tokenizer")
     chats = [chat_of(f"word{number}", "word50") for number in range(8)]

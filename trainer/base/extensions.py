@@ -29,6 +29,8 @@ Kind = Literal[
     "optimizer",
     "family",
     "recipes",
+    "shape",
+    "formats",
     "keys",
     "exclusions",
     "rule",
@@ -40,7 +42,9 @@ Kind = Literal[
     "run",
     "launch",
 ]
-"""`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
+"""`recipes`: a folder; `shape`: a rule of `trainer init`; `formats`: a JSON file of keys of other tools. Paths of a
+folder of this project are relative to `trainer/`.
+`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
 `SecondModel`; `tier`: a place of checkpoints; `card`: a line of the model card.
 `logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
@@ -72,6 +76,7 @@ def _of_folders() -> Iterator[Registration]:
 
 # Read at import, because every process of a run needs them: ranks of other launchers, forked and spawned ranks.
 _registered: dict[tuple[Kind, str], Registration] = {(row.kind, row.name): row for row in _of_folders()}
+_SHIPPED = frozenset(_registered)
 _consumers: dict[Kind, list[Consumer]] = {}
 _packages: dict[str, str] = {}  # of loaded entry points, by name
 _loading: list[str] = []  # the entry point that is being loaded
@@ -81,8 +86,10 @@ def register(kind: Kind, name: str, value: Any, module: str) -> None:
     """Add a row to a table, or replace a row that was registered before.
 
     Raises:
-        UsageError: A table cannot take the row.
+        UsageError: A table cannot take the row, or a folder of this project has the name.
     """
+    if (kind, name) in _SHIPPED:
+        raise UsageError(f"the {kind} {name!r} ships with trainer; register yours under another name")
     # Every process loads the entry points itself. Other registrations must be repeated there.
     registration = Registration(kind, name, value, None if _loading else module)
     # Consumers may refuse the row, so it is stored after them.

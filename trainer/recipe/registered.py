@@ -88,7 +88,8 @@ _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for na
 
 
 def _add_task(registration: Registration) -> None:
-    _add_section("task", registration, registration.value.keys)
+    row = resolved(registration.value)
+    _add_section("task", registration, row if isinstance(row, type) else row.keys)
 
 
 def _add_optimizer(registration: Registration) -> None:
@@ -116,7 +117,7 @@ def _add_metric(registration: Registration) -> None:
     sections = task_sections()
     if registration.name in _SHIPPED_METRICS:
         raise UsageError(f"the metric {registration.name!r} ships with trainer; register yours under another name")
-    for name in registration.value.tasks:
+    for name in getattr(registration.value, "tasks", ()):  # the sections of a folder name its metrics themselves
         if name not in sections:
             raise UsageError(
                 f"the metric {registration.name!r} is for the task {name!r}, which is unknown; tasks are"

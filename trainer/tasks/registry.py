@@ -1,7 +1,7 @@
 """Shipped and registered tasks, which a recipe selects by name, never by code.
 
-The class of a shipped task is named after its section, and stands in the module of its type's name. A run imports its
-own task only.
+A section may name its class in `implementation`. The class of another shipped task is named after its section, and
+stands in the module of its type's name. A run imports its own task only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _CARDS: dict[str, Card] = {}
 
 
 def _add(row: Registration) -> None:
+    if isinstance(row.value, str):  # the section of a folder names its class
+        return
     _REGISTERED[row.name] = resolved(row.value.build)
     _CARDS[row.name] = Card(row.value.pipeline_tag)
 
@@ -50,5 +52,6 @@ def card_of(task_type: str) -> Card | None:
 
 
 def _class_of(task_type: str) -> type[Task]:
-    kind: type[Task] = resolved(f"trainer.tasks.{task_type}:{task_sections()[task_type].__name__}Task")
+    section = task_sections()[task_type]
+    kind: type[Task] = resolved(section.implementation or f"trainer.tasks.{task_type}:{section.__name__}Task")
     return kind

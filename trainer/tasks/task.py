@@ -98,13 +98,13 @@ class Loss(ABC):
         return False
 
     @property
-    def has_reference(self) -> bool:
-        """Whether `scores` reads the input `reference`: the result of `reference_of` for the model at the start."""
-        return False
+    def inputs_of_start(self) -> str | None:
+        """The function that adds the inputs which the model at the start of a training computes; None: there are none.
 
-    def reference_of(self, predictions: Mapping[str, Tensor]) -> Tensor:
-        """Return the input `reference` `[rows, ...]` from the predictions of the model at the start of a training."""
-        raise NotImplementedError
+        It is the text "module:function". The arguments are recipe, data, engine, mesh, and the facts of the model
+        beside its weights; the result are the data. All ranks call it before the first step.
+        """
+        return None
 
     def row_labels(self, labels: Tensor) -> Tensor:
         """Return the labels that `joint_losses` needs, of one shape in all microbatches; `[batch, 0]`: none."""

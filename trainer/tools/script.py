@@ -25,7 +25,7 @@ from trainer.recipe.elastic import check_nodes
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.reading.parser import DEFAULT
-from trainer.recipe.reading.shipped import shipped_folder, shipped_recipes
+from trainer.recipe.reading.shipped import is_shipped, shipped_folder, shipped_recipes
 
 RUNS = "/runs"
 """The folder of pods, and of SkyPilot's nodes, where the shared claim is mounted."""
@@ -110,11 +110,11 @@ class _Job:
     @property
     def paths(self) -> dict[str, list[str]]:
         """The files and folders of the recipe by their keys (`data.train`), without those shipped with trainer."""
-        shipped, found = f"{shipped_folder()}{os.sep}", {}
+        found = {}
         for key, value in self.resolved.values.items():
             paths = [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, str)]
             if key.startswith(("data.", "model.")) and any(map(os.path.isabs, paths)):
-                found[key] = [path for path in paths if not path.startswith(shipped)]
+                found[key] = [path for path in paths if not is_shipped(path)]
         return found
 
 

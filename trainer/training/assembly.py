@@ -19,6 +19,7 @@ from torch import nn
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.distribution import versions
 from trainer.base.errors import TrainerError
+from trainer.base.extensions import resolved
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.identity import identity
@@ -54,7 +55,6 @@ from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.certificate import ExportCheck
 from trainer.training.describing import DescribedModels, describe_models
 from trainer.training.model_card import complete_folder
-from trainer.training.referencing import with_reference
 from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.second_model import LoadedModel, second_model
@@ -341,8 +341,9 @@ def assemble(
     )
     # After `identity`, which hashes the buffers as they were built.
     engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), loaded.loss)
-    # After the engine and before a checkpoint is loaded: the reference is that of the first weights.
-    data = with_reference(recipe, data, engine, mesh, saved.identity["model"])
+    # After the engine and before a checkpoint is loaded: these inputs are those of the first weights.
+    if task.inputs_of_start is not None:
+        data = resolved(task.inputs_of_start)(recipe, data, engine, mesh, saved.identity["model"])
     return Assembly(plan, mesh, data, built, engine, saved, Progress())
 
 

@@ -33,7 +33,7 @@ class Evaluation:
     """The job that evaluates the model of a recipe on its validation split, and prints the metrics on rank 0."""
 
     as_json: bool  # whether to print one JSON object instead of a table
-    start: Model  # the model at the start of the training, for a loss with a reference
+    start: Model  # the model at the start of the training, for a loss that compares with it
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         """Evaluate as the rank of `environment`, and return the exit code.
@@ -84,10 +84,10 @@ def with_class_names(recipe: Recipe) -> Recipe:
 def _evaluate(plan: RunPlan, start: Model, data: PreparedData, device: torch.device, shows: bool) -> dict[str, float]:
     """Evaluate on the joined ranks; all that holds the process group is gone when this returns."""
     mesh = open_mesh(plan.layout, device)
-    if data.task.has_reference:  # the first model is freed before the trained one is loaded
+    if data.task.inputs_of_start is not None:  # the first model is freed before the trained one is loaded
         assert data.validation is not None, "it was checked before"
         first = replace(plan, recipe=plan.recipe.model_copy(update={"model": start}))
-        # `assemble` computes the reference of its training split, so the validation split stands in for it.
+        # `assemble` computes the inputs of its training split, so the validation split stands in for it.
         data = assemble(first, mesh, replace(data, train=data.validation)).data
     parts = assemble(plan, mesh, data)
     with progress_bar(shows) as bar:

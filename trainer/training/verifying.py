@@ -328,7 +328,7 @@ def _metrics(
     data: PreparedData, expected: _Expected, found: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, tuple[float, float]]:
     task = data.task.for_evaluation()
-    if task.has_reference:
+    if task.inputs_of_start is not None:
         return {}
     of_model = [expected.scores(task, number) for number in range(1, len(expected.batches))]
     of_folder = [

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trainer.base.extensions import registered
 from trainer.recipe.foreign import values
 from trainer.recipe.strategies import STRATEGY_NAMES
 
@@ -61,7 +62,9 @@ Table = dict[str, Counterpart]
 
 
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    """Return the content of a file beside this module, or of a path relative to the package."""
+    file = Path(__file__).parents[2] / name if name.endswith(".json") else Path(__file__).parent / f"{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
@@ -131,8 +134,17 @@ TRAINING_ARGUMENTS = {
 SPELLINGS = _sections("spellings")["keys"]
 """Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
 
-FORMATS = _sections("formats")
-"""Tables of formats that `trainer convert` refuses, by the name of the tool."""
+
+def _formats() -> dict[str, Table]:
+    found = _sections("formats")
+    for row in registered("formats"):
+        for tool, rows in _sections(row.value).items():
+            found[tool] |= rows
+    return found
+
+
+FORMATS = _formats()
+"""Tables of formats that `trainer convert` refuses, by the name of the tool; features add their keys."""
 
 
 def _normal(spelling: str) -> str:

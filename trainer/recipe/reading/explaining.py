@@ -23,6 +23,7 @@ from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.keys import is_named, kinds, nearest_node, section_models
 from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
+from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.fields import is_unset
 
@@ -207,23 +208,11 @@ def _branches(schema: Schema) -> list[Schema]:
 _OTHER_NAMES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32",
     "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp", "deepspeed": "zero2",
-    "text_classification": "sequence_classification", "classification": "sequence_classification",
-    "sentiment_analysis": "sequence_classification", "zero_shot_classification": "sequence_classification",
-    "natural_language_inference": "sequence_classification", "regression": "sequence_regression",
-    "fill_mask": "masked_lm", "mlm": "masked_lm", "text_generation": "causal_lm", "clm": "causal_lm",
-    "language_modeling": "causal_lm", "sft": "causal_lm", "chat": "causal_lm", "conversational": "causal_lm",
-    "ner": "token_classification", "named_entity_recognition": "token_classification",
-    "summarization": "seq2seq_lm", "translation": "seq2seq_lm", "text2text_generation": "seq2seq_lm",
-    "seq2seq": "seq2seq_lm", "extractive_question_answering": "question_answering", "qa": "question_answering",
-    "squad": "question_answering", "sentence_similarity": "embedding", "feature_extraction": "embedding",
-    "sentence_transformer": "embedding", "retrieval": "embedding", "text_ranking": "reranker",
-    "cross_encoder": "reranker", "dpo": "preference", "kto": "preference", "orpo": "preference", "simpo": "preference",
-    "reward": "reward_model", "reward_modeling": "reward_model", "swag": "multiple_choice",
     "acc": "accuracy", "macro_f1": "f1_macro", "micro_f1": "f1_micro", "mcc": "matthews",
     "matthews_correlation": "matthews", "pearsonr": "pearson", "spearmanr": "spearman", "sacrebleu": "bleu",
     "adam": "adamw", "wsd": "warmup_stable_decay", "json_lines": "json", "jsonl": "json", "xlsx": "excel",
 }  # fmt: skip
-"""Values of other tools, pipelines of transformers among them, and ours for them; with underscores."""
+"""Values of other tools and ours for them, with underscores; tasks have their own in `also_called`."""
 
 _LITERALS = {
     "true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false", "null": "null",
@@ -271,7 +260,8 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
 def _meant(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that a text means by the name of another tool, or nearly spells."""
     text = re.sub(r"[\s-]+", "_", text.strip().lower())
-    other = _OTHER_NAMES.get(text)
+    of_tasks = {other: name for name, keys in task_sections().items() for other in keys.also_called}
+    other = (_OTHER_NAMES | of_tasks).get(text)
     return other if other in choices else next(iter(get_close_matches(text, choices, n=1, cutoff=0.8)), None)
 
 

@@ -20,13 +20,25 @@ def shipped_folder(name: str = "recipes") -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
+def own_recipes() -> dict[str, Path]:
+    """Return the files by name of this project and its features."""
+    rows = [row.value for row in registered("recipes")]
+    folders = [*(_PACKAGE / value for value in rows if isinstance(value, str)), shipped_folder()]
+    return dict(sorted((name, path) for folder in folders for name, path in recipes_in(folder).items()))
+
+
 def shipped_recipes() -> dict[str, Path]:
     """Return the files by name (`bert_sample`), including bases that other recipes extend, and registered folders.
 
     A shipped recipe takes precedence over a registered one.
     """
-    folders = [*(Path(row.value) for row in reversed(registered("recipes"))), shipped_folder()]
-    return {name: path for folder in folders for name, path in recipes_in(folder).items()}
+    folders = [row.value for row in reversed(registered("recipes")) if isinstance(row.value, Path)]
+    return {name: path for folder in folders for name, path in recipes_in(folder).items()} | own_recipes()
+
+
+def is_shipped(path: str) -> bool:
+    """Return whether an absolute path is below the package or its recipes."""
+    return path.startswith(tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, shipped_folder())))
 
 
 def recipes_in(folder: Path) -> dict[str, Path]:

@@ -23,6 +23,7 @@ class MaskedLM(TextKeys, VocabularyKeys):
 
     type: Literal["masked_lm"]
     traits = Traits(streams=True, teacher=True)
+    also_called = ("fill_mask", "mlm")
     mask_probability: float = Field(0.15, gt=0, lt=1)
     """Probability of a token to be selected, except special ones."""
     metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
@@ -75,6 +76,7 @@ class CausalLM(VocabularyKeys):
     type: Literal["causal_lm"]
     traits = Traits(streams=True, teacher=True, chats=True, noise=True)
     start = DECODER
+    also_called = ("text_generation", "clm", "language_modeling", "sft", "chat", "conversational")
     text: Name | None = None
     """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""
@@ -140,6 +142,7 @@ class Seq2SeqLM(VocabularyKeys):
     type: Literal["seq2seq_lm"]
     traits = Traits(streams=True)
     start = Start("t5_sample", "google-t5/t5-small", 1e-4)
+    also_called = ("summarization", "translation", "text2text_generation", "seq2seq")
     source: Name = "source"
     """Column of the source text."""
     target: Name = "target"

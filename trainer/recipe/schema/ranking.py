@@ -17,6 +17,7 @@ class Reranker(TaskKeys):
     """Score pairs of a query and a document by a cross-encoder, so that documents can be ranked."""
 
     type: Literal["reranker"]
+    also_called = ("text_ranking", "cross_encoder")
     query: Name = "query"
     """Column of queries."""
     documents: Name | Annotated[list[Name], Field(min_length=2)] = "documents"

@@ -10,7 +10,6 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name, NameKey, Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
-from trainer.recipe.schema.preference import Preference, RewardModel
 from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, Start, TaskKeys, TextKeys, Traits
@@ -22,6 +21,13 @@ class SequenceClassification(ClassificationKeys, TextKeys):
 
     type: Literal["sequence_classification"]
     traits = Traits(streams=True, teacher=True)
+    also_called = (
+        "text_classification",
+        "classification",
+        "sentiment_analysis",
+        "zero_shot_classification",
+        "natural_language_inference",
+    )
     multi_label: bool = False
     """Any number of labels a row: `label` holds lists of names, or of 0 and 1 for each of `labels`. `accuracy` counts
     rows with all labels right."""
@@ -49,6 +55,7 @@ class SequenceRegression(TextKeys):
 
     type: Literal["sequence_regression"]
     traits = Traits(streams=True)
+    also_called = ("regression",)
     label: Name = "label"
     """Column of the number."""
     metrics: list[Literal["pearson", "spearman", "mse"]] = Field(default=["pearson", "spearman"], min_length=1)
@@ -61,6 +68,7 @@ class Embedding(TaskKeys):
     type: Literal["embedding"]
     traits = Traits(streams=True)
     start = Start(model="sentence-transformers/all-MiniLM-L6-v2")
+    also_called = ("sentence_similarity", "feature_extraction", "sentence_transformer", "retrieval")
     texts: Annotated[list[Name], Field(min_length=2)]
     """Columns of the texts: anchor, positive, and perhaps hard negatives."""
     score: Name | None = None
@@ -175,6 +183,7 @@ class TokenClassification(TaskKeys):
 
     type: Literal["token_classification"]
     traits = Traits(streams=True, teacher=True)
+    also_called = ("ner", "named_entity_recognition")
     words: Name | None = None
     """Column of lists of words."""
     tags: Name | None = None
@@ -218,6 +227,7 @@ class QuestionAnswering(TaskKeys):
 
     type: Literal["question_answering"]
     traits = Traits(streams=True)
+    also_called = ("extractive_question_answering", "qa", "squad")
     question: Name = "question"
     """Column of the question."""
     context: Name = "context"
@@ -262,6 +272,7 @@ class MultipleChoice(TaskKeys):
     """Choose the text that fits a context, as in SWAG, HellaSwag, RACE and COPA."""
 
     type: Literal["multiple_choice"]
+    also_called = ("swag",)
     context: Name = "context"
     """Column of the context, which may be truncated."""
     question: Name | None = None
@@ -314,7 +325,5 @@ TaskSection = (
     | TokenClassification
     | QuestionAnswering
     | MultipleChoice
-    | Preference
-    | RewardModel
     | Reranker
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -53,6 +53,9 @@ class TaskKeys(Section):
 
     traits: ClassVar[Traits] = Traits()
     start: ClassVar[Start] = Start()
+    # The class of the task, as "module:class"; empty: that of `tasks/` with the name of the section.
+    implementation: ClassVar[str] = ""
+    also_called: ClassVar[Sequence[str]] = ()  # names of other tools, with underscores
 
     @property
     def texts_per_row(self) -> int | None:

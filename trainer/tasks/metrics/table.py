@@ -5,37 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
 from trainer.tasks.metrics import squad
 from trainer.tasks.metrics.generated_text import TEXT_METRICS
+from trainer.tasks.metrics.metric import Metric, Values
 from trainer.tasks.metrics.reranking import RANKING_METRICS
-
-Values: TypeAlias = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric: `compute(predictions, labels)`, both of shape `[rows]`, and its direction.
-
-    With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
-    For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
-    tokens. For retrieval, they are the rank of each right candidate, from 1, and the number of its query, from 0.
-    For preferences, they are values of the chosen answers and of the rejected ones.
-    For rerankers, they are the scores and the relevances of the documents of each query.
-    For tasks that generate texts, they are generated texts and targets. For question answering, they are texts, and the
-    lists of accepted answers.
-    """
-
-    compute: Callable[[Values, Values], float]
-    greater_is_better: bool = True
-
 
 # scikit-learn and scipy each take half a second to import, so the first evaluation imports them, not the start.
 
@@ -111,10 +89,6 @@ def _mrr(ranks: Values, queries: Values) -> float:
     return float(np.mean(inverse))
 
 
-def _mean(values: Values) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
 METRICS: dict[str, Metric] = {
     "accuracy": Metric(_accuracy),
     "f1": Metric(_f1("binary")),
@@ -132,11 +106,6 @@ METRICS: dict[str, Metric] = {
     "recall_at_5": Metric(_recall_at(5)),
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
-    "reward_accuracy": Metric(lambda chosen, rejected: _mean(chosen > rejected)),
-    "reward_margin": Metric(lambda chosen, rejected: _mean(chosen) - _mean(rejected)),
-    "chosen_logps": Metric(lambda own, _: _mean(own)),
-    "rejected_logps": Metric(lambda own, _: _mean(own), greater_is_better=False),
-    "kl": Metric(lambda own, _: _mean(own), greater_is_better=False),
     **{name: Metric(compute) for name, compute in RANKING_METRICS.items()},
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
     "exact_match": Metric(squad.exact_match),
@@ -150,7 +119,8 @@ METRICS: dict[str, Metric] = {
 def _add(row: Registration) -> None:
     if row.name in _SHIPPED:
         raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
-    METRICS[row.name] = Metric(resolved(row.value.compute), row.value.greater_is_better)
+    found = resolved(row.value)
+    METRICS[row.name] = Metric(resolved(found.compute), found.greater_is_better)
 
 
 _SHIPPED = frozenset(METRICS)

@@ -83,19 +83,6 @@ def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequen
     return features
 
 
-def require_apart(answers: Sequence[Sequence[int]], is_cut: bool, max_length: int, place: str) -> None:
-    """Refuse answers that differ behind the cut only.
-
-    Args:
-        answers: the tokens of the better and of the worse answer with their prompt, cut to `max_length`.
-        is_cut: whether one of them was longer.
-    """
-    if is_cut and answers[0] == answers[-1]:
-        raise DataError(
-            f"{place} is the rejected answer within `data.max_length` ({max_length}); increase it, or leave the row out"
-        )
-
-
 def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: str) -> Tokens:
     """Return the tokens of a prompt, its completion and the end token.
 
@@ -113,21 +100,6 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     if not before:  # the first token is predicted from a token, so an empty prompt without a start token needs one
         before, whole = [end], [end, *whole]
     return [*whole, end], [False] * len(before) + [True] * (len(whole) + 1 - len(before))
-
-
-def tokens_of_whole_pair(texts: Sequence[str], tokenizer: Tokenizer, place: str) -> list[Tokens]:
-    """Return the tokens of two whole texts and their ends; those of both at their start are the prompt."""
-    end = end_token(tokenizer)
-    one, other = framed(texts, tokenizer, end)
-    number = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
-    starts = {text.lstrip()[:1] for text in texts}
-    if one == other or number == 0 or len(starts) > 1:
-        problem = "continue in different ways" if one == other else "start with the same text"
-        raise DataError(
-            f"{place} and the rejected text must {problem}, since `task.prompt` is null; correct the row, or leave it"
-            " out"
-        )
-    return [(ids, [at >= number for at in range(len(ids))]) for ids in (one, other)]
 
 
 def without_end(ids: list[int], end: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Texts of a split with the same tokens: they are ties in every metric, and teach nothing as answers of a pair."""
+"""Texts of a split with the same tokens, which are ties in every metric."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ def texts_of(encoded: EncodedRows, texts_per_row: int = 1) -> Iterator[bytes]:
     ids = encoded.tokens["input_ids"]
     for start, end in pairwise(encoded.offsets[::texts_per_row].tolist()):
         yield ids[start:end].tobytes()
-
-
-def equal_pairs_notes(train: EncodedRows) -> list[str]:
-    """Return a note on training rows with two equal texts; none for very many rows."""
-    if len(train) > MOST_COMPARED:
-        return []
-    texts = texts_of(train)
-    equal = sum(chosen == rejected for chosen, rejected in zip(texts, texts, strict=True))
-    return [f"{equal:,} of {len(train):,} training pairs have equal answers, which teach nothing"] if equal else []
 
 
 def first_of_equal(encoded: EncodedRows) -> NDArray[np.int64]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.extensions import registered, resolved
 from trainer.base.text import listed
 from trainer.tools.init.columns import ADDRESSES, DATES, LISTS, SCALARS, Column, Kind
 
 _TEXT: tuple[Kind, ...] = ("text",)
-_ANSWERS: tuple[Kind, ...] = ("text", "chat")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input")
 _COMPLETIONS = ("completion", "response", "output", "answer")
 _LABELS = (
@@ -108,17 +108,10 @@ def _of_images(columns: _Columns) -> Iterator[Shape]:
         yield Shape(task, f"`{image.name}` holds images", labels=labels[1:])
 
 
-def _of_preferences(columns: _Columns) -> Iterator[Shape]:
-    pair = columns.every(_ANSWERS, "chosen", "rejected")
-    prompt = columns.get(_ANSWERS, *_PROMPTS)
-    if pair:
-        names = {"prompt": prompt and prompt.name, "chosen": pair[0], "rejected": pair[1]}
-        yield Shape({"type": "preference", **names}, "a better and a worse answer in each row (DPO)")
-        yield Shape({"type": "reward_model", **names}, "a better and a worse answer in each row")
-    completion, label = columns.get(_ANSWERS, *_COMPLETIONS), columns.get(("boolean",), "label", "desirable")
-    if completion and label and (prompt or completion.kind == "chat"):
-        names = {"prompt": prompt and prompt.name, "completion": completion.name, "label": label.name}
-        yield Shape({"type": "preference", "loss": {"type": "kto"}, **names}, "answers that are good or bad (KTO)")
+def _of_features(columns: _Columns) -> Iterator[Shape]:
+    """Yield the shapes of registered rules, which yield sections `task` and reasons."""
+    for row in registered("shape"):
+        yield from (Shape(task, why) for task, why in resolved(row.value)(columns))
 
 
 def _of_questions(columns: _Columns) -> Iterator[Shape]:
@@ -407,6 +400,6 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 
 _RULES: tuple[Callable[[_Columns], Iterator[Shape]], ...] = (
-    _of_images, _of_preferences, _of_questions, _of_chats, _of_words, _of_choices, _of_embeddings, _of_sequences,
+    _of_images, _of_features, _of_questions, _of_chats, _of_words, _of_choices, _of_embeddings, _of_sequences,
     _of_completions, _of_labels, _of_texts,
 )  # fmt: skip

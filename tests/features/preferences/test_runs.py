@@ -65,10 +65,3 @@ def test_an_evaluation_has_the_reference_of_the_training(tmp_path: Path, capfd: 
     model.save_pretrained(start)
     assert main(["evaluate", str(tmp_path / "run" / "model"), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["metrics"]["reward_margin"] != pytest.approx(last["reward_margin"], 1e-2)
-
-
-def test_packing_beside_packed_documents_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    task = {"type": "causal_lm", "packing": "documents", "metrics": ["perplexity"]}
-    file = write_tiny_run(tmp_path, task=task, data={"padding_free": True})
-    assert main(["check", str(file), "--quick"]) == 2
-    assert "`data.padding_free` is true, but rows of several documents" in " ".join(capfd.readouterr().err.split())

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.recipe.schema import RewardModel, TaskKeys
+from trainer.features.preferences.pairs import equal_pairs_notes, require_apart
+from trainer.features.preferences.section import RewardModel
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import TEXT_CLASSIFICATION
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
@@ -21,12 +23,10 @@ from trainer.tasks.text.chats import (
     check_texts_or_chats,
     end_token,
     holds_chats,
-    require_apart,
     tokens_after,
     unread_notes,
 )
 from trainer.tasks.text.columns import cell, cells_of, finite_numbers, framed, require_columns
-from trainer.tasks.text.tied_texts import equal_pairs_notes
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 

@@ -66,9 +66,11 @@ class Preference(VocabularyKeys):
     A column holds texts, or messages, which the tokenizer's chat template writes.
     """
 
+    implementation = "trainer.features.preferences.preference:PreferenceTask"
     type: Literal["preference"]
     traits = Traits(chats=True)
     start = replace(DECODER, learning_rate=1e-6)
+    also_called = ("dpo", "kto", "orpo", "simpo")
     loss: PreferenceLoss = PreferenceLoss()
     """The loss, with its numbers."""
     prompt: Name | None = "prompt"
@@ -125,9 +127,11 @@ class RewardModel(TaskKeys):
     of `prompt` with `chosen`.
     """
 
+    implementation = "trainer.features.preferences.reward_model:RewardModelTask"
     type: Literal["reward_model"]
     traits = Traits(chats=True)
     start = Start(model=DECODER.model)
+    also_called = ("reward", "reward_modeling")
     prompt: Name | None = "prompt"
     """Column of prompts; null: the other columns hold whole texts or chats."""
     chosen: Name = "chosen"

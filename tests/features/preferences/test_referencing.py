@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from tests.helpers.tiny_run import WORDS, write_tiny_run
+from trainer.features.preferences import referencing
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training import referencing
 from trainer.training.assembly import assemble
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import prepare_data

@@ -1,8 +1,8 @@
-"""Makes `train.jsonl` and `validation.jsonl` beside this file, from the short sentences of `../sample`.
+"""Makes `train.jsonl` and `validation.jsonl` beside this file, from the short sentences of `recipes/sample`.
 
 Each row is a sentence, an answer that names its topic in a calm sentence, and one that shouts it:
 
-    python recipes/preferences/make_preferences.py
+    python trainer/features/preferences/recipes/make_preferences.py
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+SAMPLE = FOLDER.parents[3] / "recipes" / "sample"
 LONGEST = 80  # characters of a sentence
 
 
 def main() -> None:
     for split in ("train", "validation"):
-        lines = (FOLDER.parent / "sample" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (SAMPLE / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         with (FOLDER / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for row in map(json.loads, lines):
                 text, topic = row["text"], row["label"]

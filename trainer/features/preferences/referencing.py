@@ -33,7 +33,7 @@ REFERENCE = "reference"
 def with_reference(
     recipe: Recipe, data: PreparedData, engine: Engine, mesh: ParallelMesh, model: Mapping[str, Any]
 ) -> PreparedData:
-    """Return the data with the column `reference`, if its loss has one and they lack it. All ranks must call it.
+    """Return the data with the column `reference`, if they lack it. All ranks must call it.
 
     The model computes it as in an evaluation, in the layout of the training. A later run with the same model and its
     configuration, rows, precision, source code and versions of packages reads it from the cache.
@@ -45,7 +45,7 @@ def with_reference(
     Raises:
         TrainerError: the cache cannot be written.
     """
-    if not data.task.has_reference or REFERENCE in data.train.arrays:
+    if REFERENCE in data.train.arrays:
         return data
     # The digest of the weights is the key, so that another path to equal weights finds the cache.
     state = engine.state()
@@ -85,7 +85,7 @@ def _compute(
         return lambda: read().predictions
 
     found = gathered_rows(loader, begin, mesh, len(split))
-    return None if found is None else data.task.reference_of(found).float()
+    return None if found is None else found["scores"][..., 0].float()  # the log-probabilities of `Answers`
 
 
 def _read(entry: Path) -> Tensor | None:

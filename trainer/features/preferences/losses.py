@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.recipe.schema import PreferenceLoss
+from trainer.features.preferences.section import PreferenceLoss
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainer.base.errors import DataError, UsageError
+from trainer.features.preferences.section import Preference
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Preference
 from trainer.tasks.registry import build_task
 
 WHERE = "`rows.jsonl`"

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.features.preferences.losses import Answers, divergence, labelled_losses, pair_losses, rewards
+from trainer.features.preferences.pairs import equal_pairs_notes, require_apart, tokens_of_whole_pair
+from trainer.features.preferences.section import Preference, PreferenceLoss
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Generation, Preference, PreferenceLoss, TaskKeys
+from trainer.recipe.schema import Generation, TaskKeys
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.exported import GENERATION
 from trainer.tasks.metrics.table import METRICS
-from trainer.tasks.preference_losses import Answers, divergence, labelled_losses, pair_losses, rewards
 from trainer.tasks.preview import Inputs, NextTokens, RowPreview
 from trainer.tasks.task import Task
 from trainer.tasks.text.chat_messages import messages_of
@@ -25,14 +27,11 @@ from trainer.tasks.text.chats import (
     Tokens,
     check_texts_or_chats,
     features_of,
-    require_apart,
     tokens_after,
-    tokens_of_whole_pair,
     tools_of,
     unread_notes,
 )
 from trainer.tasks.text.columns import cell, cells_of, require_columns
-from trainer.tasks.text.tied_texts import equal_pairs_notes
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, Tokenizer
 
@@ -135,8 +134,8 @@ class PreferenceTask(TokenLabels):
         return self.label is not None
 
     @property
-    def has_reference(self) -> bool:
-        return self.loss.has_reference
+    def inputs_of_start(self) -> str | None:
+        return "trainer.features.preferences.referencing:with_reference" if self.loss.has_reference else None
 
     @property
     def generation(self) -> Generation | None:
@@ -294,9 +293,6 @@ class PreferenceTask(TokenLabels):
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"scores": logits.float()}
 
-    def reference_of(self, predictions: Mapping[str, Tensor]) -> Tensor:
-        return predictions["scores"][..., 0]
-
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metrics; with `rows_depend` also the loss of the split as one batch."""
         scores = predictions["scores"].double()
@@ -340,7 +336,7 @@ class PreferenceTask(TokenLabels):
         return self._predicting()
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
-        further = {"reference": torch.zeros(shape[:2])} if self.has_reference else {}
+        further = {"reference": torch.zeros(shape[:2])} if self.loss.has_reference else {}
         if self.loss.type == "orpo":
             further["answer"] = torch.ones(shape, dtype=torch.long)
         if self.loss.type == "kto":

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+
+from tests.tools.init.test_shapes import CHAT, rows_of
+from trainer.tools.init.columns import columns_of
+from trainer.tools.init.shapes import shapes
+
+
+@pytest.mark.parametrize(
+    ("rows", "task"),
+    [
+        (rows_of(3, prompt="p", chosen="a", rejected="b"), {"type": "preference", "prompt": "prompt"}),
+        (rows_of(3, chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": None}),
+        (rows_of(3, prompt="p", completion="a", label=(True, False)), {"loss": {"type": "kto"}, "label": "label"}),
+        (rows_of(3, completion=CHAT, label=(True, False)), {"loss": {"type": "kto"}, "prompt": None}),
+    ],
+)
+def test_columns_of_answers_propose_preferences_first(rows: list[dict[str, Any]], task: dict[str, Any]) -> None:
+    found = shapes(columns_of(datasets.Dataset.from_list(rows), 10_000))
+    assert found[0].task.items() >= task.items()

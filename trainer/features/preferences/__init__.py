@@ -1,0 +1,1 @@
+"""Learning from preferences: DPO and similar losses, KTO, and reward models."""
