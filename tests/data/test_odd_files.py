@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import openpyxl
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -88,6 +89,19 @@ def test_excel_cells_of_several_types(tmp_path):
     assert rows["label"][:] == ["007", "10", "1.10", "True"]
     assert rows["score"][:] == [1.0, 2.5, None, 10.0]
     assert rows["day"][0].startswith("2024-01-02")
+
+
+def test_excel_numbers_that_are_shown_with_zeros(tmp_path):
+    book = openpyxl.Workbook()
+    for row in (["text", "label"], ["a", 7], ["b", 10], [None, None], ["7", 1200]):
+        book.active.append(row)
+    for row in range(2, 6):
+        book.active.cell(row, 2).number_format = "000"
+    book.save(tmp_path / "a.xlsx")
+    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
+    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
+    assert rows["label"][:] == ["007", "010", None, "1200"]
+    assert rows["text"][-1] == "7"
 
 
 VIEWS = {"text": pyarrow.array(["a", "b"], pyarrow.string_view()), "bytes": pyarrow.array([b"a"] * 2, "binary_view")}

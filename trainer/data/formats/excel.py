@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from trainer.data.formats.csv_files import with_types
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from pandas import DataFrame, ExcelFile
 
 _SHEETS_SHOWN = 5
 
@@ -50,7 +52,8 @@ class ExcelReader(Reader):
                 if sheet not in names:
                     shown = listed([f"`{name}`" for name in names], _SHEETS_SHOWN)
                     raise DataError(f"`data.sheet` must name a sheet of `{path}`, but is {sheet!r}; it has {shown}")
-                frames.append(pandas.read_excel(book, sheet, dtype=str, **NULLS).rename(columns=str))
+                frame = pandas.read_excel(book, sheet, dtype=str, **NULLS).rename(columns=str)
+                frames.append(_with_zeros(frame, path, book, sheet))
             if len(names) > 1 and files.text.sheet is None:
                 unread = listed([f"`{name}`" for name in names[1:]], _SHEETS_SHOWN)
                 notes.append(
@@ -62,3 +65,19 @@ class ExcelReader(Reader):
 
     def typed(self, parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
         return with_types(parts, kinds)
+
+
+def _with_zeros(frame: DataFrame, path: Path, book: ExcelFile, sheet: str) -> DataFrame:
+    """Give whole numbers the leading zeros that Excel shows by a number format such as 000, as people read them."""
+    with zipfile.ZipFile(path) as archive:
+        styles = archive.read("xl/styles.xml") if "xl/styles.xml" in archive.namelist() else b""
+    if not re.search(rb'formatCode="00+"', styles):  # most workbooks: their cells are not read a second time
+        return frame
+    texts: list[dict[str, str]] = [{} for _ in frame.columns]  # of each column, by the number without zeros
+    for row in book.book[sheet].iter_rows():
+        for column, cell in zip(texts, row, strict=False):
+            if isinstance(cell.value, int) and cell.value >= 0 and re.fullmatch("00+", cell.number_format):
+                column[str(cell.value)] = str(cell.value).zfill(len(cell.number_format))
+    for place, column in enumerate(texts):
+        frame.isetitem(place, frame.iloc[:, place].replace(column))
+    return frame
