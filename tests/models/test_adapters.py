@@ -18,8 +18,9 @@ from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_tra
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapter_starts import require_package
-from trainer.models.adapters import adapt, left_out_notes
+from trainer.models.adapters import left_out_notes
 from trainer.models.chunked_head import why_whole
+from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.parallel.tensor.low_rank import is_start
 from trainer.parallel.tensor.trained_rows import ROWS

@@ -941,8 +941,8 @@ _ENGINE = [
         "embedding_rounded",
         "Tied embeddings and shared biases are gathered in 16 bits, too.",
         "engine/precision.py",
-        "if users[parameter] <= _PRODUCTS}",
-        "if users[parameter] & _PRODUCTS}",
+        "if all(map(_is_product, users[parameter]))}",
+        "if any(map(_is_product, users[parameter]))}",
         ("engine/test_gathers.py::test_only_parameters_of_products_are_rounded",),
     ),
     Defect(

@@ -20,7 +20,7 @@ from trainer.engine.scaling import skipped_steps
 from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.shards.digest import joined, own_digest
-from trainer.parallel.tensor.low_rank import is_start
+from trainer.parallel.tensor.kinds import is_start
 from trainer.recipe.schema.fields import Interval
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
 from trainer.models.added_loss import AddedLoss
-from trainer.models.chunked_head import Columns, chunk_head, refuse_blocks, why_whole
 from trainer.models.families.table import CHECKPOINTING, COMPILE, SHARDING, layers_of
 from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
 from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.models.chunked_head import Columns
 
 EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
@@ -53,6 +56,8 @@ def build_engine(
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
     if columns is not None:
+        from trainer.models.chunked_head import chunk_head
+
         # The loss comes from the task that knows the cut, and before `for_token_scores` replaces it.
         heads = [chunk_head(part.model, columns, cut, task.token_scores) for part in built]
         built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
@@ -94,6 +99,8 @@ def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     columns = task.vocabulary_chunk
     if columns is None:
         return None
+    from trainer.models.chunked_head import refuse_blocks, why_whole
+
     needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
     # A text lets the trainer choose. `dp` copies modules, but the `forward` of a copied head would call the first one.
     if isinstance(columns, str) and needs_all:

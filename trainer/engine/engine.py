@@ -21,13 +21,12 @@ from trainer.engine.precision import is_stored_rounded, weights_dtype
 from trainer.engine.results import EvalResult, StepResult
 from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
-from trainer.models.compiled import compile_cache
 from trainer.models.save import save_model
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.parallel.placement import Placements
 from trainer.parallel.shards.boxes import TensorPart
 from trainer.parallel.shards.gathering import laid_out_as, local_part
-from trainer.parallel.tensor.low_rank import is_start
+from trainer.parallel.tensor.kinds import is_start
 
 
 def nothing() -> None:
@@ -113,6 +112,8 @@ class Engine(ABC):
         if self._recipe.cuda_graphs:
             notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
         if self._recipe.compile:
+            from trainer.models.compiled import compile_cache
+
             notes.append(f"layers are compiled after the first microbatch; the code is kept in {compile_cache()}")
         return notes
 

@@ -18,18 +18,14 @@ from trainer.engine.precision import cast_forward, plain_products, store_frozen,
 from trainer.engine.results import EvalResult
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import FLAT, padding_known
-from trainer.models.checkpointing import checkpoint_layers
-from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.embedding_noise import add_noise
 from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
 from trainer.models.generation import generate
-from trainer.models.layer_hooks import flatten_layers
 from trainer.models.place import PlacedModel
 from trainer.models.rotary import CheapRotation
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
-from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
 from trainer.parallel.random import seed_generator, stream_key
@@ -53,11 +49,17 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
     if plan.recipe.model.neftune_alpha is not None:
         add_noise(built, plan.recipe.model.neftune_alpha)
     if plan.recipe.data.padding_free:
+        from trainer.models.layer_hooks import flatten_layers
+
         flatten_layers(built.model)
     how = plan.recipe.activation_checkpointing
     if how != "none":
+        from trainer.models.checkpointing import checkpoint_layers
+
         checkpoint_layers(layers_of(built.model, CHECKPOINTING).values(), how, built.dropout_keys)
     if plan.recipe.compile:
+        from trainer.models.compiled import CompiledLayers
+
         layers = layers_of(built.model, COMPILE).values()
         # The layers run eagerly in the first pass; `_end_first_pass` starts the compiler.
         compiled = CompiledLayers(layers, built.dropout_keys, mesh.device)
@@ -319,6 +321,8 @@ class ModelForward:
         ready = replace(microbatch.to(self.mesh.device), is_padded=is_padded, num_labels=num_labels)
         if not self._padding_free or ready.flat is not None:
             return ready
+        from trainer.parallel.flat_rows import FlatRows
+
         mask = microbatch.inputs["attention_mask"]
         # The mask of the host is read for the same reason.
         flat = FlatRows.of(mask.sum(-1).flatten().tolist(), mask.shape[-1], self.mesh.device)

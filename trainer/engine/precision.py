@@ -15,8 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.models.families.table import shared_product
 from trainer.models.forward_context import with_method
 from trainer.models.place import PlacedModel
-from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from trainer.parallel.tensor.low_rank import LowRank
+from trainer.parallel.tensor.kinds import MatrixProduct
 from trainer.parallel.wide_products import WideProducts, convolution, linear, shares_input, sharing
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Communication, Recipe
@@ -57,8 +56,8 @@ _NORMS = {
     nn.LayerNorm: with_method(nn.LayerNorm, "forward", _of_layer_norm),
     nn.GroupNorm: with_method(nn.GroupNorm, "forward", _of_group_norm),
 }
-_PRODUCTS = {*_WIDE, *_WIDE.values(), ColumnParallelLinear, RowParallelLinear, LowRank}
-"""Modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
+_PRODUCTS = {*_WIDE, *_WIDE.values()}
+"""Torch's modules of matrix products. Autocast rounds all their parameters; a subclass may use them in other ways."""
 
 
 def sent_dtype(communication: Communication) -> torch.dtype | None:
@@ -114,9 +113,13 @@ def _with_wide_products(kind: type[nn.Module]) -> type[nn.Module]:
     return with_method(kind, "forward", forward)  # type: ignore[arg-type]
 
 
+def _is_product(kind: type[nn.Module]) -> bool:
+    return kind in _PRODUCTS or issubclass(kind, MatrixProduct)
+
+
 def _multiplies_itself(module: nn.Module) -> bool:
     """Return whether a module has a trained matrix and may multiply by it in its own code."""
-    is_known = type(module) in _PRODUCTS or isinstance(module, nn.Embedding)
+    is_known = _is_product(type(module)) or isinstance(module, nn.Embedding)
     return not is_known and any(p.requires_grad and p.dim() > 1 for p in module.parameters(recurse=False))
 
 
@@ -158,11 +161,11 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, set()).add(type(module))
-    return {name for name, parameter in model.named_parameters() if users[parameter] <= _PRODUCTS}
+    return {name for name, parameter in model.named_parameters() if all(map(_is_product, users[parameter]))}
 
 
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if type(module) in _PRODUCTS)
+    return ((name, module) for name, module in model.named_modules() if _is_product(type(module)))
 
 
 def plain_products(model: nn.Module) -> Iterator[nn.Module]:

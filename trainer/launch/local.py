@@ -28,7 +28,6 @@ from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedErr
 from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import say
 from trainer.base.text import one_line
-from trainer.observe.callbacks import Callback
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
@@ -39,6 +38,7 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
     from trainer.launch.processes import Ended, StartMethod, Stop
+    from trainer.observe.callbacks import Callback
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"

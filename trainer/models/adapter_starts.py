@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.parallel.random import stream_key
-from trainer.parallel.tensor.low_rank import ATTRIBUTE
+from trainer.parallel.tensor.kinds import ATTRIBUTE
 from trainer.recipe.schema import Adapter
 
 Start = Callable[[Tensor, Tensor], Mapping[str, Tensor]]

@@ -1,9 +1,9 @@
-"""Frozen parameters and adapters of a Hugging Face model, by names and patterns of its modules."""
+"""Adapters of a Hugging Face model, by names and patterns of its modules."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from math import prod
 from typing import Any
@@ -17,14 +17,21 @@ from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
-from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes, tied_names
-from trainer.models.quantizing import quantize_layers, quantized_in, quantized_weights
+from trainer.models.names import (
+    aliases,
+    last_parts,
+    matched_parameters,
+    nothing_matches,
+    owner_of,
+    tied_names,
+)
+from trainer.models.quantizing import quantize_layers, quantized_in
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.quantized_linear import QuantizedWeight
-from trainer.parallel.tensor.low_rank import ATTRIBUTE, LowRank, Magnitude, attach, drawn_factor, product_of
+from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
+from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of
 from trainer.parallel.tensor.trained_rows import (
-    ROWS,
     TrainedLogits,
     TrainedRows,
     TrainedVectors,
@@ -38,58 +45,20 @@ _LEAST_LEFT_OUT = 0.05  # of the parameters, for a note
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 
-def adapt(model: nn.Module, recipe: Model, seed: int, drawn: Collection[str] = ()) -> None:
-    """Freeze parameters and add adapters, as the recipe's `model` asks; the same for a model on `meta`.
-
-    Args:
-        model: the whole model of transformers, before dropout is keyed and before it is cut.
-        drawn: the parameters with random weights in a pretrained model. An adapter trains them whole by default.
-
-    Raises:
-        UsageError: a pattern matches nothing, a target is no linear layer, or no parameter is left to train.
-    """
-    if recipe.freeze is not None and recipe.unfreeze_at_step is None:
-        for parameter in frozen_parameters(model, recipe.freeze):
-            # With `unfreeze_at_step`, they must have gradients from the start; the engine leaves out their updates.
-            parameter.requires_grad_(False)
-        _require_trained_tokens(model, recipe, recipe.freeze)
-    if recipe.adapter is not None:
-        _add_products(model, recipe.adapter, seed, drawn)
-        if recipe.adapter.trainable_tokens is not None or recipe.new_tokens is not None:
-            _train_rows(model, recipe, recipe.adapter.trainable_tokens or ())
-        # The order matters. Quantisation replaces the weights, so their exact values are held by `weights` before it;
-        # starts need both values, so they are computed after it.
-        starts = starts_of(model, recipe.adapter, seed)
-        weights = {name: model.get_parameter(name) for name in starts}
-        if recipe.quantization is not None:
-            _quantize(model, recipe.quantization)
-        for name, start in starts.items():
-            if not weights[name].is_meta:
-                _begin(model, name, weights[name].detach(), start)
-
-
-def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:
-    if recipe.new_tokens is not None and not model.get_input_embeddings().weight.requires_grad:
-        raise UsageError(
-            f"`model.freeze` must leave the embedding to train with `model.new_tokens`, but {listed(freeze, 3)}"
-            " match it; use `model.adapter`, which trains the rows of new tokens only"
-        )
-
-
-def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Parameter, str]:
-    """Return the parameters that `model.freeze` matches by any of their names, with their first names.
-
-    Raises:
-        UsageError: a pattern matches nothing, or no other parameter is trained.
-    """
-    matched = matched_parameters(model, patterns, "model.freeze")
-    # A tied weight is frozen if any of its names matches.
-    found = {parameter: names[0] for parameter, names in aliases(model).items() if matched.intersection(names)}
-    if all(parameter in found for parameter in model.parameters() if parameter.requires_grad):
-        raise UsageError(
-            f"`model.freeze` must leave a parameter to train, but {listed(patterns, 3)} match all; remove a pattern"
-        )
-    return found
+def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
+    """Add the products and trained rows of an adapter, and quantise; see `adapt` of `models/freezing.py`."""
+    _add_products(model, adapter, seed, drawn)
+    if adapter.trainable_tokens is not None or recipe.new_tokens is not None:
+        _train_rows(model, recipe, adapter.trainable_tokens or ())
+    # The order matters. Quantisation replaces the weights, so their exact values are held by `weights` before it;
+    # starts need both values, so they are computed after it.
+    starts = starts_of(model, adapter, seed)
+    weights = {name: model.get_parameter(name) for name in starts}
+    if recipe.quantization is not None:
+        _quantize(model, recipe.quantization)
+    for name, start in starts.items():
+        if not weights[name].is_meta:
+            _begin(model, name, weights[name].detach(), start)
 
 
 def _quantize(model: nn.Module, kind: str) -> None:
@@ -256,7 +225,7 @@ def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:
         for pattern in getattr(adapter, key):
             with problems.collect():
                 if not any(matches(pattern, name) for name in targets):
-                    raise _nothing(f"model.adapter.{key}", pattern, list(targets), "adapted layers")
+                    raise nothing_matches(f"model.adapter.{key}", pattern, list(targets), "adapted layers")
     problems.raise_all()
 
 
@@ -302,11 +271,11 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
 def _matched_layers(model: nn.Module, pattern: str, linear: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     names = [name for name, _ in model.named_modules() if name and matches(pattern, name)]
     if not names:
-        raise _nothing("model.adapter.targets", pattern, list(linear))
+        raise nothing_matches("model.adapter.targets", pattern, list(linear))
     if other := next((name for name in names if name not in linear), None):
         raise UsageError(
             f"`model.adapter.targets` must name linear layers, but {pattern!r} matches {other}, which is a"
-            f" {type(model.get_submodule(other)).__name__}; use names such as {listed(_last_parts(linear), 3)}"
+            f" {type(model.get_submodule(other)).__name__}; use names such as {listed(last_parts(linear), 3)}"
         )
     # A product on a tied weight would change the other module as well when it is merged.
     tied = {owner_of(name) for of_weight in tied_names(model) for name in of_weight}
@@ -376,89 +345,5 @@ def left_out_notes(model: nn.Module, quantization: str | None) -> list[str]:
     ]
 
 
-def matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
-    """Return the parameters that a pattern matches, or in modules that it matches."""
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: set[str] = set()
-    problems = Problems()
-    for pattern in patterns:
-        names = {name for name in parameters if any(matches(pattern, part) for part in prefixes(name))}
-        with problems.collect():
-            if not names:
-                raise _nothing(key, pattern, [part for name in parameters for part in prefixes(name)])
-        found |= names
-    problems.raise_all()
-    return found
-
-
-def _last_parts(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()))
-
-
-def _nothing(key: str, pattern: str, names: Sequence[str], of: str = "modules of the model") -> UsageError:
-    known = _last_parts(names)
-    last = pattern.rpartition(".")[2]
-    near = get_close_matches(last, known, n=3, cutoff=0.5) or known
-    return UsageError(f"`{key}` must match {of}, but {pattern!r} matches none; use names such as {listed(near, 6)}")
-
-
-class MergedWeights:
-    """The weights of a model with its products added to the weights that they adapt.
-
-    Args:
-        model: the model without products, on `meta`.
-        shapes: the shapes of all tensors, by name; those of products included.
-    """
-
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Sequence[int]], adapter: Adapter | None) -> None:
-        self._model = model
-        self._adapter = adapter
-        self._products, self._rows = (
-            {f"{layer}.weight": parts for layer, parts in parts_of_layers(shapes, attribute).items()}
-            for attribute in (ATTRIBUTE, ROWS)
-        )
-        self._quantized = quantized_weights(shapes)
-        stored = [weight.parts for weight in self._quantized.values()]
-        inside = {
-            part for parts in (*stored, *self._products.values(), *self._rows.values()) for part in parts.values()
-        }
-        self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in inside}
-        for name in self._quantized:
-            self.shapes[name] = tuple(model.get_parameter(name).shape)
-
-    def sources(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors from which a weight is made: its own, and those of its adapter."""
-        own = tuple(self._quantized[name].parts.values()) if name in self._quantized else (name,)
-        return (*own, *self._products.get(name, {}).values(), *self._rows.get(name, {}).values())
-
-    def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Return a weight, from tensors that `read` returns by their names."""
-        if name in self._quantized:
-            weight = self._quantized[name].dequantized(self.shapes[name], read)
-        else:
-            weight = read(name)
-        if self._adapter is not None and name in self._products:
-            # Products of 16-bit factors are computed in fp32, and the sum is rounded once, at the end.
-            product = {own: read(source).float() for own, source in self._products[name].items()}
-            layer = name.rpartition(".")[0]
-            is_transposed = isinstance(self._model.get_submodule(layer), Conv1D)
-            merged = _merged(weight.t() if is_transposed else weight, product, self._adapter.scaling_of(layer))
-            weight = (merged.t() if is_transposed else merged).to(weight.dtype)
-        if "rows" in self._rows.get(name, {}):
-            # Trained rows replace those of the weight. After the product, because they do not go through it.
-            ids, rows = (read(self._rows[name][own]) for own in ("ids", "rows"))
-            weight = weight.index_copy(0, ids.to(torch.int64), rows.to(weight.dtype))
-        return weight
-
-
-def _merged(weight: Tensor, product: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """Return a weight `[out, in]` with a product added."""
-    added = product["B"] @ product["A"]
-    if "start_A" in product:
-        # PiSSA: only the change of the product since its start is added to the weight.
-        added -= product["start_B"] @ product["start_A"]
-    merged = weight.float() + scaling * added
-    if "magnitude.weight" in product:
-        # DoRA scales each row of the sum to its learned norm.
-        merged *= (product["magnitude.weight"] / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
-    return merged
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, Conv1D)

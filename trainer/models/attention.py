@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
-from trainer.models.checkpointing import not_recorded
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
-from trainer.parallel.context.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 from trainer.parallel.random import LANES
-from trainer.parallel.sharded_sequence import ContextCut
 from trainer.parallel.wide_products import is_narrow
+
+if TYPE_CHECKING:
+    from trainer.parallel.context.ring_attention import BlockMask
+    from trainer.parallel.flat_rows import FlatRows
+    from trainer.parallel.sharded_sequence import ContextCut
 
 KEYED_ATTENTION = "trainer_keyed"
 OWN_ATTENTION = "trainer_own"
@@ -399,6 +400,9 @@ def _around_ring(
     The arguments are those of `keyed_attention`, with blocks of positions. Evaluation computes the same blocks, without
     dropout.
     """
+    from trainer.models.checkpointing import not_recorded
+    from trainer.parallel.context.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
+
     if variant := _variant(kwargs):
         raise UsageError(
             f"this model's attention uses {variant}, which has no form for a ring of ranks; set `parallel.context` to"
@@ -484,6 +488,8 @@ def _block_mask(
     **options: Any,
 ) -> BlockMask | None:
     """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
+    from trainer.parallel.context.ring_attention import BlockMask
+
     skips = allow_is_causal_skip or allow_is_bidirectional_skip
 
     def blocks(

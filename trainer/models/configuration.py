@@ -18,13 +18,13 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from trainer.base.errors import UsageError
 from trainer.base.text import is_shallow
 from trainer.models.dropout import set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.hub_files import CANNOT_READ, not_found, one_line, require_small_files
-from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.schema import Model
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.models.adapters import adapt, left_out_notes
 from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
+from trainer.models.freezing import adapt
 from trainer.models.hub_files import not_found, one_line, pretrained_files
 from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.statistics import fix_statistics
@@ -105,7 +105,11 @@ class ModelDescription:
 
     def adapter_notes(self, model: nn.Module) -> list[str]:
         """Return notes on the weights that the adapter and the quantisation of a whole model leave out."""
-        return [] if self.recipe.adapter is None else left_out_notes(model, self.recipe.quantization)
+        if self.recipe.adapter is None:
+            return []
+        from trainer.models.adapters import left_out_notes
+
+        return left_out_notes(model, self.recipe.quantization)
 
     def groups(self, model: nn.Module) -> ParameterGroups:
         """Return the groups of the parameters of a whole model after `adapt`; see `parameter_groups`."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -37,8 +37,6 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from trainer.base.errors import UsageError
-from trainer.models.adapter_starts import Start
-from trainer.models.adapters import factor_shapes, starts_of
 from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, sizes_differ
@@ -55,10 +53,12 @@ from trainer.models.stored_weights import (
     StoredWeights,
     quantized_keys,
 )
-from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.tensor.low_rank import drawn_factor
 from trainer.recipe.schema import Model
+
+if TYPE_CHECKING:
+    from trainer.models.adapter_starts import Start
+    from trainer.parallel.node import NodeRanks
 
 
 def build_model(
@@ -218,6 +218,8 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
         parts.convert(stored, sources.converted, whole)
         draw_weights(whole, sources.missing, seed, parts.drawing(whole), parts.holds)
         for name, shape in parts.factors.items():
+            from trainer.parallel.tensor.low_rank import drawn_factor
+
             if parts.holds(name) and not parts.is_filled(name):  # other factors are not drawn
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     for name, value in values_of(described.use.added).items():
@@ -333,8 +335,12 @@ def _empty_parts(
     whole = copy.deepcopy(model)  # its modules are drawn and converted one at a time
     keys = described.new_keys()
     notes = described.prepare(model, lacking, keys)
-    factors, adapter = factor_shapes(model), described.recipe.adapter
-    starts = {} if adapter is None else starts_of(model, adapter, described.seed)
+    factors: dict[str, tuple[int, ...]] = {}
+    starts: dict[str, Start] = {}
+    if described.recipe.adapter is not None:
+        from trainer.models.adapters import factor_shapes, starts_of
+
+        factors, starts = factor_shapes(model), starts_of(model, described.recipe.adapter, described.seed)
     names = list(aliases(whole).values())
     known = {name for group in names for name in group}
     # Parameters of adapters, which the plain model lacks.

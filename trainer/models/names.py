@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import nn
+
+from trainer.base.errors import Problems, UsageError
+from trainer.base.text import listed
+from trainer.recipe.schema.model import matches
 
 
 def aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -53,3 +58,29 @@ def prefixes(name: str) -> list[str]:
     """Return the names of the modules around a module, the outermost first, and its own name."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+    """Return the parameters that a pattern matches, or in modules that it matches."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: set[str] = set()
+    problems = Problems()
+    for pattern in patterns:
+        names = {name for name in parameters if any(matches(pattern, part) for part in prefixes(name))}
+        with problems.collect():
+            if not names:
+                raise nothing_matches(key, pattern, [part for name in parameters for part in prefixes(name)])
+        found |= names
+    problems.raise_all()
+    return found
+
+
+def last_parts(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()))
+
+
+def nothing_matches(key: str, pattern: str, names: Sequence[str], of: str = "modules of the model") -> UsageError:
+    known = last_parts(names)
+    last = pattern.rpartition(".")[2]
+    near = get_close_matches(last, known, n=3, cutoff=0.5) or known
+    return UsageError(f"`{key}` must match {of}, but {pattern!r} matches none; use names such as {listed(near, 6)}")

@@ -15,10 +15,10 @@ from torch import nn
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
-from trainer.models.adapters import frozen_parameters, matched_parameters
 from trainer.models.families.family import matches
 from trainer.models.families.table import FAMILIES, layers_of
-from trainer.models.names import aliases
+from trainer.models.freezing import frozen_parameters
+from trainer.models.names import aliases, matched_parameters
 from trainer.recipe.schema import Model, OptimizerKeys
 
 

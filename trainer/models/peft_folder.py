@@ -14,16 +14,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
 from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes
 from trainer.models.weight_files import transformers_class
-from trainer.parallel.tensor.low_rank import ATTRIBUTE
-from trainer.parallel.tensor.trained_rows import ROWS
+from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.recipe.schema import Model
 
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's wrapper
 Number = TypeVar("Number", int, float)

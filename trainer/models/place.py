@@ -23,8 +23,6 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Placements, whole
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import bounds_of_part, part_of
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
-from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from trainer.models.chunked_head import ChunkedHead
     from trainer.models.compiled import CompiledLayers
     from trainer.models.stage_split import StagePart
+    from trainer.parallel.tensor.cross_entropy import VocabularyCut
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,11 @@ class PlacedModel:
     @property
     def vocabulary(self) -> VocabularyCut | None:
         """The cut of the logits over the vocabulary; None if they are whole, or not over a vocabulary."""
+        if self.cut_placements is None:
+            return None
+        from trainer.parallel.tensor.cross_entropy import VocabularyCut
+        from trainer.parallel.tensor.linear import ColumnParallelLinear
+
         heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
         assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None

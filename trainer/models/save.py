@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.errors import TrainerError
-from trainer.models.adapters import MergedWeights
 from trainer.models.added import is_added, without_added, write_added
+from trainer.models.merged_weights import MergedWeights
 from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_files import WeightFile, WeightFiles, described_model, plan_files, transformers_class
 from trainer.parallel.mesh import ParallelMesh

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from trainer.base.errors import UsageError
 from trainer.models.place import ModelCut
 from trainer.parallel.communication import group_size, index_in_group
-from trainer.parallel.node import NodeRanks
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.quantized_linear import CODES, FORMATS
 from trainer.parallel.shards.slices import ranges_of_part
+
+if TYPE_CHECKING:
+    from trainer.parallel.node import NodeRanks
 
 _CHUNK_ELEMENTS = 1 << 22  # compared at once
 _CHUNK_BYTES = 1 << 23  # sent at once

@@ -15,14 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
-from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernels import fused_dropout, kernel_support
 from trainer.parallel.kernels.launching import operation
 from trainer.parallel.random import (
@@ -36,7 +35,10 @@ from trainer.parallel.random import (
     token_keys,
 )
 from trainer.parallel.rounded_inputs import after_products
-from trainer.parallel.sharded_sequence import SEQUENCE_DIM, SequenceCut
+
+if TYPE_CHECKING:
+    from trainer.parallel.flat_rows import FlatRows
+    from trainer.parallel.sharded_sequence import SequenceCut
 
 REMEDY = "set `training.layout_invariant_dropout` to false, which uses torch's own dropout"
 
@@ -390,7 +392,7 @@ class DropoutSite:
         if self.cut_dim is not None:
             offsets[self.cut_dim] = self.part * shape[self.cut_dim]
         if self.sequence is not None:
-            offsets[SEQUENCE_DIM] = self.sequence.start
+            offsets[self.sequence.dim] = self.sequence.start
         return offsets
 
     def drop_rows(self, x: Tensor, probability: float) -> Tensor:

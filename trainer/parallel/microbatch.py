@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from trainer.parallel.flat_rows import FlatRows
+if TYPE_CHECKING:
+    from trainer.parallel.flat_rows import FlatRows
+
 
 IGNORED_LABEL = -100
 """The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""

@@ -46,6 +46,8 @@ class SequenceCut:
         outer: the cut of the same stack over other ranks; this one shards the positions that it leaves to a rank.
     """
 
+    dim = SEQUENCE_DIM
+
     def __init__(self, group: Group, outer: SequenceCut | None = None) -> None:
         self.group = group
         self._outer = outer

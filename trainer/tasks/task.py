@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.recipe.schema import Generation, TaskKeys
-from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, ImageProcessor, Tokenizer
+
+if TYPE_CHECKING:
+    from trainer.parallel.tensor.cross_entropy import VocabularyCut
+    from trainer.recipe.sentence import SentenceFolder
 
 _KEYS = {
     "metric_names": "metrics", "class_names": "labels", "settings": "generation", "label_column": "label",

@@ -9,10 +9,10 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -44,7 +44,6 @@ from trainer.observe.observer import Observer
 from trainer.observe.preview_records import Preview
 from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.node import ranks_of_node
 from trainer.parallel.placement import Placements
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layers_text
@@ -59,6 +58,9 @@ from trainer.training.run_data import PreparedData
 from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.second_model import LoadedModel, second_model
 from trainer.training.whole_split import Evaluator
+
+if TYPE_CHECKING:
+    from trainer.parallel.node import NodeRanks
 
 
 @dataclass
@@ -311,7 +313,11 @@ def assemble(
     recipe, task = plan.recipe, data.task
     models = models or describe_models(recipe, task, data.preparation.padding_token)
     described = models.model
-    reading = ranks_of_node(mesh) if recipe.parallel.load == "broadcast" else nullcontext()
+    reading: AbstractContextManager[NodeRanks | None] = nullcontext()
+    if recipe.parallel.load == "broadcast":
+        from trainer.parallel.node import ranks_of_node
+
+        reading = ranks_of_node(mesh)
     with reading as node:
         cuts = planned_cuts(plan, mesh, loads_shards=adapt is None)  # `adapt` may change weights
         built = [build_model(described, cut, node) for cut in cuts]

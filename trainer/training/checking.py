@@ -17,7 +17,6 @@ from trainer.models.context_split import context_notes
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
-from trainer.models.layer_hooks import check_padding_free
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import every_cut, place
 from trainer.observe.observer import Observer
@@ -157,6 +156,8 @@ def _check(
         notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
     if recipe.data.padding_free:
         with problems.collect():
+            from trainer.models.layer_hooks import check_padding_free
+
             check_padding_free(model)
     if plan.layout.ranks_per_row > 1:
         from trainer.models.tensor_split import check_split

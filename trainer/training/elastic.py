@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from trainer.base.errors import ExitCode, LostPeerError, RecipeError
 from trainer.base.terminal import say
 from trainer.checkpoint.registered import registered_tiers
-from trainer.observe.callbacks import Callback
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.elastic import plan_on_ranks
@@ -24,6 +23,7 @@ from trainer.training.process_group import collective_timeout, meet_ranks
 from trainer.training.run import train
 
 if TYPE_CHECKING:
+    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 

@@ -28,9 +28,10 @@ from trainer.checkpoint.identity import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
-from trainer.models.adapters import MergedWeights, adapt
 from trainer.models.added import added_of, is_added, values_of, without_added, write_added
 from trainer.models.fill import build_base
+from trainer.models.freezing import adapt
+from trainer.models.merged_weights import MergedWeights
 from trainer.models.peft_folder import write_adapter
 from trainer.models.quantizing import quantized_base, quantized_in
 from trainer.models.statistics import persistent_buffers

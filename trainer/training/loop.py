@@ -15,7 +15,6 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.data.loader import TrainLoader
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
-from trainer.models.compiled import compilations
 from trainer.observe.meter import Meter, Rates, of_slowest_reader, peak_memory_bytes
 from trainer.observe.observer import Observer, Request, joined
 from trainer.observe.records import (
@@ -288,6 +287,8 @@ class Loop:
         result = self._read_begun()
         assert result is not None, "the step was begun just now"
         if self.recipe.compile:
+            from trainer.models.compiled import compilations
+
             before, (*_, self._compiled) = self._compiled, compilations()
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()

@@ -14,13 +14,12 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.base.extensions import registered
 from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
-from trainer.models.peft_folder import ADAPTER_CONFIG_NAME
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.tasks.exported import Card
 from trainer.tasks.registry import card_of

@@ -22,7 +22,6 @@ from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
 from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
-from trainer.observe.callbacks import Callback, names_of
 from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process_group
@@ -32,6 +31,7 @@ from trainer.recipe.schema import Recipe
 from trainer.training.agreement import check_agreement, run_facts
 
 if TYPE_CHECKING:
+    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
@@ -62,6 +62,7 @@ def meet_ranks(
     if observer is not None:
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
+    from trainer.observe.callbacks import names_of
     from trainer.ranks.joining import join_ranks
 
     rendezvous = join_ranks(environment, timeout)

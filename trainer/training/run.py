@@ -12,8 +12,6 @@ import torch
 
 from trainer.base import extensions
 from trainer.base.errors import StoppedError
-from trainer.models.compiled import compilations
-from trainer.observe.callbacks import Callback
 from trainer.observe.observer import Observer
 from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
@@ -30,6 +28,7 @@ from trainer.training.run_tool import RunTools
 from trainer.training.session import Results, Session, is_complete, open_session
 
 if TYPE_CHECKING:
+    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
@@ -136,7 +135,11 @@ def _finish(parts: Assembly, loop: Loop, ending: Ending, session: Session, saves
     saver.close()  # the checkpoint of the end is on the disk
     recipe, step, folder = parts.recipe, saver.progress.step, None
     idling = parts.idling()
-    compilation = Compilation(*compilations()) if recipe.compile else None
+    compilation = None
+    if recipe.compile:
+        from trainer.models.compiled import compilations
+
+        compilation = Compilation(*compilations())
     if saves and is_complete(ending):
         folder = session.folder / "model"
         session.observers.doing(step, "exporting the model")

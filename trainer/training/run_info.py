@@ -25,8 +25,7 @@ from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
-from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
-from trainer.parallel.tensor.linear import ColumnParallelLinear
+from trainer.parallel.tensor.kinds import ShardedEmbedding, ShardedLinear
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
 from trainer.recipe.plan import RunPlan
@@ -149,9 +148,9 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
     layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if layers is None or hidden is None:
         return None
-    embeddings = _weights_of(models, nn.Embedding, VocabParallelEmbedding, FeatureParallelEmbedding)
+    embeddings = _weights_of(models, nn.Embedding, ShardedEmbedding)
     # An embedding that is tied to a head counts, because of the head's products.
-    embeddings -= _weights_of(models, nn.Linear, ColumnParallelLinear)
+    embeddings -= _weights_of(models, nn.Linear, ShardedLinear)
     quantized = weights_of_parts(models)
     counted = [
         (quantized.get(name, prod(placements[name].shape)), parameter.requires_grad)

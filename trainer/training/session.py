@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.checkpoint.counters import Progress
@@ -17,7 +17,6 @@ from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.builders import build_observers
-from trainer.observe.callbacks import Callback, CallbackObserver
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.outcome import Outcome
@@ -29,6 +28,9 @@ from trainer.ranks.command import command_line
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 from trainer.training.loop import Ending
+
+if TYPE_CHECKING:
+    from trainer.observe.callbacks import Callback
 
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
@@ -95,7 +97,10 @@ class Session:
         self.has_callbacks = bool(callbacks)
         note = Observers(shown).note
         own = [callback for callback in callbacks if callback.every_rank or environment.rank == 0]
-        shown += [CallbackObserver(callback, note) for callback in own]
+        if own:
+            from trainer.observe.callbacks import CallbackObserver
+
+            shown += [CallbackObserver(callback, note) for callback in own]
         shown += [] if observer is None else [observer]
         self._outcome = Outcome()
         shown.append(self._outcome)

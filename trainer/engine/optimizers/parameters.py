@@ -15,7 +15,7 @@ from trainer.models.families.table import layers_of
 from trainer.models.parameter_rules import ParameterRule
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
-from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.tensor.kinds import ShardedLinear
 from trainer.recipe.schema import OptimizerKeys, Recipe
 
 Groups = list[dict[str, Any]]
@@ -23,7 +23,7 @@ Groups = list[dict[str, Any]]
 NormTypes = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.RMSNorm)
 RATE = "rate"
 """The key of a parameter group: its learning rate, as a multiple of that of the optimizer."""
-_LINEAR = (nn.Linear, Conv1D, ColumnParallelLinear, RowParallelLinear)
+_LINEAR = (nn.Linear, Conv1D, ShardedLinear)
 
 
 def no_decay_names(model: nn.Module) -> set[str]:

@@ -9,10 +9,11 @@ from trainer.base.errors import UsageError
 from trainer.parallel.communication import Group, group_size, index_in_group, reduce_from_group
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
+from trainer.parallel.tensor.kinds import ShardedEmbedding
 from trainer.parallel.tensor.trained_rows import VectorScale, attach_rows, rows_of
 
 
-class _ParallelEmbedding(nn.Module):
+class _ParallelEmbedding(ShardedEmbedding):
     """This rank's part of a whole embedding, with a copy of its weight; the copy keeps `requires_grad`.
 
     Args:

@@ -29,12 +29,13 @@ from trainer.parallel.mesh import JOINT_AXES
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.sharded_sequence import SEQUENCE_DIM
 from trainer.parallel.shards.slices import part_of
+from trainer.parallel.tensor.kinds import ShardedLinear
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
 from trainer.parallel.wide_products import add_bias, linear, shares_input
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(ShardedLinear):
     """This rank's part of a whole layer, with copies of its parameters.
 
     `in_features` and `out_features` are local sizes, those of this rank's `weight`. The copies keep `requires_grad`.

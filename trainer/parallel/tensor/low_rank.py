@@ -19,12 +19,8 @@ from torch import Tensor, nn
 from trainer.parallel.communication import Group, in_product_type, reduce_from_group
 from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
+from trainer.parallel.tensor.kinds import ATTRIBUTE, START, MatrixProduct
 from trainer.parallel.wide_products import linear
-
-ATTRIBUTE = "lora"
-"""The name of the product in its layer."""
-
-_START = ("start_A", "start_B")
 
 
 class Magnitude(nn.Module):
@@ -56,7 +52,7 @@ class Base:
         return cls(lambda: weight, lambda x: F.linear(x, weight), bias)
 
 
-class LowRank(nn.Module):
+class LowRank(MatrixProduct):
     """The product `scaling * B A dropout(x)`, `[..., in] -> [..., out]`, with `A` `[rank, in]` and `B` `[out, rank]`.
 
     With `magnitude`, the rows of the adapted weight are scaled to trained norms (DoRA). The gradient takes the present
@@ -84,7 +80,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.A = nn.Parameter(A)
         self.B = nn.Parameter(B)
-        for name, factor in zip(_START, start or (None, None), strict=True):
+        for name, factor in zip(START, start or (None, None), strict=True):
             self.register_parameter(name, None if factor is None else nn.Parameter(factor, requires_grad=False))
         self.scaling = scaling
         self.dropout = dropout
@@ -94,7 +90,7 @@ class LowRank(nn.Module):
     @property
     def start(self) -> tuple[Tensor, Tensor] | None:
         """The factors of the frozen product; None without one."""
-        first, second = (getattr(self, name) for name in _START)
+        first, second = (getattr(self, name) for name in START)
         return None if first is None else (first, second)
 
     def forward(self, x: Tensor, output: Tensor, base: Base) -> Tensor:
@@ -159,11 +155,6 @@ def product_of(layer: nn.Module) -> LowRank | None:
     """Return the product of a layer; None without one."""
     product = getattr(layer, ATTRIBUTE, None)
     return product if isinstance(product, LowRank) else None
-
-
-def is_start(name: str) -> bool:
-    """Return whether a parameter is a factor of the frozen product with which a trained one began."""
-    return name.endswith(tuple(f"{ATTRIBUTE}.{factor}" for factor in _START))
 
 
 def _add(layer: Any, args: Any, output: Tensor, transposed: bool) -> Tensor:

@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.parallel.communication import Group, copy_to_group, index_in_group
+from trainer.parallel.tensor.kinds import ROWS
 from trainer.parallel.wide_products import linear
-
-ROWS = "trained_rows"
-"""The name of the rows in their layer."""
 
 
 @dataclass(frozen=True)
