@@ -22,8 +22,7 @@ from trainer.models.adapters import left_out_notes
 from trainer.models.chunked_head import why_whole
 from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
-from trainer.parallel.tensor.low_rank import is_start
-from trainer.parallel.tensor.trained_rows import ROWS
+from trainer.parallel.tensor.kinds import ROWS, is_start
 from trainer.recipe.schema import Adapter, Model, Recipe
 
 BERT = {**TINY_BERT, "initializer_range": 0.2}

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,15 @@ from trainer.engine.engine import nothing
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
-from trainer.engine.rounded_weights import learning, rounded_weights
 from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import OverlappedSums, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.engine.rounded_weights import RoundedWeights
 
 INTERNALS = Internals(
     "torch",
@@ -130,7 +133,11 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     built = prepare_model(built, mesh, plan)
     model.to(mesh.device)
     places = GradientPlaces()
-    rounded = rounded_weights([model], recipe, place_of=places.of)
+    rounded: RoundedWeights | None = None
+    if recipe.precision != "fp32":
+        from trainer.engine.rounded_weights import rounded_weights
+
+        rounded = rounded_weights([model], recipe, place_of=places.of)
     named = dict(model.named_parameters())
     # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
     left_out = {} if is_alone else named if recipe.cuda_graphs else stored_in_bf16(model)
@@ -152,7 +159,11 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     # A graph rounds the weights itself, because it reads the memory that it was captured with.
     forward = ModelForward(built, task, mesh, plan, call, rounded=None if recipe.cuda_graphs else rounded)
     # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.
-    loss_sum = forward.loss_sum if rounded is None else learning(model, forward.loss_sum, rounded.learn)
+    loss_sum: Callable[[Microbatch], Tensor] = forward.loss_sum
+    if rounded is not None:
+        from trainer.engine.rounded_weights import learning
+
+        loss_sum = learning(model, loss_sum, rounded.learn)
     if recipe.cuda_graphs:
         from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 

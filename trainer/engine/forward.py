@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,12 +16,10 @@ from trainer.base.errors import UsageError
 from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16, weights_dtype
 from trainer.engine.results import EvalResult
-from trainer.engine.rounded_weights import RoundedWeights
 from trainer.models.attention import FLAT, padding_known
 from trainer.models.dropout import RefuseUnkeyedDropout
 from trainer.models.embedding_noise import add_noise
 from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
-from trainer.models.generation import generate
 from trainer.models.place import PlacedModel
 from trainer.models.rotary import CheapRotation
 from trainer.parallel.copying import begin_to_host
@@ -33,6 +31,9 @@ from trainer.parallel.rounded_inputs import share_rounded_inputs
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.engine.rounded_weights import RoundedWeights
 
 ModelCall = Callable[..., Any]
 
@@ -310,6 +311,8 @@ class ModelForward:
         # Ranks that share weights must call the model equally often, so fillers generate there too.
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
+        from trainer.models.generation import generate
+
         with padding_known(microbatch.is_padded):  # generated tokens add none
             return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.models.families.table import FAMILIES
-from trainer.parallel.sharded_sequence import ContextSplit
 from trainer.recipe.schema import Parallel
+
+if TYPE_CHECKING:
+    from trainer.parallel.sharded_sequence import ContextSplit
 
 
 def context_split(config: Any, tensor: int, context: int) -> ContextSplit | None:
@@ -17,6 +19,8 @@ def context_split(config: Any, tensor: int, context: int) -> ContextSplit | None
     family = FAMILIES.get(config.model_type)
     if context == 1 or family is None or family.tensor is None or not family.tensor.context_parallel:
         return None
+    from trainer.parallel.sharded_sequence import ContextSplit
+
     return ContextSplit.of(context, [getattr(config, name) // tensor for name in family.tensor.heads])
 
 

@@ -20,10 +20,8 @@ from transformers.generation.logits_process import (
 )
 
 from trainer.base.errors import UsageError
-from trainer.parallel.communication import gather_sequence, group_size
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.random import stream_keys
-from trainer.parallel.tensor.linear import ColumnParallelLinear
 from trainer.recipe.schema import Generation
 
 _REPLACED = frozenset(
@@ -239,6 +237,9 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 @contextmanager
 def _whole_logits(model: nn.Module) -> Iterator[None]:
     """Gather logits that are sharded over the vocabulary, so that each tensor rank chooses the same token."""
+    from trainer.parallel.communication import gather_sequence, group_size
+    from trainer.parallel.tensor.linear import ColumnParallelLinear
+
     heads = [module for module in model.modules() if isinstance(module, ColumnParallelLinear) and module.pads]
     if not heads:
         yield

@@ -35,7 +35,6 @@ from trainer.models.configuration import computed_facts
 from trainer.models.context_split import context_notes
 from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
-from trainer.models.generation import set_generation
 from trainer.models.place import PlacedModel, planned_cuts
 from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
@@ -330,6 +329,8 @@ def assemble(
     for model in own:
         tokenizer = data.preparation.text_tokenizer
         ends = task.end_tokens(tokenizer) if tokenizer else ()
+        from trainer.models.generation import set_generation
+
         set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)

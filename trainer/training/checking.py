@@ -12,7 +12,6 @@ from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.builders import check_built
 from trainer.engine.optimizers.table import optimizer_class
-from trainer.models.adapter_starts import require_package
 from trainer.models.context_split import context_notes
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
@@ -79,6 +78,8 @@ def check_needs(recipe: Recipe, problems: Problems) -> None:
         optimizer_class(recipe.optimizer).require_package()
     if recipe.model.adapter is not None:
         with problems.collect():
+            from trainer.models.adapter_starts import require_package
+
             require_package(recipe.model.adapter)
     for tier in registered_tiers(recipe):
         with problems.collect():

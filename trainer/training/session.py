@@ -20,7 +20,6 @@ from trainer.observe.builders import build_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.outcome import Outcome
-from trainer.observe.profiling import Profiler
 from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel.mesh import ParallelMesh
@@ -31,6 +30,7 @@ from trainer.training.loop import Ending
 
 if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
+    from trainer.observe.profiling import Profiler
 
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
@@ -106,6 +106,8 @@ class Session:
         shown.append(self._outcome)
         self._profiler: Profiler | None = None
         if recipe.logging.profile is not None:
+            from trainer.observe.profiling import Profiler
+
             first, last = recipe.logging.profile.steps
             self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
             shown.insert(0, self._profiler)

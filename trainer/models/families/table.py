@@ -19,7 +19,6 @@ from trainer.models.families.gpt2 import GPT2
 from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from trainer.models.families.modernbert import MODERNBERT
 from trainer.models.families.resnet import RESNET
-from trainer.models.families.shipped import shipped_family, shipped_layers
 from trainer.models.families.t5 import T5
 from trainer.models.families.vit import VIT
 from trainer.parallel.pipeline.stand_ins import Absent
@@ -60,6 +59,8 @@ def family_of(model: nn.Module) -> ModelFamily:
         UsageError: the model is in no family of the table, and transformers has no plan for it, or one that cannot be
             used.
     """
+    from trainer.models.families.shipped import shipped_family
+
     config: Any = model.config
     family = FAMILIES.get(config.model_type) or shipped_family(model)
     if family is None:
@@ -78,8 +79,12 @@ def _of_no_family(config: Any, needed_by: str) -> UsageError:
 def layers_pattern(config: Any) -> str | None:
     """Return the pattern of the repeated layers of a model type; None if they are unknown."""
     family = FAMILIES.get(config.model_type)
+    if family:
+        return family.layers
+    from trainer.models.families.shipped import shipped_layers
+
     # A plan of transformers gives the layers, even if tensor ranks cannot use it.
-    return family.layers if family else shipped_layers(config)
+    return shipped_layers(config)
 
 
 def layers_of(model: nn.Module, needed_by: str = "this recipe") -> dict[str, nn.Module]:
