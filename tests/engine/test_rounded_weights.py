@@ -17,7 +17,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
 from tests.parity.cases import Case
-from trainer.engine import ddp, forward
+from trainer.engine import forward
 from trainer.engine.ddp import GradientPlaces
 from trainer.engine.rounded_weights import RoundedWeights
 from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
@@ -37,7 +37,10 @@ def built(by_autocast: bool, **sections: Any) -> Any:
     """Build a training; by autocast, products do not share inputs, and each weight and gradient is cast alone."""
     if not by_autocast:
         return build_tiny(tiny_recipe(**sections))
-    with mock.patch.object(forward, "share_rounded_inputs", list), mock.patch.object(ddp, "rounded_weights") as none:
+    with (
+        mock.patch.object(forward, "share_rounded_inputs", list),
+        mock.patch("trainer.engine.rounded_weights.rounded_weights") as none,
+    ):
         none.return_value = None
         return build_tiny(tiny_recipe(**sections))
 

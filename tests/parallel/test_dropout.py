@@ -220,7 +220,7 @@ def test_a_site_of_cut_positions_draws_from_the_first_position_of_its_rank():
     keys, x = DropoutKeys(7), torch.ones(2, 8, 16)
     with keys.use(MicrobatchKey(0, torch.arange(2))):
         whole = DropoutSite(keys, "site").drop(x, 0.5)
-    cut = SimpleNamespace(start=3)
+    cut = SimpleNamespace(start=3, dim=1)
     with keys.use(MicrobatchKey(0, torch.arange(2))):
         part = DropoutSite(keys, "site", cut_dim=1, sequence=cut).drop(x[:, 3:], 0.5)
     assert torch.equal(part, whole[:, 3:])
