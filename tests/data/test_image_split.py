@@ -14,7 +14,7 @@ import pytest
 
 from trainer.base.errors import DataError
 from trainer.data import readers
-from trainer.data.image_split import encode_images, encode_streamed
+from trainer.data.image_split import ImageRows, encode_images
 from trainer.data.sources import Split, load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 from trainer.tasks.image_classification import ImageClassificationTask
@@ -212,10 +212,10 @@ def test_a_name_of_no_file_is_no_image(beside, tmp_path, path, problem):
     assert f"names the file `{path:.200}`, which {problem}" in str(error.value)
 
 
-def test_a_stream_reads_no_files_that_its_rows_name():
+def test_without_folders_no_file_is_read_that_a_row_names():
     rows = datasets.Dataset.from_dict({"image": ["1.png"], "label": ["no"]})
-    with pytest.raises(DataError, match=r"names the file `1.png`, which a stream does not read; .*the bytes"):
-        encode_streamed(TASK, Processor(), (1, 2, 3), rows, "`some.jsonl`", 0)
+    with pytest.raises(DataError, match=r"names the file `1.png`, which is not read, because .*the bytes"):
+        ImageRows(TASK, Processor())(rows, "`some.jsonl`", 0)
 
 
 def test_an_empty_name_is_no_image(beside, tmp_path):

@@ -112,21 +112,19 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_types_of_parquet(tmp_path, streaming):
+def test_types_of_parquet(tmp_path):
     place = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({**VIEWS, "label": ["x", "y"], **UNREAD}), place)
-    splits = load_splits(FileData(source="files", train=str(place), streaming=streaming))
+    splits = load_splits(FileData(source="files", train=str(place)))
     assert splits.train.rows.to_list() == [
         {"text": "a", "bytes": b"a", "label": "x"}, {"text": "b", "bytes": b"a", "label": "y"}
     ]  # fmt: skip
     assert splits.train.rows.features["text"].dtype == "string"
-    if not streaming:
-        assert "types that are not read: `map` (map<string, int32" in splits.notes[0]
+    assert "types that are not read: `map` (map<string, int32" in splits.notes[0]
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["text", "label", "label"])
     pyarrow.parquet.write_table(twice, place)
     with pytest.raises(DataError, match="names `label` more than once; rename one"):
-        load_splits(FileData(source="files", train=str(place), streaming=streaming))
+        load_splits(FileData(source="files", train=str(place)))
     with pytest.raises(DataError, match="names `label` more than once; rename one"):
         next(read_chunks(place, "parquet", 10, 0, "it"))
 
@@ -161,8 +159,6 @@ def test_lists_of_json_keep_numbers_and_refuse_halves_of_pairs(tmp_path):
         content = "\n".join(lines) if name == "a.jsonl" else f"[{','.join(lines)}]"
         with pytest.raises(DataError, match=rf"{place} of .* has half of a surrogate pair, .*; correct it"):
             load(tmp_path / name, content)
-    with pytest.raises(DataError, match=r"row 2 of .* has half of a surrogate pair"):
-        load_splits(FileData(source="files", train=str(tmp_path / "a.jsonl"), streaming=True))
 
 
 def test_empty_lines_and_lines_of_null(tmp_path):

@@ -37,6 +37,7 @@ Kind = Literal[
     "update",
     "second_model",
     "tier",
+    "source",
     "card",
     "logging",
     "run",
@@ -46,7 +47,7 @@ Kind = Literal[
 folder of this project are relative to `trainer/`.
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
-`SecondModel`; `tier`: a place of checkpoints; `card`: a line of the model card.
+`SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.
 `logging`: observers by their word in `logging.to`; `run` and `launch`: context managers for `around`."""
 
 

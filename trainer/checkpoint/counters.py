@@ -23,7 +23,7 @@ class Progress:
     best: BestMetric | None = None
     evaluations_since_best: Count = 0
     bad_steps: Count = 0  # steps that were not taken because they were not finite
-    place: tuple[Count, Count, Count] | None = None  # in a stream: the epoch, the window and the row of the next row
+    place: tuple[Count, Count, Count] | None = None  # of the next row, if `samples` does not give it
     best_rows: str | None = None  # the hash of the validation rows that gave `best`
 
     def become(self, other: Progress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from trainer.base.disk import no_file, read_plain
 from trainer.base.errors import DataError
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
+from trainer.data.encoding import write_split
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import Encoded, EncodedSplit, Encoder, encoded_parts
+from trainer.data.split import Encoded, EncodedSplit, Encoder
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -70,45 +71,42 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
     columns = _columns_with_paths(rows, encoder)
     # The content of image files is a part of the key: a file may change under its name.
     key = entry_key(encoder, rows=_hash_images(rows, columns, split.folders), processor=processor.fingerprint)
+    encode_rows = ImageRows(encoder, processor, split.folders)
+
+    def encode(rows: Dataset, first_row: int) -> Encoded:
+        return encode_rows(rows, split.where, split.first_row + first_row)
 
     def write(writer: EntryWriter) -> None:
-        shape: tuple[int, ...] | None = None
-
-        def encode(rows: Dataset, first_row: int) -> Encoded:
-            first_row += split.first_row
-            images = _with_images(rows, columns, split.folders, split.where, first_row)
-            return encoder.encode_images(images, processor, split.where, first_row)
-
-        for done, features in encoded_parts(split, rows, encode, _IMAGES_AT_ONCE):
-            images = features[_PIXELS]
-            shape = shape or images[0].shape
-            _check_shapes(images, shape, split.where, split.first_row + done - len(images))
-            writer.add(features)
+        write_split(writer, split, rows, encode, _IMAGES_AT_ONCE)
 
     return replace(open_or_write(cache, key, write), sources=split.sources)
 
 
-def encode_streamed(
-    encoder: ImageEncoder,
-    processor: ImageProcessor,
-    shape: tuple[int, ...],
-    rows: Dataset,
-    where: str,
-    first_row: int,
-) -> Encoded:
-    """Return prepared rows of a stream, which hold the bytes of their images.
+@dataclass
+class ImageRows:
+    """The encoding of rows of images, which must have one shape once they are prepared.
 
-    Args:
-        shape: the shape that all images of the stream must have, `[channels, height, width]`.
-
-    Raises:
-        DataError: a value is not valid, names a file, or has another shape.
+    Attributes:
+        folders: the folders in which rows may name files; empty: rows must hold the bytes of their images.
+        shape: `[channels, height, width]`; None: that of the first image.
     """
-    # No folders: a stream must not open files that its rows name.
-    images = _with_images(rows, _columns_with_paths(rows, encoder), (), where, first_row)
-    features = encoder.encode_images(images, processor, where, first_row)
-    _check_shapes(features[_PIXELS], shape, where, first_row)
-    return features
+
+    encoder: ImageEncoder
+    processor: ImageProcessor
+    folders: Sequence[Path] = ()
+    shape: tuple[int, ...] | None = None
+
+    def __call__(self, rows: Dataset, where: str, first_row: int) -> Encoded:
+        """Return prepared rows.
+
+        Raises:
+            DataError: a value is not valid, names no such file, or has another shape.
+        """
+        images = _with_images(rows, _columns_with_paths(rows, self.encoder), self.folders, where, first_row)
+        features = self.encoder.encode_images(images, self.processor, where, first_row)
+        self.shape = self.shape or features[_PIXELS][0].shape
+        _check_shapes(features[_PIXELS], self.shape, where, first_row)
+        return features
 
 
 def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:
@@ -214,7 +212,7 @@ def _content(value: Mapping[str, Any] | str | None, folders: Sequence[Path]) -> 
     if path is None:
         return None
     if not folders:
-        raise ValueError("a stream does not read")
+        raise ValueError("is not read, because these rows must hold their images")
     if "\0" in path:
         raise ValueError("has a null character in its name")
     found = [Path(os.path.realpath(folder / path)) for folder in folders]  # `Path.resolve` refuses a loop of links

@@ -42,7 +42,7 @@ class StepRows:
     Attributes:
         row_ids: their indices in it, in the order of the batch.
         draw: the number of the draw of masks, which differs if rows come again.
-        place: the place of the next row of a stream; None: the number of consumed rows gives it.
+        place: the place of the next row; None: the number of consumed rows gives it.
     """
 
     split: EncodedSplit

@@ -1,4 +1,4 @@
-"""The columns that `data.map` makes from those of a source: a function from rows to rows, for files and streams.
+"""The columns that `data.map` makes from those of a source: a function from rows to rows.
 
 Known shapes of chats and instructions are maps too, which are recognised by their columns.
 """

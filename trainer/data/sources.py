@@ -23,7 +23,7 @@ from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.base.text import listed
 from trainer.data.formats.base import NULLS, CellKind, Files, TextOptions, json_chats, reason
 from trainer.data.formats.table import Format, reader_of
-from trainer.data.mapped_rows import map_of, map_part, map_rows
+from trainer.data.mapped_rows import map_rows
 from trainer.data.readers import (
     RowPlaces,
     common_format,
@@ -33,13 +33,11 @@ from trainer.data.readers import (
     reading,
     refuse_datasets_cache,
 )
-from trainer.data.row_map import RowMap, fix_of_row, kinds_of_sources
-from trainer.data.streams.index import first_rows
-from trainer.data.streams.shards import Shard, find_shards, naming_waits
+from trainer.data.row_map import fix_of_row, kinds_of_sources
 from trainer.recipe.schema import Data, DataMap, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
 
 @dataclass(frozen=True)
@@ -135,25 +133,12 @@ def require_one_type(split: Split, columns: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """The shards of each source of a stream, the types of their columns, and the map of their rows."""
-
-    sources: tuple[Sequence[Shard], ...]
-    features: Features
-    row_map: RowMap | None
-
-
-@dataclass(frozen=True)
 class Splits:
-    """The training split, the validation split, and notes on their reading for the user.
-
-    If the training split is a stream, `train` are its first rows.
-    """
+    """The training split, the validation split, and notes on their reading for the user."""
 
     train: Split
     validation: Split | None
     notes: tuple[str, ...] = ()
-    stream: Stream | None = None
 
 
 def load_splits(
@@ -163,6 +148,7 @@ def load_splits(
     problems: Problems | None = None,
     columns: Sequence[str] = (),
     kinds: Mapping[str, CellKind] | None = None,
+    read_train: Callable[[Sequence[str]], Split] | None = None,
 ) -> Splits:
     """Load the splits that `data` names.
 
@@ -172,6 +158,7 @@ def load_splits(
         problems: collects the errors of the validation split, which is then None; None: they are raised.
         columns: the columns that the task reads, by which known shapes of rows are recognised.
         kinds: the kinds of those of the columns that must not become numbers.
+        read_train: reads the training split of files for `columns`, before its map; None: its files are read whole.
 
     Raises:
         DataError: a split, file or folder is missing, is empty, or has the wrong format.
@@ -182,7 +169,7 @@ def load_splits(
     with _quiet_datasets():
         match data:
             case FileData():
-                splits = (_load_stream if data.streaming else _load_files)(data, columns, kinds or {}, own, most_rows)
+                splits = _load_files(data, columns, kinds or {}, own, most_rows, read_train)
             case _:
                 splits = _named_splits(data, columns, kinds or {}, own)
         if problems is None:
@@ -343,27 +330,6 @@ def _load_folder(data: FolderData) -> Mapping[str, Dataset]:
     return loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
-def _load_stream(
-    data: FileData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems, most_rows: int | None
-) -> Splits:
-    train = row_map = None
-    notes: list[str] = []
-    entries = [data.train] if isinstance(data.train, str) else data.train
-    sources: tuple[Sequence[Shard], ...] = ()
-    with problems.collect(), naming_waits("the shards of `data.train`"):
-        parts = [entries] if data.mixture is None else [[entry] for entry in entries]
-        sources = tuple(find_shards(part, data.format) for part in parts)
-        for shard, first_row, rows in first_rows([shard for source in sources for shard in source]):
-            row_map = map_of(rows, data.map, columns, f"`{shard}`")
-            if row_map is None or not row_map.conditions or len(map_part(row_map, rows, first_row, f"`{shard}`")):
-                break  # else `data.map.where` keeps none of these
-        train = _mapped(Split(rows, f"`{shard}`", is_whole=False), data.map, columns, notes)
-    splits = {} if train is None else {"data.train": train}
-    splits |= _read_splits(data, {"data.validation": data.validation}, columns, kinds, problems, most_rows, notes)
-    loaded = _with_train(splits, notes, problems)
-    return replace(loaded, stream=Stream(sources, rows.features, row_map))
-
-
 def text_options(data: Data) -> TextOptions:
     """Return how the text files of a recipe are read."""
     if not isinstance(data, FileData):
@@ -372,10 +338,21 @@ def text_options(data: Data) -> TextOptions:
 
 
 def _load_files(
-    data: FileData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems, most_rows: int | None
+    data: FileData,
+    columns: Sequence[str],
+    kinds: Mapping[str, CellKind],
+    problems: Problems,
+    most_rows: int | None,
+    read_train: Callable[[Sequence[str]], Split] | None,
 ) -> Splits:
-    names, notes = {"data.train": data.train, "data.validation": data.validation}, list[str]()
-    return _with_train(_read_splits(data, names, columns, kinds, problems, most_rows, notes), notes, problems)
+    names: dict[str, Any] = {"data.train": data.train, "data.validation": data.validation}
+    splits, notes = dict[str, Split](), list[str]()
+    if read_train is not None:
+        del names["data.train"]
+        with problems.collect():
+            splits["data.train"] = _mapped(read_train(columns), data.map, columns, notes)
+    splits |= _read_splits(data, names, columns, kinds, problems, most_rows, notes)
+    return _with_train(splits, notes, problems)
 
 
 def _read_splits(

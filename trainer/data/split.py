@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.base.errors import DataError, DataProblemsError
-from trainer.base.text import listed
 from trainer.data.order import IndexArray
-from trainer.data.workers import ordered_results
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from trainer.data.sources import Split
 
 FlatArray: TypeAlias = NDArray[Any]
 Encoded: TypeAlias = dict[str, list[Any]]
 """Encoded rows in the form that a task returns, by column: one value for each row."""
-
-MOST_ROWS_SHOWN = 5
-"""Rows that are not valid, in the errors of one split."""
-
-_ROW = re.compile(r"\brow (\d+)")
 
 
 class Encoder(Protocol):
@@ -157,119 +143,3 @@ class EncodedSplit:
 
 def _with_array(reopen: Callable[[], EncodedSplit], name: str, values: FlatArray) -> EncodedSplit:
     return reopen().with_array(name, values)
-
-
-def joined_rows(parts: Sequence[tuple[EncodedSplit, IndexArray]]) -> EncodedSplit:
-    """Return rows of several splits with the same columns as a split in memory.
-
-    Args:
-        parts: splits, and the indices of their rows, at least one over all.
-    """
-    parts = [(split, rows) for split, rows in parts if len(rows)]
-    first = parts[0][0]
-    tokens: dict[str, list[FlatArray]] = {name: [] for name in first.tokens}
-    ragged: dict[str, list[FlatArray]] = {name: [] for name in first.ragged}
-    of_ragged: dict[str, list[IndexArray]] = {name: [np.zeros(1, np.int64)] for name in first.ragged}
-    lengths = []
-    for split, rows in parts:
-        texts = split.texts_of(rows).ravel()
-        places = _places(split.offsets, texts)
-        lengths.append(split.offsets[texts + 1] - split.offsets[texts])
-        for name, found in tokens.items():
-            found.append(split.tokens[name][places])
-        for name, found in ragged.items():
-            column = split.ragged[name]
-            of_ragged[name].append(column.lengths_of(rows))
-            found.append(column.values[_places(column.offsets, rows)])
-    return EncodedSplit(
-        np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-        {name: np.concatenate(found) for name, found in tokens.items()},
-        {name: np.concatenate([split.scalars[name][rows] for split, rows in parts]) for name in first.scalars},
-        content_hash="",
-        arrays={name: np.concatenate([split.arrays[name][rows] for split, rows in parts]) for name in first.arrays},
-        ragged={
-            name: Ragged(np.cumsum(np.concatenate(of_ragged[name])), np.concatenate(found))
-            for name, found in ragged.items()
-        },
-        texts_per_row=first.texts_per_row,
-    )
-
-
-def _places(offsets: IndexArray, owners: IndexArray) -> IndexArray:
-    starts, ends = offsets[owners], offsets[owners + 1]
-    return np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
-
-
-def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], Encoded]) -> Encoded:
-    """Return the encoded rows.
-
-    Args:
-        rows: consecutive rows of a split.
-        first_row: the index of `rows[0]` in the split.
-        encode: encodes consecutive rows, from an index on.
-
-    Raises:
-        DataError: a row is not valid.
-        DataProblemsError: several rows are not valid; the error has `MOST_ROWS_SHOWN` kinds of problems, each once.
-    """
-    try:
-        return encode(rows, first_row)
-    except DataError:
-        found: dict[str, list[str]] = {}
-        for row in range(len(rows)):
-            try:
-                # Row by row only after an error, to name all bad rows.
-                encode(rows.select([row]), first_row + row)
-            except DataError as error:
-                found.setdefault(_ROW.sub("row", str(error)), []).append(str(error))
-            if len(found) == MOST_ROWS_SHOWN:
-                break
-        problems = [messages[0] + _further_rows(messages[1:]) for messages in found.values()]
-        if not problems:  # the rows are valid one by one
-            raise
-        raise (DataError(problems[0]) if len(problems) == 1 else DataProblemsError(*problems)) from None
-
-
-def encoded_parts(
-    split: Split,
-    rows: Dataset,
-    encode: Callable[[Dataset, int], Encoded],
-    most_rows: int,
-    num_processes: int = 1,
-    sources: Sequence[int] = (),
-) -> Iterator[tuple[int, Encoded]]:
-    """Yield the encoded rows of a split in order, in parts, each with the number of rows up to its end.
-
-    Args:
-        rows: the rows of the split, with the columns that are read.
-        encode: see `encode_rows`; it runs in the processes.
-        most_rows: the most rows of a part.
-        num_processes: see `ordered_results`.
-        sources: the numbers of rows that no part joins; empty: any rows are joined.
-
-    Raises:
-        DataError: a row is not valid.
-        TrainerError: a process died.
-    """
-    ends = np.cumsum(sources or (len(rows),)).tolist()
-    spans = [
-        (first_row, min(first_row + most_rows, end))
-        for start, end in zip((0, *ends), ends, strict=False)
-        for first_row in range(start, end, most_rows)
-    ]
-
-    def encode_span(span: tuple[int, int]) -> Encoded:
-        with split.explains_rows():
-            return encode_rows(rows.select(range(*span)), span[0], encode)
-
-    results = ordered_results(encode_span, spans, num_processes, "data.preparation_processes")
-    for (_, done), features in zip(spans, results, strict=True):
-        yield done, features
-        if split.show is not None:
-            split.show(done, len(rows))
-
-
-def _further_rows(messages: Sequence[str]) -> str:
-    """Return the other rows with the problem of a message."""
-    rows = [row[1] for message in messages if (row := _ROW.search(message))]
-    return f" (also row{'s' * (len(rows) > 1)} {listed(rows, MOST_ROWS_SHOWN)})" if rows else ""

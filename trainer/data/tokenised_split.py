@@ -6,7 +6,6 @@ The cache of `Dataset.map` is not used: its key depends on a pickle of the funct
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 
 from trainer.base.digests import digest_of, file_digest
 from trainer.base.errors import DataError, UsageError
-from trainer.base.terminal import say
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
+from trainer.data.encoding import RowPacker, write_split
 from trainer.data.hashing import hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import Encoded, EncodedSplit, Encoder, FlatArray, encoded_parts
+from trainer.data.split import Encoded, EncodedSplit, Encoder, FlatArray
 from trainer.ranks.environment import available_cores
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
 _BYTES_PER_PROCESS = 16 << 20  # less text is tokenised before a further process pays
-_PROGRESS_SECONDS = 10.0
 _TOKENS_AT_ONCE = 1 << 22
 _MOST_SPECIAL = 4  # tokens that tokenizers add to a text or a pair, such as `<s></s></s></s>`
 _PLACE_AND_CALLS = {
@@ -39,14 +37,6 @@ _PLACE_AND_CALLS = {
 }  # fmt: skip
 MOST_UNKNOWN = 0.5
 """A share of the tokens; a larger share of unknown ones means the wrong tokenizer."""
-
-
-class RowPacker(Protocol):
-    """The part of `trainer.tasks.text.packing.Packer` that this package uses."""
-
-    def add(self, documents: Mapping[str, list[Any]]) -> Encoded: ...
-
-    def finish(self) -> Encoded: ...
 
 
 class RowEncoder(Encoder, Protocol):
@@ -94,25 +84,11 @@ def encode_split(
 
     def write(writer: EntryWriter) -> None:
         task, packer = encoder.for_split(rows, split.first_row), encoder.packer(max_length)
-        ends = np.cumsum(split.sources or (len(rows),)).tolist()
 
         def encode(rows: Dataset, first_row: int) -> Encoded:
             return task.encode(rows, tokenizer, max_length, split.where, split.first_row + first_row)
 
-        def end_sources(done: int) -> None:
-            for _ in range(ends.count(done) if split.sources else 0):  # none, or several if some have no row
-                writer.end_source()
-
-        shown = time.monotonic()
-        end_sources(0)
-        for done, features in encoded_parts(split, rows, encode, at_once, processes, split.sources):
-            writer.add(packer.add(features) if packer else features)
-            if time.monotonic() - shown > _PROGRESS_SECONDS:
-                shown = time.monotonic()
-                say(f"tokenised {done:,} of {len(rows):,} rows of {split.where}", err=True)
-            if packer and done in ends:
-                writer.add(packer.finish())
-            end_sources(done)
+        write_split(writer, split, rows, encode, at_once, processes, packer, split.sources)
 
     key = entry_key(
         encoder,

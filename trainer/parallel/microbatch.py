@@ -183,8 +183,8 @@ class RankBatch:
     """One rank's part of one global batch.
 
     All ranks have the same number of microbatches in a step. `num_rows` and `num_tokens` (without padding) count the
-    global batch over all ranks, without communication. `place` is the place of the next row of a stream: its epoch, its
-    window and the row in this window.
+    global batch over all ranks, without communication. `place` is the place of the next row; None: the number of rows
+    gives it.
     """
 
     microbatches: list[Microbatch]

@@ -97,20 +97,32 @@ def _add_optimizer(registration: Registration) -> None:
 
 
 def _add_keys(registration: Registration) -> None:
-    """Add the fields of a section to the recipe, or to the section of it, that the registered key names."""
+    """Add the fields of a section to the recipe, or to the section of it, that the registered key names.
+
+    A section with several kinds gets them in the kind that is the base of the fields.
+    """
     keys: type[Section] = resolved(registration.value)
-    name = registration.name.rpartition(".")[0]
-    section = Recipe.model_fields[name].annotation if name else Recipe
-    assert isinstance(section, type)
-    assert issubclass(section, Section)
+    name, section = registration.name.rpartition(".")[0], extended(registration)
     for key, field in keys.model_fields.items():
-        field.description = descriptions(keys)[key]
-        section.model_fields[key] = field
+        if key in keys.__annotations__:
+            field.description = descriptions(keys)[key]
+            section.model_fields[key] = field
     if name:
         section.model_rebuild(force=True)
-        # The default was made before the section had the new keys.
-        Recipe.model_fields[name].default = section()
+        if not Recipe.model_fields[name].is_required():
+            # The default was made before the section had the new keys.
+            Recipe.model_fields[name].default = section()
     Recipe.model_rebuild(force=True)
+
+
+def extended(registration: Registration) -> type[Section]:
+    """Return the section that gets the keys of a registration."""
+    base = resolved(registration.value).__base__
+    name = registration.name.rpartition(".")[0]
+    section = base if base is not Section else Recipe.model_fields[name].annotation if name else Recipe
+    assert isinstance(section, type)
+    assert issubclass(section, Section)
+    return section
 
 
 def _add_metric(registration: Registration) -> None:
@@ -140,7 +152,8 @@ def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
 def _is_set(recipe: Recipe, name: str) -> bool:
     *sections, key = name.split(".")
     section: Section | None = reduce(getattr, sections, recipe)
-    return section is not None and bool(section.changed(key))
+    # Other kinds of the section may lack the key.
+    return section is not None and key in type(section).model_fields and bool(section.changed(key))
 
 
 consume("task", _add_task)

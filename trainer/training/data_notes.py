@@ -12,11 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.text import LITERAL, listed, number_in
-from trainer.data.order import Mixture
-from trainer.data.sources import Splits
 from trainer.data.split import EncodedSplit
-from trainer.data.streamed_split import StreamedSplit
-from trainer.data.streams.windows import Windows
 from trainer.models.configuration import rotary_positions
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import FileData, Recipe
@@ -24,6 +20,7 @@ from trainer.tasks.classes import plain_name
 from trainer.tasks.task import Task
 from trainer.tasks.text.tied_texts import MOST_COMPARED, texts_of
 from trainer.tasks.types import Tokenizer
+from trainer.training.row_source import Shares
 
 _MOST_LABELS = 5_000_000  # training labels; counting more takes time at each start
 _USUAL_SHARE = 0.01  # of the rows
@@ -136,21 +133,6 @@ def row_notes(recipe: Recipe, unit: str, splits: SplitsByName, source_rows: Mapp
     ]
 
 
-def stream_notes(recipe: Recipe, stream: StreamedSplit | None, splits: Splits) -> list[str]:
-    """Return notes on a stream; None: a check, which reads its first rows only."""
-    head = f"the first {len(splits.train.rows):,} rows of the stream stand for it in checks and notes"
-    if stream is None:
-        return [head]
-    assert splits.stream is not None
-    shards = sum(map(len, splits.stream.sources))
-    rows = f"{stream.windows.num_rows:,} rows in {shards:,} shard{'s' * (shards > 1)}"
-    about = "" if stream.keeps_rows else f", about {len(stream):,} rows of at most {recipe.data.max_length} tokens"
-    window = stream.head_row_bytes * stream.windows.num_rows / len(stream.windows) / 2**20
-    windows = f"{len(stream.windows):,} window{'s' * (len(stream.windows) > 1)}"
-    size = f"of about {window:,.1f} MiB in `data.cache`"
-    return [f"stream: {rows}{about}, shuffled in {windows} {size}", head]
-
-
 def position_notes(config: Any, splits: SplitsByName) -> list[str]:
     """Return a note on each split with later positions than those of a model with rotary positions."""
     positions = rotary_positions(config)
@@ -169,7 +151,7 @@ def position_notes(config: Any, splits: SplitsByName) -> list[str]:
     return notes
 
 
-def mixture_notes(recipe: Recipe, mixture: Mixture | Windows | None) -> list[str]:
+def mixture_notes(recipe: Recipe, mixture: Shares | None) -> list[str]:
     """Return a note on the share of each source in an epoch, or on a check that does not count the rows of sources."""
     if recipe.data.source_weights is None:
         return []

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.collate import Normalisation
-from trainer.data.image_split import encode_images, encode_streamed
-from trainer.data.sources import Split, Stream
+from trainer.data.encoding import RowEncoding
+from trainer.data.image_split import ImageRows, encode_images
+from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.data.streamed_split import WindowEncoder
 from trainer.models.image_processor import ImageProcessor
 from trainer.tasks.task import ImageTask, Task
 from trainer.training.preparation import Preparation
@@ -37,12 +37,10 @@ class ImagePreparation(Preparation):
         assert isinstance(task, ImageTask)
         return encode_images(split, task, self.processor, cache)
 
-    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
+    def encoding(self, task: Task, first: EncodedSplit) -> RowEncoding:
         assert isinstance(task, ImageTask)
-        prepare = partial(encode_streamed, task, self.processor, head.arrays["pixel_values"].shape[1:])
-        facts = {"processor": self.processor.fingerprint}
-        packer = partial(task.packer, 0)
-        return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check=None)
+        encode = ImageRows(task, self.processor, shape=first.arrays["pixel_values"].shape[1:])
+        return RowEncoding(task, encode, partial(task.packer, 0), {"processor": self.processor.fingerprint})
 
     def save(self, folder: Path) -> None:
         self.processor.save(folder)

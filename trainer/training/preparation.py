@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.collate import Batching, TokenMasking
-from trainer.data.sources import Split, Stream
+from trainer.data.encoding import RowEncoding
+from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.data.streamed_split import WindowEncoder
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.task import Task
 from trainer.tasks.types import Tokenizer
@@ -61,8 +61,8 @@ class Preparation(ABC):
         """
 
     @abstractmethod
-    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
-        """Return the encoder of the windows of a stream, which begins with the prepared rows `head`."""
+    def encoding(self, task: Task, first: EncodedSplit) -> RowEncoding:
+        """Return the encoding of the rows of a split that is read in parts; `first` are its first rows, prepared."""
 
     def masking(self, task: Task, seed: int) -> TokenMasking | None:
         """Return the masking that makes labels while rows become microbatches; None: prepared rows have labels.

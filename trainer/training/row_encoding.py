@@ -16,9 +16,9 @@ import numpy as np
 from trainer.base.disk import numbered_errors
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.data.collate import Padding, TokenMasking
-from trainer.data.sources import Split, Stream
+from trainer.data.encoding import RowEncoding
+from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.data.streamed_split import WindowEncoder
 from trainer.data.tokenised_split import encode_split, tokenizer_digest
 from trainer.models.configuration import (
     checkpoint_labels,
@@ -201,13 +201,11 @@ class TextPreparation(Preparation):
             self._check(task, split.where, encoded)
         return encoded
 
-    def for_windows(self, stream: Stream, task: Task, head: EncodedSplit) -> WindowEncoder:
+    def encoding(self, task: Task, first: EncodedSplit) -> RowEncoding:
         assert isinstance(task, TextTask)
-        prepare = partial(self._prepare, task)
         facts = {"tokenizer": tokenizer_digest(self.tokenizer), "max_length": self.max_length}
-        packer = partial(task.packer, self.max_length)
-        check = partial(self._check, task, "`data.train`")
-        return WindowEncoder(task, packer, prepare, facts, stream.features, stream.row_map, check)
+        packer, check = partial(task.packer, self.max_length), partial(self._check, task, "`data.train`")
+        return RowEncoding(task, partial(self._prepare, task), packer, facts, check)
 
     def _prepare(self, task: TextTask, rows: Dataset, where: str, first_row: int) -> dict[str, list[Any]]:
         return task.encode(rows, self.tokenizer, self.max_length, where, first_row)

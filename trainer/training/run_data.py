@@ -11,18 +11,16 @@ from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
 
-from trainer.base.errors import Problems, UsageError
+from trainer.base.errors import Problems
 from trainer.checkpoint.counters import Progress
 from trainer.data.collate import TokenMasking
 from trainer.data.loader import SplitRows, TrainingRows
 from trainer.data.order import GlobalOrder, Mixture
-from trainer.data.sources import Split, Splits, Stream, load_splits, require_one_type
+from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
-from trainer.data.stream_order import StreamOrder
-from trainer.data.streamed_split import StreamedSplit, StreamSettings
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
-from trainer.recipe.schema import FileData, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.text.chat_templates import set_date
@@ -34,11 +32,11 @@ from trainer.training.data_notes import (
     position_notes,
     row_notes,
     row_unit,
-    stream_notes,
     trained_notes,
 )
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation, resolve_task
+from trainer.training.row_source import OpenedSplit, RowSource, row_source
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,10 @@ class PreparedData:
     """The encoded splits, the task that knows their labels, and the preparation that encoded them.
 
     `masking` makes the labels of a task that hides tokens; None: the splits hold labels. `unit` names the rows that a
-    step counts: "rows", or "windows" or "packed rows" of them. If the training split is a stream, `train` are its first
-    rows, encoded. `is_whole` is false if only the first rows of a split are here, and `counts_rows` if a tokenizer that
-    stands in decides their number. `day` is the date of the run if a chat template writes it.
+    step counts: "rows", or "windows" or "packed rows" of them. If a feature reads the training split, `train` are its
+    first rows, and a run has it `opened`. `is_whole` is false if only the first rows of a split are here, and
+    `counts_rows` if a tokenizer that stands in decides their number. `day` is the date of the run if a chat template
+    writes it.
     """
 
     task: Task
@@ -59,20 +58,24 @@ class PreparedData:
     data_notes: tuple[str, ...] = ()
     evaluated: EvaluatedSplit | None = None  # the rows of `validation`
     unit: str = "rows"
-    stream: StreamedSplit | None = None
+    opened: OpenedSplit | None = None
     is_whole: bool = True
     counts_rows: bool = True
     day: str | None = None
 
     @property
     def num_train_rows(self) -> int:
-        """The number of encoded rows of an epoch; an estimate if a stream's task changes the number of rows."""
-        return len(self.train if self.stream is None else self.stream)
+        """The number of encoded rows of an epoch; perhaps an estimate for the split of a feature."""
+        return len(self._trained)
 
     @property
     def train_hash(self) -> str:
         """The hash of the content of the training split."""
-        return (self.train if self.stream is None else self.stream).content_hash
+        return self._trained.content_hash
+
+    @property
+    def _trained(self) -> OpenedSplit | EncodedSplit:
+        return self.train if self.opened is None else self.opened
 
     def training_rows(self, recipe: Recipe, progress: Progress) -> TrainingRows:
         """Return the rows of the global batches that `progress` has not passed yet.
@@ -80,9 +83,9 @@ class PreparedData:
         Raises:
             UsageError: no global batch starts there.
         """
+        if self.opened is not None:
+            return self.opened.rows(recipe, progress)
         size = recipe.training.global_batch_size
-        if self.stream is not None:
-            return StreamOrder(self.stream, size, progress.step, progress.samples, progress.place)
         lengths = self.train.lengths if recipe.data.group_by_length else None
         mixture = self.mixture(recipe)
         order = GlobalOrder(len(self.train), lengths, size, recipe.training.seed, mixture)
@@ -139,8 +142,9 @@ def prepare_data(
     observer.preparing("loading the data")
     problems = Problems()
     task: Task = build_task(recipe.task)
-    preparation, splits = _load(recipe, task, most_rows, load, problems)
-    loaded = _resolve(task, preparation, splits, most_rows, problems)
+    source = row_source(recipe)
+    preparation, splits = _load(recipe, task, most_rows, load, problems, source)
+    loaded = replace(_resolve(task, preparation, splits, most_rows, problems), source=source)
     day = _written_date(recipe, loaded.task, loaded.preparation, splits.train, day)  # before the template is used
     cache = cache or (Path(recipe.data.cache) if recipe.data.cache else cache_folder())
     encoded = _encode(recipe, loaded, cache, observer, problems)
@@ -155,6 +159,7 @@ class _Loaded:
         splits: as they were read.
         used: the rows of them that are encoded, at most `most_rows` of each.
         notes: notes on the labels.
+        source: the feature that reads the training split; None: it was read whole.
     """
 
     task: Task
@@ -162,6 +167,7 @@ class _Loaded:
     splits: Splits
     most_rows: int | None
     notes: Sequence[str]
+    source: RowSource | None = None
 
     @cached_property
     def used(self) -> Splits:
@@ -170,15 +176,21 @@ class _Loaded:
 
 
 def _load(
-    recipe: Recipe, task: Task, most_rows: int | None, load: Callable[[Recipe], Preparation], problems: Problems
+    recipe: Recipe,
+    task: Task,
+    most_rows: int | None,
+    load: Callable[[Recipe], Preparation],
+    problems: Problems,
+    source: RowSource | None,
 ) -> tuple[Preparation | None, Splits]:
     """Load the tokenizer or image processor, and the rows. A problem of the first does not hide those of the rows."""
     preparation = splits = None
     with problems.collect():
         preparation = load(recipe)
     label = getattr(recipe.task, "label", None)
+    read = partial(source.read, recipe) if source else None
     with problems.collect():
-        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds)
+        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds, read)
     if splits is None:
         problems.raise_all()
     assert splits is not None
@@ -218,7 +230,7 @@ def _resolve(
 def _encode(recipe: Recipe, loaded: _Loaded, cache: Path, observer: Observer, problems: Problems) -> PreparedData:
     """Encode the splits, without notes; the problems of each are raised together with the earlier ones."""
     task, preparation, used = loaded.task, loaded.preparation, loaded.used
-    masking = train = validation = evaluated = stream = None
+    masking = train = validation = evaluated = opened = None
     with problems.collect():
         masking = preparation.masking(task, recipe.training.seed)
     with problems.collect():
@@ -229,18 +241,21 @@ def _encode(recipe: Recipe, loaded: _Loaded, cache: Path, observer: Observer, pr
             evaluated = EvaluatedSplit(
                 used.validation.rows, validation, preparation.text_tokenizer, used.validation.where
             )
-    if train is not None:
+    if train is not None and (source := loaded.source):
         with problems.collect():
-            stream = _streamed(recipe, loaded, cache, train, observer)
+            source.check(recipe, task)
+            if loaded.most_rows is None:
+                observer.preparing("reading the index of data.train")
+                opened = source.open(recipe, task, preparation, loaded.splits.train, train, cache)
     problems.raise_all()
     assert train is not None
-    return PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, stream=stream)
+    return PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, opened=opened)
 
 
 def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> PreparedData:
     """Return the data with notes on its splits, its rows and its tokens."""
-    task, preparation, splits, stream = data.task, data.preparation, loaded.splits, data.stream
-    bounded = _bounds(splits, loaded.most_rows)
+    task, preparation, splits, opened = data.task, data.preparation, loaded.splits, data.opened
+    bounded = _bounds(loaded)
     counts_tokens = preparation.counts_tokens
     counts_rows = counts_tokens or _keeps_rows(recipe, task)
     unit, numbers = _numbers(recipe, loaded, data, counts_rows)
@@ -249,23 +264,24 @@ def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> Prepared
         *loaded.notes,
         *(_tokenizer_notes(task, preparation) if counts_tokens else ()),
         *numbers,
-        *(() if splits.stream else class_notes(task, data.train, data.validation)),
+        *(() if loaded.source else class_notes(task, data.train, data.validation)),
         *_date_notes(data),
         *(_token_notes(data) if counts_tokens else ()),
         *bounded,
-        *(mixture_notes(recipe, stream.windows if stream else data.mixture(recipe)) if counts_rows else ()),
+        *(mixture_notes(recipe, data.mixture(recipe) if opened is None else opened.shares) if counts_rows else ()),
     )
-    is_whole = not bounded and (stream is None) == (splits.stream is None)
+    is_whole = not bounded and (opened is None) == (loaded.source is None)
     return replace(data, data_notes=notes, unit=unit, is_whole=is_whole, counts_rows=counts_rows)
 
 
-def _bounds(splits: Splits, most_rows: int | None) -> list[str]:
-    """Return notes on the splits that are read in part; a stream always is."""
+def _bounds(loaded: _Loaded) -> list[str]:
+    """Return notes on the splits that are read in part; that of a feature always is."""
+    splits, most_rows = loaded.splits, loaded.most_rows
     if most_rows is None:
         return []
     return [
         f"only the first {most_rows:,} rows of {split.where} are checked"
-        for split in ((None if splits.stream else splits.train), splits.validation)
+        for split in (None if loaded.source else splits.train, splits.validation)
         if split is not None and not split.first(most_rows).is_whole
     ]
 
@@ -275,8 +291,8 @@ def _numbers(recipe: Recipe, loaded: _Loaded, data: PreparedData, counts_rows: b
     train, validation = loaded.used.train, loaded.used.validation
     source_rows = {"training": len(train.rows), "validation": len(validation.rows) if validation else 0}
     unit = row_unit(recipe, data.task, data.splits, source_rows)
-    if loaded.splits.stream:
-        return unit, stream_notes(recipe, data.stream, loaded.splits)
+    if loaded.source:
+        return unit, loaded.source.notes(recipe, len(loaded.splits.train.rows))
     return unit, row_notes(recipe, unit, data.splits, source_rows) if counts_rows else []
 
 
@@ -314,53 +330,6 @@ def _token_notes(data: PreparedData) -> list[str]:
         *trained_notes(data.task, data.train, preparation.text_tokenizer),
         *position_notes(preparation.config, data.splits),
     ]
-
-
-def _streamed(
-    recipe: Recipe, loaded: _Loaded, cache: Path, head: EncodedSplit, observer: Observer
-) -> StreamedSplit | None:
-    """Return the stream of the training split; None: it is no stream, or only its first rows are read."""
-    stream, data, training = loaded.splits.stream, recipe.data, recipe.training
-    if stream is None:
-        return None
-    _require_steps(recipe, loaded.task, stream)
-    if loaded.most_rows is not None:
-        return None
-    observer.preparing("reading the index of data.train")
-    assert isinstance(data, FileData)
-    # Torch's loader keeps two batches of each worker ready.
-    rows_ahead = (2 * data.num_workers + 2) * training.global_batch_size
-    settings = StreamSettings(
-        data.shuffle_window,
-        data.mixture,
-        training.seed,
-        run=recipe.checkpoint.folder,
-        behind=1 + -(-rows_ahead // data.shuffle_window),
-    )
-    encoder = loaded.preparation.for_windows(stream, loaded.task, head)
-    return StreamedSplit(stream.sources, settings, encoder, head, len(loaded.splits.train.rows), cache)
-
-
-def _require_steps(recipe: Recipe, task: Task, stream: Stream) -> None:
-    """Refuse epochs of a stream if task or map change the number of rows, so that no epoch has known steps.
-
-    Raises:
-        UsageError: a key counts epochs.
-    """
-    drops_rows = stream.row_map is not None and stream.row_map.conditions
-    if _keeps_rows(recipe, task) and not drops_rows:
-        return
-    why = "because task or map change the number of rows, so the number of steps of an epoch of a stream is unknown"
-    if recipe.training.max_steps is None:
-        raise UsageError(f"`training.max_steps` must be set with `data.streaming`, {why}")
-    for key, every in (
-        ("evaluation.every", recipe.evaluation.every if recipe.data.validation is not None else None),
-        ("checkpoint.every", recipe.checkpoint.every),
-        ("logging.every", recipe.logging.every),
-        ("training.check_replicas", recipe.training.check_replicas),
-    ):
-        if every is not None and every.unit == "epochs":
-            raise UsageError(f'`{key}` must count steps, such as "1000 steps", but is {every}, {why}')
 
 
 def _keeps_rows(recipe: Recipe, task: Task) -> bool:

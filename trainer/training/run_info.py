@@ -204,7 +204,7 @@ def run_info(
         unit=data.unit,
         majority=_majority(task, validation),
         baselines=_baselines(data, models),
-        classes=class_counts(task, train) if data.stream is None else (),
+        classes=class_counts(task, train) if data.opened is None else (),
         positive=task.positive_class,
         steps_per_epoch=plan.steps_per_epoch(data.num_train_rows),
         total_steps=plan.total_steps(data.num_train_rows),

@@ -15,7 +15,7 @@ from trainer.base.extensions import registered, resolved
 from trainer.base.text import has_secret, leaves
 from trainer.recipe.combinations import EXCLUSIONS
 from trainer.recipe.paths import dotted, shown_value
-from trainer.recipe.registered import task_sections
+from trainer.recipe.registered import extended
 from trainer.recipe.schema import (
     Data,
     Evaluation,
@@ -56,7 +56,7 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
 def _of_features(name: str, section: Section) -> Iterator[Contradiction]:
     """Yield the contradictions of the keys that features have added to a section."""
     for row in registered("keys"):
-        if row.name.partition(".")[0] == name:
+        if row.name.partition(".")[0] == name and isinstance(section, extended(row)):
             yield from resolved(row.value).contradictions(section)
 
 
@@ -110,26 +110,10 @@ def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
     if data.padding_free and getattr(task, "packing", "none") == "documents":
         text = 'is true, but rows of several documents (`task.packing` "documents") have no padding; set it to false'
         yield clash(text, "data.padding_free", "task.packing")
-    if isinstance(data, FileData) and data.streaming:
-        yield from _of_streams(task)
     weights = getattr(task, "class_weights", None)
     if isinstance(data, FileData) and data.mixture is not None and weights == "balanced":
         text = "counts every row once, but `data.mixture` changes how often each is read; write the weights"
         yield clash(f'is "balanced", which {text}', "task.class_weights", "data.mixture")
-
-
-def _of_streams(task: TaskSection) -> Iterator[Contradiction]:
-    stream = "data.streaming"
-    if not task.traits.streams:
-        others = ", ".join(name for name, keys in task_sections().items() if keys.traits.streams)
-        text = f"is true, but `task.type` {task.type} needs facts on all rows; use {others}"
-        yield clash(text, stream, "task.type")
-    elif hasattr(task, "labels") and task.labels is None:
-        text = f"is missing, and a stream (`{stream}`) is not searched for classes; list them in order"
-        yield clash(text, "task.labels", stream)
-    if getattr(task, "class_weights", None) == "balanced":
-        text = f'is "balanced", which counts rows, but a stream (`{stream}`) is not counted; write the weights'
-        yield clash(text, "task.class_weights", stream)
 
 
 def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:

@@ -105,11 +105,6 @@ class FileData(_DataKeys):
     maps: list[DataMap] | None = None
     """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then for validation and prediction.
     null: `map` is for all."""
-    streaming: bool = False
-    """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
-    `s3://bucket/part-*.parquet`; see docs/numerics.md."""
-    shuffle_window: int = Field(16_384, ge=1)
-    """With `streaming`: rows that are shuffled together."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
     """File or files of the validation split, or the share of `train` to hold out, such as 0.1."""
 
@@ -121,7 +116,6 @@ class FileData(_DataKeys):
         yield from super().contradictions()
         if problem := _encoding_problem(self.encoding):
             yield clash(problem, "data.encoding")
-        yield from self._of_streams()
         yield from _missing_files("train", self.train)
         yield from _missing_files("validation", self.validation)
         number = len(self.train) if isinstance(self.train, list) else 1
@@ -136,36 +130,6 @@ class FileData(_DataKeys):
             yield clash(text, "data.maps", "data.train")
         for place, section in enumerate(self.maps or []):
             yield from section.contradictions(("data", "maps", place))
-
-    def _of_streams(self) -> Iterator[Contradiction]:
-        places = self.train if isinstance(self.train, list) else [self.train]
-        url = next(filter(is_url, places), None)
-        if not self.streaming:
-            if url is not None:
-                yield clash(f"names {shown_value(url)}, which only `data.streaming` true reads; set it", "data.train")
-            for key in self.changed("shuffle_window"):
-                yield clash("applies to streams only; remove it, or set `data.streaming` to true", f"data.{key}")
-            return
-        stream = "data.streaming"
-        if self.format not in (None, "json", "parquet"):
-            text = f"is {shown_value(self.format)}, which `{stream}` does not read; convert the files to Parquet"
-            yield clash(text, "data.format", stream)
-        for key in self.changed("delimiter", "quotes", "sheet", "encoding"):
-            text = f"applies to whole files, but `{stream}` is true; remove it, and write JSON Lines in UTF-8"
-            yield clash(text, f"data.{key}", stream)
-        held = self.validation if isinstance(self.validation, list) else [self.validation]
-        if url := next((place for place in held if isinstance(place, str) and is_url(place)), None):
-            text = f"names {shown_value(url)}, but `{stream}` is for the training split; copy it to this machine"
-            yield clash(text, "data.validation", stream)
-        if isinstance(self.validation, float):
-            text = f"is {self.validation}, but a stream (`{stream}`) has no rows to hold out; name a file, or null"
-            yield clash(text, "data.validation", stream)
-        if self.maps is not None:
-            text = f"is given, but a stream (`{stream}`) has one map; write the files alike, or set that to false"
-            yield clash(text, "data.maps", stream)
-        if self.group_by_length:
-            text = f"is true, but the lengths of a stream (`{stream}`) are not known beforehand; set this to false"
-            yield clash(text, "data.group_by_length", stream)
 
 
 class FolderData(_DataKeys):

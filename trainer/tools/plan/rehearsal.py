@@ -21,6 +21,7 @@ from trainer.parallel.shards.boxes import own_share
 from trainer.ranks.messages import encode
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.recipe.registered import asked_for
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
@@ -151,7 +152,7 @@ def _places(plan: RunPlan, data_rank: int, num_rows: int) -> list[RowChunk] | No
 
 def _first_rows(plan: RunPlan, rows: int) -> Any:
     data = plan.recipe.data
-    if data.group_by_length or data.source_weights or getattr(data, "streaming", False):  # the rows depend on the files
+    if data.group_by_length or data.source_weights or asked_for("source", plan.recipe):  # the rows depend on the files
         return None
     return GlobalOrder(rows, None, plan.batch.global_batch_size, plan.recipe.training.seed).batch(0, 0)
 

@@ -24,7 +24,7 @@ from trainer.data.formats.base import chat_features, require_own_names
 from trainer.data.formats.json_lines import HALF_PAIR, is_text
 from trainer.data.formats.parquet import readable
 from trainer.data.order import IndexArray
-from trainer.data.streams.shards import Shard
+from trainer.features.streams.shards import Shard
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

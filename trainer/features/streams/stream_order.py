@@ -9,7 +9,7 @@ import numpy as np
 from trainer.base.errors import DataError, UsageError
 from trainer.data.loader import StepRows
 from trainer.data.order import IndexArray
-from trainer.data.streamed_split import StreamedSplit
+from trainer.features.streams.streamed_split import StreamedSplit
 
 Part = tuple[int, int, int, int]
 """Rows of a window: epoch, window, start and stop."""

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -27,15 +27,16 @@ from torch.utils.data import get_worker_info
 from trainer.base.digests import digest_of
 from trainer.base.errors import DataError, TrainerError, storage_error
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
+from trainer.data.encoding import RowEncoding, encode_rows, write_source
 from trainer.data.mapped_rows import map_part
 from trainer.data.order import IndexArray
 from trainer.data.row_map import RowMap
-from trainer.data.split import Encoded, EncodedSplit, Encoder, encode_rows, joined_rows
-from trainer.data.streams.index import RowReader, ShardIndex, index_of
-from trainer.data.streams.shards import Shard, naming_waits
-from trainer.data.streams.windows import Windows
-from trainer.data.tokenised_split import RowPacker
+from trainer.data.split import Encoded, EncodedSplit
 from trainer.data.workers import one_thread_of_tokenizers
+from trainer.features.streams.index import RowReader, ShardIndex, index_of
+from trainer.features.streams.joining import joined_rows
+from trainer.features.streams.shards import Shard, naming_waits
+from trainer.features.streams.windows import Span, Windows
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -49,39 +50,31 @@ _WINDOW = re.compile(r"window-(\d+)")
 
 @dataclass(frozen=True)
 class WindowEncoder:
-    """From rows to a window of encoded rows; processes that prepare batches get a pickled copy.
+    """From rows to a window of encoded rows.
 
     Attributes:
-        packer: makes a packer for the rows of a source in a window, or None.
-        prepare: encodes rows of the task's columns: (rows, name of their source in messages, number of the first one).
-        facts: digests of the parts of `prepare` beside the task.
         features: the types of the columns of the source, from the first rows.
         row_map: makes the columns of the task; None: they are those of the source.
-        check: raises an error for a window that does not fit the model; None: all fit.
     """
 
-    task: Encoder
-    packer: Callable[[], RowPacker | None]
-    prepare: Callable[[Dataset, str, int], Encoded]
-    facts: Mapping[str, Any]
+    encoding: RowEncoding
     features: Features
     row_map: RowMap | None
-    check: Callable[[EncodedSplit], None] | None
 
     @property
     def keeps_rows(self) -> bool:
         """Whether a window has as many encoded rows as rows."""
         drops_rows = self.row_map is not None and self.row_map.conditions
-        return self.task.keeps_rows and self.packer() is None and not drops_rows
+        return self.encoding.task.keeps_rows and self.encoding.packer() is None and not drops_rows
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the source that are read."""
         if self.row_map is None:
-            return tuple(dict.fromkeys(self.task.columns))
+            return tuple(dict.fromkeys(self.encoding.task.columns))
         read = [*self.row_map.sources, *(condition.column for condition in self.row_map.conditions)]
         if self.row_map.keeps_others:
-            read += [name for name in self.task.columns if name not in self.row_map.columns]
+            read += [name for name in self.encoding.task.columns if name not in self.row_map.columns]
         return tuple(dict.fromkeys(read))
 
     def encode(self, rows: Dataset, first_row: int, where: str) -> Encoded:
@@ -92,7 +85,7 @@ class WindowEncoder:
                 return {}
             if self.row_map.conditions:
                 where, first_row = f"the filtered rows of {where} from row {first_row + 1} on", 0
-        return encode_rows(rows, first_row, lambda rows, first_row: self.prepare(rows, where, first_row))
+        return encode_rows(rows, first_row, lambda rows, first_row: self.encoding.encode(rows, where, first_row))
 
 
 @dataclass(frozen=True)
@@ -131,12 +124,13 @@ class StreamedSplit:
         self.head = head
         self._head_rows = head_rows
         self._encoder = encoder
+        encoding = encoder.encoding
         self._settings = settings
         self._shards = [shard for source in shards for shard in source]
         made = encoder.row_map
         facts: dict[str, Any] = {
             "window": settings.window,
-            **encoder.facts,
+            **encoding.facts,
             "map": repr(made and (made.columns, made.conditions, made.keeps_others)),
         }
         names = [
@@ -144,11 +138,11 @@ class StreamedSplit:
             for source in shards
         ]
         # Without the place and the stamp of shards: a copy of the stream at another place is the same data.
-        self.content_hash = digest_of([names, encoder.task.fingerprint, facts])
+        self.content_hash = digest_of([names, encoding.task.fingerprint, facts])
         stamps = [(one.shard.place, one.shard.size, one.shard.stamp) for one in self._shards]
         order = [settings.weights, settings.seed, list(map(len, sources)), settings.run]
         # With them: the cache must not serve windows of shards that changed in place.
-        key = entry_key(encoder.task, **facts, shards=stamps, order=order)
+        key = entry_key(encoding.task, **facts, shards=stamps, order=order)
         self._folder = cache / "streams" / key
         self._mapped: OrderedDict[int, EncodedSplit] = OrderedDict()
         self._begun = -1  # the last window that was begun ahead
@@ -233,7 +227,7 @@ class StreamedSplit:
 
     def _prepared(self, number: int) -> EncodedSplit:
         epoch, window = divmod(number, len(self.windows))
-        own_lengths, lock = self._encoder.task.own_lengths, f"lock-{number % _LOCKS}"
+        own_lengths, lock = self._encoder.encoding.task.own_lengths, f"lock-{number % _LOCKS}"
         write = partial(self._write, epoch, window)
         rows = open_or_write(self._folder, f"window-{number}", write, own_lengths, lock)
         if self.keeps_rows and len(rows) != self.num_rows(epoch, window):
@@ -241,26 +235,24 @@ class StreamedSplit:
                 f"the shards of `data.train` must not change during a run, but a window has {len(rows):,} rows"
                 f" instead of {self.num_rows(epoch, window):,}; restore them, or start a new run"
             )
-        if len(rows) and self._encoder.check is not None:
-            self._encoder.check(rows)
+        check = self._encoder.encoding.check
+        if len(rows) and check is not None:
+            check(rows)
         return rows
 
     def _write(self, epoch: int, window: int, writer: EntryWriter) -> None:
-        encoder = self._encoder
         # Later windows are read while steps run.
         naming = nullcontext() if self._has_read else naming_waits("the first window of `data.train`")
         self._has_read = True
         with naming, one_thread_of_tokenizers() if get_worker_info() else nullcontext():
             for _, spans in groupby(self.windows.spans(epoch, window), lambda span: span.source):
-                packer = encoder.packer()
-                for span in spans:
-                    where = f"`{self._shards[span.shard].shard}`"
-                    for first_row, rows in self._reader.read(span.shard, span.start, span.stop):
-                        if not (features := encoder.encode(rows, first_row, where)):
-                            continue
-                        writer.add(packer.add(features) if packer else features)
-                if packer:
-                    writer.add(packer.finish())
+                write_source(writer, self._encoded(spans), self._encoder.encoding.packer())
+
+    def _encoded(self, spans: Iterable[Span]) -> Iterator[Encoded]:
+        for span in spans:
+            where = f"`{self._shards[span.shard].shard}`"
+            for first_row, rows in self._reader.read(span.shard, span.start, span.stop):
+                yield self._encoder.encode(rows, first_row, where)
 
     def _forget(self, number: int) -> None:
         """Remove the windows from the cache that no process needs any more."""

@@ -18,12 +18,14 @@ from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.webhdfs import webhdfs
 from trainer.base.errors import DataError, RecipeError, TrainerError, UsageError
 from trainer.checkpoint.counters import Progress
-from trainer.data.streams import shards
-from trainer.data.streams.index import RowReader, index_of
-from trainer.data.streams.shards import find_shards
-from trainer.data.streams.windows import Windows
+from trainer.features.streams import shards
+from trainer.features.streams.feature import StreamSource
+from trainer.features.streams.index import RowReader, index_of
+from trainer.features.streams.shards import find_shards
+from trainer.features.streams.windows import Windows
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import FileData
 from trainer.training.assembly import batches_of
 from trainer.training.run_data import prepare_data
 
@@ -69,8 +71,8 @@ def damaged_page() -> bytes:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.streams.shards._BLOCK_BYTES", 300)  # several runs of lines in a shard
-    monkeypatch.setattr("trainer.data.streams.index._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("trainer.features.streams.shards._BLOCK_BYTES", 300)  # several runs of lines in a shard
+    monkeypatch.setattr("trainer.features.streams.index._ROWS_AT_ONCE", 7)
     write_tiny_run(tmp_path)
     write_shards(tmp_path, ".jsonl")
     write_shards(tmp_path, ".parquet")
@@ -180,7 +182,7 @@ def test_tasks_that_change_the_number_of_rows(folder, packing):
 
 
 def test_images_are_those_of_a_split_in_memory(tmp_path):
-    sample = str(Path(__file__).parents[2] / "recipes" / "vit_sample.json")
+    sample = str(Path(__file__).parents[3] / "recipes" / "vit_sample.json")
     keys = (f"data.cache={tmp_path}", "data.validation=null", f"task.labels={json.dumps(list('0123456789'))}")
     whole = prepare_data(load_recipe(sample, keys).recipe).train
     recipe = load_recipe(sample, (*keys, "data.streaming=true", "data.shuffle_window=80")).recipe
@@ -216,7 +218,7 @@ def test_long_rows_become_windows(folder, kind):
     (folder / "part-0.jsonl").write_text("\n".join(json.dumps(convert(row)) for row in ROWS))
     keys = ("data.max_length=8", "training.max_steps=25", "evaluation.every=null", "data.validation=null")
     recipe = recipe_of(folder, *keys, task=task)
-    assert not prepare_data(recipe).stream.keeps_rows
+    assert not prepare_data(recipe).opened.keeps_rows
     assert steps_of(recipe, 2) == steps_of(recipe)
 
 
@@ -259,7 +261,7 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
     assert index.num_rows == 40
     assert len(index.starts) > 3
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.data.streams.index._line_runs", lambda shard: pytest.fail("read again"))
+        patched.setattr("trainer.features.streams.index._line_runs", lambda shard: pytest.fail("read again"))
         assert index_of(shard, cache).ends.tolist() == index.ends.tolist()
     (kept,) = cache.glob("index-*.json")
     whole = kept.read_text()
@@ -286,7 +288,7 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
     ],
 )
 def test_bad_shards_are_named(folder, monkeypatch, name, content, message):
-    monkeypatch.setattr("trainer.data.streams.index._LONGEST_LINE", 2000)
+    monkeypatch.setattr("trainer.features.streams.index._LONGEST_LINE", 2000)
     (folder / name).write_bytes(content)
     with pytest.raises(TrainerError, match=message):
         list(loaders(recipe_of(folder, train=name))[0])
@@ -312,7 +314,7 @@ def test_first_rows_may_all_be_filtered_out(folder, monkeypatch):
     assert [len(rows) for rows in map(contents, zip(loader, strict=True))] == [12, 12]
     with pytest.raises(DataError, match=r"`data.map.where` must keep a row"):
         prepare_data(recipe_of(folder, 'data.map.where=["id >= 500"]', *keys))
-    monkeypatch.setattr("trainer.data.streams.index._ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("trainer.features.streams.index._ROWS_AT_ONCE", 10)
     late = [{**row, "id": f"no {row['id']}" if place > 11 else None} for place, row in enumerate(ROWS[:20])]
     (folder / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in late))
     with pytest.raises(DataError, match=r"column `id`, row 13 of `.*late.jsonl` is 'no 12', a text"):
@@ -465,6 +467,30 @@ def test_a_server_of_google_storage(folder, monkeypatch):
     finally:
         running.stop()
     assert found == steps_of(recipe_of(folder, train="part-*.parquet"))
+
+
+def first_rows_of(place: Path):
+    recipe = SimpleNamespace(data=FileData(source="files", train=str(place), streaming=True))
+    return StreamSource().read(recipe, ()).rows
+
+
+def test_types_of_parquet(tmp_path):
+    place = tmp_path / "a.parquet"
+    views = {"text": pyarrow.array(["a"], pyarrow.string_view()), "bytes": pyarrow.array([b"a"], "binary_view")}
+    unread = {"list": pyarrow.array([["x"]], pyarrow.list_view(pyarrow.string()))}
+    pyarrow.parquet.write_table(pyarrow.table({**views, **unread}), place)
+    rows = first_rows_of(place)
+    assert rows.to_list() == [{"text": "a", "bytes": b"a"}]
+    assert rows.features["text"].dtype == "string"
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["label"] * 2), place)
+    with pytest.raises(DataError, match="names `label` more than once; rename one"):
+        first_rows_of(place)
+
+
+def test_half_of_a_pair_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "b\ud800")))
+    with pytest.raises(DataError, match=r"row 2 of .* has half of a surrogate pair"):
+        first_rows_of(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.base.errors import DataError
 from trainer.data.order import IndexArray, permutation, shares_of_sources
-from trainer.data.streams.index import ShardIndex
+from trainer.features.streams.index import ShardIndex
 
 _BLOCKS_OF_WINDOW = 16
 _OF_BLOCKS, _OF_ROWS = 1, 2  # the kinds of draws

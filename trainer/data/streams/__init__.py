@@ -1,1 +1,0 @@
-"""Streams of rows: shards that are read window by window, from the middle and in a deterministic order."""
