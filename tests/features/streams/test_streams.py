@@ -25,8 +25,9 @@ from trainer.features.streams.shards import find_shards
 from trainer.features.streams.windows import Windows
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.schema import FileData
+from trainer.recipe.schema import FileData, FolderData, HubData
 from trainer.training.assembly import batches_of
+from trainer.training.row_source import row_source
 from trainer.training.run_data import prepare_data
 
 LABELS = ["a", "b", "c"]
@@ -467,6 +468,14 @@ def test_a_server_of_google_storage(folder, monkeypatch):
     finally:
         running.stop()
     assert found == steps_of(recipe_of(folder, train="part-*.parquet"))
+
+
+def test_only_files_have_the_keys_of_streams(folder):
+    assert {"streaming", "shuffle_window"} <= {*FileData.model_fields}
+    assert not {"streaming", "shuffle_window"} & {*HubData.model_fields, *FolderData.model_fields}
+    recipe = recipe_of(folder)
+    assert isinstance(row_source(recipe), StreamSource)
+    assert row_source(recipe.model_copy(update={"data": HubData(source="hub", name="a/b")})) is None
 
 
 def first_rows_of(place: Path):
