@@ -155,6 +155,8 @@ def _sizes(**sizes: Any) -> dict[str, Any]:
 
 
 CROPPED = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
+UNCROPPED = {"size": {"shortest_edge": 32}, "do_center_crop": False}
+SAMPLE_SIZE = dict(zip(("height", "width"), onnx_graph._SAMPLE_IMAGE, strict=True))
 CONVNEXT = {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1], "image_size": 32}
 RESNET = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1]}
 # The class of a processor, its settings, the model, and the sizes of the dimensions; None: the image decides.
@@ -175,13 +177,11 @@ IMAGES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[int, int
     ),
     "crop after an edge": ("Bit", CROPPED, "dinov2", _sizes(image_size=32, patch_size=16), (32, 32)),
     "a mobile network": ("MobileNetV2", CROPPED, "mobilenet_v2", {"depth_multiplier": 0.1}, (32, 32)),
-    "an edge without a crop": (
-        "Bit",
-        {"size": {"shortest_edge": 32}, "do_center_crop": False},
-        "resnet",
-        RESNET,
-        None,
-    ),
+    "an edge without a crop": ("Bit", UNCROPPED, "resnet", RESNET, None),
+    "a size that the model does not read": ("Bit", UNCROPPED, "convnext", CONVNEXT, None),
+    "a size that the model reads": ("Bit", UNCROPPED, "vit", _sizes(image_size=32, patch_size=16), (32, 32)),
+    "another size than the model's": ("ViT", {"size": {"height": 40, "width": 40}}, "convnext", CONVNEXT, (40, 40)),
+    "the sample's size": ("ViT", {"size": SAMPLE_SIZE}, "vit", _sizes(image_size=[96, 64], patch_size=32), (96, 64)),
 }
 
 
@@ -199,10 +199,9 @@ def _image_folder(folder: Path, name: str) -> Any:
 def test_a_graph_reads_the_images_of_its_processor(tmp_path: Path, name: str) -> None:
     size = IMAGES[name][-1]
     model = _image_folder(tmp_path, name)
-    pixels = _sample(tmp_path, model)["pixel_values"]
-    assert (tuple(pixels.shape[2:]), list(onnx_graph._free_dims(pixels))) == (
-        (size, [0]) if size else (onnx_graph._SAMPLE_IMAGE, [0, 2, 3])
-    )
+    inputs, free = _sample(tmp_path, model)
+    expected = (size, (0,)) if size else (onnx_graph._SAMPLE_IMAGE, (0, 2, 3))
+    assert (tuple(inputs["pixel_values"].shape[2:]), free) == expected
 
 
 @pytest.mark.nightly
@@ -229,7 +228,7 @@ def test_a_sample_has_the_end_at_which_encoder_decoders_classify(
     shutil.copytree(made("classes") / "graph", folder, ignore=shutil.ignore_patterns("model.onnx"))
     config = AutoConfig.for_model(family, **CONFIGS[family])
     model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    assert model(**_sample(folder, model)).logits.shape[0] == 2
+    assert model(**_sample(folder, model)[0]).logits.shape[0] == 2
 
 
 @pytest.mark.nightly

@@ -6,12 +6,15 @@ once and its result is kept; the second half runs for each batch. Other processo
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from trainer.base.errors import UsageError
 from trainer.models.hub_files import not_found
@@ -128,7 +131,7 @@ def load_image_processor(recipe: Model, config: Any) -> ImageProcessor:
     if recipe.is_random:
         return ImageProcessor(_default_processor(size, channels), channels)
     processor = ImageProcessor(_load(recipe), channels)
-    if size is not None and hasattr(config, "patch_size") and processor.size not in (None, size):
+    if processor.size not in (None, size) and size is not None and not _takes(config, processor.size):
         raise UsageError(
             f"`model.name_or_path` is {recipe.name_or_path!r}: its image processor must make images of"
             f" {size} (height, width), which its model reads, but makes {processor.size}; edit its"
@@ -141,6 +144,29 @@ def image_size(config: Any) -> tuple[int, int] | None:
     """Return the height and width that a configuration states; None without any."""
     size = getattr(config, "image_size", None)
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1])) if size else None
+
+
+def takes_images_of(model: nn.Module, config: Any, size: tuple[int, int]) -> bool:
+    """Return whether a model computes images of a height and width, by a pass on its device.
+
+    Its configuration does not tell: ConvNeXt and Swin have an `image_size` and a `patch_size`, but read other sizes.
+    """
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            model(pixel_values=torch.zeros(1, config.num_channels, *size, device=device))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _takes(config: Any, size: tuple[int, int]) -> bool:
+    from transformers import AutoModelForImageClassification
+
+    with torch.device("meta"):
+        # A copy, because a model keeps its configuration, and may change it.
+        model = AutoModelForImageClassification.from_config(copy.deepcopy(config)).eval()
+    return takes_images_of(model, config, size)
 
 
 def _default_processor(size: tuple[int, int] | None, num_channels: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
-from trainer.models.image_processor import image_size, load_image_processor
+from trainer.models.image_processor import image_size, load_image_processor, takes_images_of
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import POOLED
@@ -87,7 +87,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     with without_report():
         # The exporter takes a view of the outputs of torch's fused attention that those of T5 do not have.
         model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        inputs = _sample(folder, model)
+        inputs, free = _sample(folder, model)
     if recipe is not None:
         # The exported folder describes its poolings itself, and the origin may be gone.
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
@@ -99,8 +99,8 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     graph = _Graph(model, list(inputs), head)
     with torch.no_grad():
         outputs = list(graph(*inputs.values()))
-    # Only dimensions in this list stay free; the exporter fixes the others at the size of the sample.
-    free = tuple(dict.fromkeys(_free_dims(tensor), Dim.DYNAMIC) for tensor in inputs.values())
+    # Only these dimensions stay free; the exporter fixes the others at the size of the sample.
+    dynamic = tuple(dict.fromkeys(free or range(tensor.dim()), Dim.DYNAMIC) for tensor in inputs.values())
     try:
         with _quietly():
             program = torch.onnx.export(
@@ -108,7 +108,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
                 tuple(inputs.values()),
                 input_names=list(inputs),
                 output_names=outputs,
-                dynamic_shapes=(free,),
+                dynamic_shapes=(dynamic,),
                 dynamo=True,
                 verbose=False,
             )
@@ -128,17 +128,19 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     return folder / ONNX_NAME
 
 
-def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return inputs of a model by name: ids `[rows, tokens]`, `[rows, choices, tokens]`, or images.
+def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Sequence[int]]:
+    """Return inputs of a model by name, and the dimensions whose size the graph leaves free; empty: all.
 
-    A model that writes texts also takes the tokens of the target before each one, `[rows, target tokens]`.
+    Inputs are ids `[rows, tokens]`, `[rows, choices, tokens]`, or images. A model that writes texts also takes the
+    tokens of the target before each one, `[rows, target tokens]`.
     """
     parameters = inspect.signature(type(model).forward).parameters
     if model.main_input_name == "pixel_values":
         processor = load_image_processor(Model(name_or_path=str(folder)), model.config)
-        read = image_size(model.config) if hasattr(model.config, "patch_size") else None
-        size = processor.size or read or _SAMPLE_IMAGE
-        return {"pixel_values": torch.zeros(_SAMPLE[0], processor.num_channels, *size)}
+        is_free = processor.size is None and takes_images_of(model, model.config, _SAMPLE_IMAGE)
+        size = _SAMPLE_IMAGE if is_free else processor.size or image_size(model.config) or _SAMPLE_IMAGE
+        pixels = torch.zeros(_SAMPLE[0], processor.num_channels, *size)
+        return {"pixel_values": pixels}, (0, 2, 3) if is_free else (0,)
     rows, choices, tokens = _SAMPLE
     shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
     names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
@@ -149,14 +151,7 @@ def _sample(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
         values["input_ids"][..., -1] = end  # encoder-decoders classify at this token
     if type(model).__name__.endswith("ForConditionalGeneration"):
         values["decoder_input_ids"] = torch.ones(rows, _SAMPLE_TARGET, dtype=torch.long)
-    return values
-
-
-def _free_dims(tensor: Tensor) -> Iterable[int]:
-    """Return the dimensions of an input whose size the graph leaves free."""
-    if not tensor.is_floating_point():
-        return range(tensor.dim())
-    return (0, 2, 3) if tuple(tensor.shape[2:]) == _SAMPLE_IMAGE else (0,)
+    return values, ()
 
 
 @contextmanager
