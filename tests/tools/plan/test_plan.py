@@ -145,9 +145,24 @@ def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert main([*words, "4GiB", "--changes", "0"]) == 0  # the next test shows changes
     shown = capsys.readouterr().out
     assert "start fewer ranks on each machine" in shown
-    assert "too much" in shown
+    assert "It does not fit the host; a device has enough: " in shown
     assert main([*words, "5"]) == 2
     assert "`--host-memory` is '5'" in capsys.readouterr().err
+
+
+def test_ranks_of_a_cpu_share_one_memory_with_their_python(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["plan", str(recipe), "--gpus", "2xCPU", "--changes", "0", "--host-memory"]
+    assert main([*words, "5GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    held = sum(rank["resident"].values())
+    saving = held + (rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]) / 2
+    assert found["needed_bytes"] - HOST_RESERVED == pytest.approx(max(rank["peak_bytes"], saving), rel=1e-3)
+    assert (found["fits"], found["memory_bytes"], found["host_memory_bytes"]) == (True, 5 * 2**29, None)
+    assert main([*words, "4GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("fit") == shown.count("It does not fit: ") == 1
+    assert "too much (2.00 GiB for the Python of each rank are included)" in shown
 
 
 def test_a_model_that_is_loaded_whole_counts_whole_on_the_host(monkeypatch: pytest.MonkeyPatch):

@@ -196,8 +196,8 @@ class Machine:
 class Devices:
     """The devices of one machine: their number, their name, the bytes of memory of each, and speeds if known.
 
-    `host_bytes` is the memory of the machine beside its devices; None if it is unknown. `is_shared` is whether the
-    devices are ranks on the processors of a machine, each with an equal part of its memory.
+    `host_bytes` is the memory of the machine beside its devices; None if it is unknown, or that of CPUs. `is_shared` is
+    whether the devices are ranks on the processors of a machine, each with an equal part of its memory.
     """
 
     number: int
@@ -279,6 +279,8 @@ def parse_devices(
     gigabytes = figures["memory_gb"]
     memory = machine_memory_bytes() if gigabytes is None else int(gigabytes * 10**9)
     is_shared = machine.is_cpu and (gigabytes is None or "measured" in figures)
+    if machine.is_cpu and host_bytes is not None:  # one memory, for one verdict
+        memory, host_bytes, is_shared = host_bytes, None, True
     return Devices(number, file.stem, memory // number if is_shared else memory, machine, host_bytes, is_shared)
 
 

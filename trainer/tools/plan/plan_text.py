@@ -20,6 +20,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (
     HOST_RESERVED,
+    RESERVED,
     Choice,
     RecipePlan,
     TrainingCost,
@@ -87,8 +88,8 @@ def _environment() -> jinja2.Environment:
     }  # fmt: skip
     environment.globals |= {
         "ACTION_COLOURS": ACTION_COLOURS, "ACTION_NAMES": ACTION_NAMES, "COMPONENTS": COMPONENTS,
-        "HOST_RESERVED": HOST_RESERVED, "MOST_SHOWN": MOST_SHOWN, "bytes_by_link": bytes_by_link, "spare": spare,
-        "traffic_by_axis": traffic_by_axis, "traffic_by_module": traffic_by_module,
+        "HOST_RESERVED": HOST_RESERVED, "MOST_SHOWN": MOST_SHOWN, "RESERVED": RESERVED, "bytes_by_link": bytes_by_link,
+        "spare": spare, "traffic_by_axis": traffic_by_axis, "traffic_by_module": traffic_by_module,
     }  # fmt: skip
     return environment
 

@@ -43,32 +43,36 @@ class RecipePlan:
         return max(self.steps, key=lambda step: step.peak.num_bytes)
 
     @property
-    def needed(self) -> int:
-        """The bytes that the device of the heaviest rank needs; a CPU keeps nothing for itself."""
-        return self.heaviest.peak.num_bytes + self.reserved
+    def is_on_host(self) -> bool:
+        """Whether the devices are CPUs: their memory is that of the host."""
+        return self.devices.machine is not None and self.devices.machine.is_cpu
 
     @property
-    def reserved(self) -> int:
-        """The bytes of the device that tensors cannot have."""
-        machine = self.devices.machine
-        return 0 if machine is not None and machine.is_cpu else RESERVED
+    def needed(self) -> int:
+        """The bytes that the device of the heaviest rank needs; on CPUs, a rank's part of the bytes of its host."""
+        if self.is_on_host:
+            return -(-self.host_needed // self.devices.number)
+        return self.heaviest.peak.num_bytes + RESERVED
 
     @cached_property
     def host_needed(self) -> int:
         """The bytes that the host of the fullest machine needs: at the start, in a step, or to export the model.
 
-        At the start, each rank builds its weights; in a step, it holds its offloaded state. To export the model, a rank
-        collects the weights of one file. A rank copies its share of a checkpoint before it writes it to the disk, and
-        another time before it writes it to memory. Checkpoints in memory stay there.
+        At the start, each rank builds its weights; in a step, it holds its offloaded state, on a CPU all that is alive.
+        To export the model, a rank collects the weights of one file. A rank copies its share of a checkpoint before it
+        writes it to the disk, and another time before it writes it to memory. Checkpoints in memory stay there.
         """
         copies = 2 if self.num_in_memory else 1
         most = 0
         for index, own in enumerate(self._hosts):
-            stepping = sum(sum(step.host.values()) for step in own) + self._kept(index)
+            offloaded = sum(sum(step.host.values()) for step in own) + self._kept(index)
+            alive = sum(step.peak.num_bytes for step in own) if self.is_on_host else 0
+            between = sum(sum(step.resident.values()) for step in own) if self.is_on_host else 0
             exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
             # An export and a checkpoint follow each other, so the larger one counts.
-            saving = stepping + max(exported, copies * sum(step.share for step in own))
-            most = max(most, max(saving, sum(step.loaded for step in own)) + HOST_RESERVED * len(own))
+            saving = between + max(exported, copies * sum(step.share for step in own))
+            loading = sum(step.loaded for step in own)
+            most = max(most, max(offloaded + max(alive, saving), loading) + HOST_RESERVED * len(own))
         return most
 
     @cached_property
@@ -106,7 +110,11 @@ class RecipePlan:
     @property
     def fits(self) -> bool:
         """Whether it fits the devices and, if its memory is known, the host."""
-        return self.needed <= self.devices.memory_bytes and self.fits_host
+        return self.fits_devices and self.fits_host
+
+    @property
+    def fits_devices(self) -> bool:
+        return self.needed <= self.devices.memory_bytes
 
     @property
     def fits_host(self) -> bool:
