@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from trainer.recipe.reading.loading import load_recipe
+
 Minimal = dict[str, Any]
 
 
@@ -139,6 +141,23 @@ Minimal = dict[str, Any]
             "`checkpoint.folder` must be text that is not blank, without a variable such as ${HOME}, but is"
             ' "None/runs"; set the variable that had no value, or write ./None/runs for this very name',
         ),
+        *(
+            (
+                f"{key}={place}",
+                f"`{key}` must be text that is not blank, without a variable such as ${{HOME}}{null}, but is"
+                f' "{place}"; name a place behind the protocol, or set the variable that had no value',
+            )
+            for key, null, place in (
+                ("checkpoint.mirror", ", or null", "file://"),
+                ("checkpoint.mirror", ", or null", "file:///"),
+                ("checkpoint.mirror", ", or null", "nowhere://"),
+                ("checkpoint.mirror", ", or null", "s3:///run"),
+                ("checkpoint.mirror", ", or null", "gs://None/run"),
+                ("checkpoint.mirror", ", or null", "simplecache::hf://"),
+                ("checkpoint.folder", "", "http://:8080/run"),
+                ("data.cache", ", or null", "abfs:///run"),
+            )
+        ),
         (
             'task.class_weights={"": 2.0, "b": 1.0}',
             "`task.class_weights` must have names that are not blank; write them, or set the variable that was empty",
@@ -205,3 +224,18 @@ def test_a_missing_section_is_described(problems: Callable[..., list[str]], mini
         'r.json:1:1: `data` is missing; it must be an object with `source` one of "hub", "files", "folder"'
         " (the source of the examples, and their preparation)"
     ]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file:///run",
+        "hdfs:///run",
+        "s3://bucket",
+        "ftp://me@host:21/",
+        "abfs://c@account/run",
+        "http://[::1]:80/run",
+    ],
+)
+def test_addresses_with_a_place_are_taken(write: Callable[..., str], minimal: Minimal, place: str) -> None:
+    load_recipe(write(minimal), [f"checkpoint.mirror={place}"])

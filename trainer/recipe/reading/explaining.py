@@ -25,7 +25,7 @@ from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Recipe, Section
-from trainer.recipe.schema.fields import is_unset
+from trainer.recipe.schema.fields import is_unset, names_no_place
 
 Schema = Mapping[str, Any]
 
@@ -245,6 +245,8 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     if any(branch.get("format") == "path" for branch in branches):
         if "$" in value:
             return "; write its value, or set the key on the command line, where the shell fills it"
+        if names_no_place(value):
+            return "; name a place behind the protocol, or set the variable that had no value"
         if is_unset(value):
             return f"; set the variable that had no value, or write ./{value} for this very name"
     if near := _meant(value, _choices(branches)):

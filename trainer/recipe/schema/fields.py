@@ -108,8 +108,22 @@ def is_unset(path: str) -> bool:
     return path.split("/")[0] in _UNSET
 
 
+_OF_SERVERS = frozenset(
+    ("abfs", "abfss", "adl", "az", "ftp", "gcs", "gs", "hf", "http", "https", "oci", "oss", "s3", "s3a", "sftp")
+)
+"""Protocols with a bucket, a container or a server first; others may have one by default."""
+
+
+def names_no_place(path: str) -> bool:
+    """Return whether a URL names nothing behind its protocol; an unset variable leaves `file://` or `s3:///run`."""
+    protocol, separator, behind = path.rpartition("::")[2].partition("://")  # `simplecache::s3://bucket`
+    first = behind.strip().split("/")[0].rpartition("@")[2].partition(":")[0]
+    is_empty = not (first if protocol in _OF_SERVERS else behind.strip().strip("/"))
+    return bool(separator) and (is_empty or first in _UNSET)
+
+
 def _require_set(path: str) -> str:
-    if is_unset(path):
+    if is_unset(path) or names_no_place(path):
         raise ValueError(_RULE)
     return path
 
@@ -124,7 +138,8 @@ PathOrUrl = Annotated[
     ),
     AfterValidator(_require_set),
 ]
-"""A place on this machine or elsewhere; `${SCRATCH}/runs` and `None/runs` would be folders of these very names."""
+"""A place on this machine or elsewhere; `${SCRATCH}/runs` and `None/runs` would be folders of these very names, and
+`file://` the current folder."""
 
 PathField = Annotated[PathOrUrl, Place.RECIPE]
 
