@@ -230,6 +230,17 @@ class TestTrials:
         remarks = [remark for remark in result(request)["remarks"] if "no trial beats" not in remark]
         assert [remark[: len(start)] for remark, start in zip(remarks, note, strict=True)] == note
 
+    @pytest.mark.parametrize("losses", [{"0": 0.45, "0.1": 0.5}, {"0": 0.5, "0.1": 0.5}])
+    def test_an_unknown_error_of_a_metric_is_noted(self, request_of, losses):
+        trained = Trained(lambda _: 0.2, loss=lambda words: losses[words["model.dropout"]])
+        request = request_of(trained, "model.dropout=0,0.1", "evaluation.best=loss", sampler="grid", pruner="none")
+        search(request, print)
+        note = (
+            "the error of the best loss on 408 validation rows is unknown, so differences may be noise; `--seeds`"
+            " measures it"
+        )
+        assert (note in result(request)["remarks"]) == (losses["0"] != losses["0.1"])
+
     def test_a_second_start_adds_trials_and_proposes_as_one_start_does(self, request_of, tmp_path):
         words = (f"{RATE}=1e-5..1e-2,log", "model.dropout=0,0.1")
         whole, parts = Trained(by_dropout), Trained(by_dropout)

@@ -73,8 +73,8 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         code = workers.work(request.trials, request.seeds, request.test)
         ranked = workers.ranked(request.seeds)
         baseline = workers.baseline(ranked[0].trial) if ranked else None
-        rows = workers.scored_rows(ranked[0].trial) if ranked else None
-        result = result_of(ranked, study, metric, baseline, rows)
+        rows, is_share = workers.scored_rows(ranked[0].trial) if ranked else (None, False)
+        result = result_of(ranked, study, metric, baseline, rows, is_share)
         replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n", alone=False)
         write_page(result, folder)
     except BrokenPipeError:  # of the terminal

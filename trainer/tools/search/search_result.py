@@ -32,14 +32,15 @@ _WIDE = 30  # the ratio of the ends of a range that is drawn by logarithms
 
 
 def result_of(
-    ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None, rows: int | None
+    ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None, rows: int | None, is_share: bool
 ) -> dict[str, Any]:
     """Return the trials of a search, the best one, the importance of the keys, and the score of a third split.
 
     Args:
         ranked: the complete trials, the best first.
         baseline: the metric of predictions that ignore the input; None: unknown.
-        rows: the number of validation rows of which the metric is a share; None: it is another metric.
+        rows: the number of validation rows; None: unknown.
+        is_share: whether the metric is a share of these rows, which gives its error.
     """
     complete = [_complete(one, metric) for one in ranked]
     others = [_values(one) for one in study.trials if one.state != TrialState.COMPLETE]
@@ -51,7 +52,7 @@ def result_of(
         "importance": study.importance(),
         "test": study.score or None,
         "baseline": baseline,
-        "remarks": list(_remarks(complete, metric, study.sign, baseline, rows)),
+        "remarks": list(_remarks(complete, metric, study.sign, baseline, rows, is_share)),
     }
 
 
@@ -68,7 +69,12 @@ def _complete(one: Ranked, metric: str) -> dict[str, Any]:
 
 
 def _remarks(
-    complete: Sequence[Mapping[str, Any]], metric: str, sign: int, baseline: float | None, rows: int | None
+    complete: Sequence[Mapping[str, Any]],
+    metric: str,
+    sign: int,
+    baseline: float | None,
+    rows: int | None,
+    is_share: bool,
 ) -> Iterator[str]:
     """Yield the reasons to doubt the best trial: equal or close trials, and a baseline that it does not beat."""
     if not complete:
@@ -82,8 +88,14 @@ def _remarks(
         yield f"the trials do not differ in {both}; {decides}"
     elif len(equal) > 1:
         yield f"{len(equal)} trials have the best {both}; {decides}"
-    half = best["half"] if best["half"] is not None else _half_of_share(best["mean"], rows)
-    close = sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete)
+    half = best["half"]
+    if half is None and rows and is_share:
+        half = _half_of_share(best["mean"], rows)
+    differs = any(one["mean"] != best["mean"] for one in complete)
+    if half is None and differs:
+        on_rows = f" on {rows:,} validation rows" if rows else ""
+        yield f"the error of the best {metric}{on_rows} is unknown, so differences may be noise; `--seeds` measures it"
+    close = half is not None and sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete)
     if close:
         count = "another trial is" if close == 1 else f"{close} other trials are"
         of_rows = "" if best["half"] is not None else f" with {rows:,} validation rows"
@@ -115,9 +127,10 @@ def _half(values: Sequence[float]) -> float | None:
     return float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
 
 
-def _half_of_share(share: float, rows: int | None) -> float:
-    """Return half of the width of the 95 % interval of a share of rows (normal approximation); 0 if it is none."""
-    return NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / rows) ** 0.5 if rows else 0.0
+def _half_of_share(share: float, rows: int) -> float:
+    """Return half of the width of the 95 % interval of a share of rows (normal approximation)."""
+    width: float = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / rows) ** 0.5
+    return width
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

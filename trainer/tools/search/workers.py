@@ -228,11 +228,14 @@ class Workers:
         found: float | None = runs[-1].get("baselines", {}).get(self._crew.metric) if runs else None
         return found
 
-    def scored_rows(self, trial: FrozenTrial) -> int | None:
-        """Return the number of rows that an accuracy counts; None: the metric is another one, or counts tokens."""
+    def scored_rows(self, trial: FrozenTrial) -> tuple[int | None, bool]:
+        """Return the number of validation rows, and whether the metric is a share of them, such as an accuracy."""
         runs = self._crew.run((), self._study.place(trial.number), ()).metrics().runs
-        is_share = bool(runs) and self._crew.metric == "accuracy" and runs[-1].get("majority") is not None
-        return runs[-1]["num_validation_rows"] if is_share else None
+        if not runs:
+            return None, False
+        # An accuracy without a majority counts tokens.
+        is_share = self._crew.metric == "accuracy" and runs[-1].get("majority") is not None
+        return runs[-1].get("num_validation_rows"), is_share
 
     def _score(self, best: FrozenTrial, split: str) -> None:
         if (self._study.score.get("trial"), self._study.score.get("split")) == (best.number, split):
