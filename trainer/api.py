@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainer.tasks.task import ImageTask, TextTask
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
-    from trainer.training.export import Exported
+    from trainer.use.export import Exported
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ResolvedRecipe:
@@ -203,8 +203,8 @@ def export(
         NotTheTrainedModelError: The folder holds another model.
         TrainerError: The checkpoint is broken, or the folder cannot be written.
     """
-    from trainer.training import export as exporting
-    from trainer.training.verifying import Verification
+    from trainer.use import export as exporting
+    from trainer.use.verifying import Verification
 
     forbid_telemetry()
     command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"

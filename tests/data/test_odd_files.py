@@ -18,7 +18,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.chunked_rows import read_chunks
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.training.prediction_files import spooled
+from trainer.use.prediction_files import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

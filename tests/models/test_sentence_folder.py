@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 import trainer
 from tests.helpers.tiny_run import write_tiny_run
-from tests.training.test_verifying import answered_here
+from tests.use.test_verifying import answered_here
 from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.models import sentence_folder
@@ -27,10 +27,10 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.check import check_parts
-from trainer.training import verifying
-from trainer.training.export import export
 from trainer.training.run import run
-from trainer.training.verifying import Verification
+from trainer.use import verifying
+from trainer.use.export import export
+from trainer.use.verifying import Verification
 
 SIZE, LENGTH = 16, 12
 PROMPTS = {"query": "word1 ", "document": "word2 word3 ", "other": "word4 "}

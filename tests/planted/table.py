@@ -1343,7 +1343,7 @@ _TRAINING = [
     Defect(
         "reference_of_the_trained_model",
         "An evaluation compares a trained model with itself.",
-        "training/evaluate.py",
+        "use/evaluate.py",
         'plan.recipe.model_copy(update={"model": start})',
         "plan.recipe",
         ("features/preferences/test_runs.py",),
@@ -1431,10 +1431,10 @@ _TRAINING = [
     Defect(
         "export_drops_the_type",
         "An export in half precision says fp32 in its configuration.",
-        "training/export.py",
+        "use/export.py",
         '| {"dtype": dtype}',
         '| {"dtype": "float32"}',
-        ("training/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
+        ("use/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
     ),
     Defect(
         "predictions_in_the_order_of_batches",
@@ -1443,7 +1443,7 @@ _TRAINING = [
         "order = whole[_ROWS].argsort() if whole else None",
         "order = torch.arange(num_rows) if whole else None",
         (
-            "training/test_predict.py::test_predictions_are_those_of_a_pipeline",
+            "use/test_predict.py::test_predictions_are_those_of_a_pipeline",
             "training/test_questions.py::test_any_number_of_ranks_gives_the_same_metrics",
         ),
     ),

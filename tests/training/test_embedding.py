@@ -29,10 +29,10 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.training.assembly import assemble
-from trainer.training.export import export
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
 from trainer.training.run_data import prepare_data
+from trainer.use.export import export
 
 NUM_TOKENS = 16
 PROMPTS = ("word1 ", "word2 word3 ")

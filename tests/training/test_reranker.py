@@ -18,8 +18,8 @@ from trainer.cli import main
 from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.training.export import export
 from trainer.training.run import run
+from trainer.use.export import export
 
 
 def write(folder: Path, task: dict[str, Any] | None = None, **sections: Any) -> Path:

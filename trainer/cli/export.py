@@ -42,8 +42,8 @@ def export(
     the validation split.
     """
     from trainer.base.errors import UsageError
-    from trainer.training.export import export as export_checkpoint
-    from trainer.training.verifying import Verification
+    from trainer.use.export import export as export_checkpoint
+    from trainer.use.verifying import Verification
 
     if overrides and not verify:
         raise UsageError(

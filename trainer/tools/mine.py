@@ -26,7 +26,7 @@ from trainer.data.row_map import RowMap
 from trainer.data.sources import text_options
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Data
-from trainer.training.prediction_files import Request
+from trainer.use.prediction_files import Request
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.trained import Trained

@@ -1,1 +1,1 @@
-"""A run from its recipe to its results: preparation, assembly, loop, evaluation, export."""
+"""A run from its recipe to its results: preparation, assembly, loop and evaluation."""

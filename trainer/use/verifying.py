@@ -48,13 +48,13 @@ from trainer.training.certificate import (
     require_same_tokens,
     texts_of,
 )
-from trainer.training.evaluate import with_class_names
 from trainer.training.folder_reader import EMBEDDINGS
 from trainer.training.image_encoding import ImagePreparation
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.whole_split import RowTensors, in_row_order
+from trainer.use.evaluate import with_class_names
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0

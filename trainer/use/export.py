@@ -43,9 +43,9 @@ from trainer.tasks.exported import Card
 from trainer.tasks.registry import build_task, card_of
 from trainer.training.certificate import Certificate, require_not_refused
 from trainer.training.model_card import CARD_NAME, complete_folder
-from trainer.training.onnx_graph import require_onnx, to_onnx
 from trainer.training.row_encoding import with_folder
-from trainer.training.verifying import Opened, Verification, verify
+from trainer.use.onnx_graph import require_onnx, to_onnx
+from trainer.use.verifying import Opened, Verification, verify
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")

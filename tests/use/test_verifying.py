@@ -18,12 +18,13 @@ from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.checked_export import ComparedRows
-from trainer.training import export as export_module
-from trainer.training import folder_reader, verifying
+from trainer.training import folder_reader
 from trainer.training.certificate import NotTheTrainedModelError
-from trainer.training.export import export
 from trainer.training.run import run
-from trainer.training.verifying import Verification
+from trainer.use import export as export_module
+from trainer.use import verifying
+from trainer.use.export import export
+from trainer.use.verifying import Verification
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
 EMBEDDING = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}

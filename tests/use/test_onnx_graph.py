@@ -20,15 +20,15 @@ from transformers import AutoConfig
 from tests.helpers.families import CONFIGS
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
-from tests.training.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
+from tests.use.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
 from trainer.base.errors import UsageError
 from trainer.recipe.reading.trained import load_trained
-from trainer.training import export as export_module
-from trainer.training import onnx_graph, verifying
 from trainer.training.certificate import NotTheTrainedModelError
-from trainer.training.export import export
 from trainer.training.folder_reader import open_onnx
-from trainer.training.onnx_graph import _sample, require_onnx, to_onnx
+from trainer.use import export as export_module
+from trainer.use import onnx_graph, verifying
+from trainer.use.export import export
+from trainer.use.onnx_graph import _sample, require_onnx, to_onnx
 
 
 @pytest.fixture
