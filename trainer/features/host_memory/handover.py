@@ -136,7 +136,7 @@ def _inspect(root: Path | None) -> _Inspection:
 def _plan(looks: list[Any], num_training: int) -> _Plan:
     found = {rank: _Inspection(*look) for rank, look in enumerate(looks) if look is not None}
     problems = [f"rank {rank}: {look.problem}" for rank, look in found.items() if look.problem]
-    leaders = [rank for rank in found if rank < num_training]
+    leaders = sorted(found.keys() & range(num_training))
     training = {found[rank].host for rank in leaders}
     complete = complete_in((rank, look.held) for rank, look in found.items())
     # The largest step; of equal ones, that of the most ranks.

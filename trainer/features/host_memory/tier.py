@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -247,11 +248,11 @@ class HostMemory(WritingTier[None]):
         trainings = [digest_of(facts.identity) for _, facts in shares.values()]
         gathered = self._mesh.all_gather((first, keys))
         # Shares of one step may be left from two runs in the same folder.
-        if len({one for some in self._mesh.all_gather(trainings) for one in some}) > 1:
+        if len(set(chain.from_iterable(self._mesh.all_gather(trainings)))) > 1:
             raise ValueError("its shares belong to different trainings")
         facts = replace(Facts.from_json(next(one for one, _ in gathered if one is not None)), shapes=shapes)
         boxes, remote = [], {}
-        for part, listed in (one for _, some in gathered for one in some):
+        for part, listed in chain.from_iterable(some for _, some in gathered):
             file = _share_folder(found, part) / share_name(part, found.size)
             boxes += [SavedBox.of_key(file, key, tuple(shape)) for key, shape in listed]
             if hosts[part][0] != self._hosts.own:
