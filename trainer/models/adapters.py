@@ -17,27 +17,14 @@ from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
-from trainer.models.names import (
-    aliases,
-    last_parts,
-    matched_parameters,
-    nothing_matches,
-    owner_of,
-    tied_names,
-)
+from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
 from trainer.models.quantizing import quantize_layers, quantized_in
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.quantized_linear import QuantizedWeight
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of
-from trainer.parallel.tensor.trained_rows import (
-    TrainedLogits,
-    TrainedRows,
-    TrainedVectors,
-    attach_rows,
-    rows_of,
-)
+from trainer.parallel.tensor.trained_rows import TrainedLogits, TrainedRows, TrainedVectors, attach_rows, rows_of
 from trainer.recipe.schema import Adapter, Model
 from trainer.recipe.schema.model import matches
 

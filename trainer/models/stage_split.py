@@ -23,15 +23,7 @@ from trainer.models.layer_hooks import change_inputs
 from trainer.models.names import owner_of, prefixes, replace_in, tied_names
 from trainer.models.stage_shapes import Crossing, CrossingShapes, multiplications
 from trainer.models.statistics import persistent_buffers
-from trainer.parallel.pipeline.stand_ins import (
-    Absent,
-    Later,
-    Passing,
-    Received,
-    StageLeft,
-    StageTraffic,
-    on_meta,
-)
+from trainer.parallel.pipeline.stand_ins import Absent, Later, Passing, Received, StageLeft, StageTraffic, on_meta
 from trainer.recipe.schedules import SCHEDULES
 
 Names = tuple[str, ...]

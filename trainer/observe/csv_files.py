@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.base.disk import replacing
-from trainer.observe.metrics_file import (
-    METRICS_FILE_NAME,
-    GrowingFile,
-    encode_numbers,
-    run_lines,
-    step_line,
-    written,
-)
+from trainer.observe.metrics_file import METRICS_FILE_NAME, GrowingFile, encode_numbers, run_lines, step_line, written
 from trainer.observe.observer import Observer
 from trainer.observe.records import EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 

@@ -16,14 +16,7 @@ from trainer.base.text import one_line
 from trainer.observe.meter import TimeLeft
 from trainer.observe.observer import Observer
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
-from trainer.observe.summary import (
-    end_summary,
-    evaluation_lines,
-    format_seconds,
-    start_summary,
-    step_fields,
-    step_line,
-)
+from trainer.observe.summary import end_summary, evaluation_lines, format_seconds, start_summary, step_fields, step_line
 
 _OUTCOME_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 

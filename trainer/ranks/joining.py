@@ -26,14 +26,7 @@ from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerErr
 from trainer.base.terminal import say
 from trainer.base.text import for_terminal, listed
 from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
-from trainer.ranks.interfaces import (
-    address_of,
-    interface_of,
-    interfaces,
-    is_loopback,
-    listening_address,
-    route_to,
-)
+from trainer.ranks.interfaces import address_of, interface_of, interfaces, is_loopback, listening_address, route_to
 from trainer.ranks.messages import decode, encode
 from trainer.ranks.roll_call import RollCall, enter, ranks_missing, two_processes, wait_until
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
-from trainer.recipe.schema import (
-    Parallel,
-    Recipe,
-)
+from trainer.recipe.schema import Parallel, Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 

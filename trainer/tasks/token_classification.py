@@ -40,16 +40,7 @@ from trainer.tasks.text.columns import (
 from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
 from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
 from trainer.tasks.text.windows import cut_columns, owners, require_fast, shared_tokens, windows
-from trainer.tasks.text.words import (
-    ROW,
-    WORD,
-    TokenisedText,
-    is_first,
-    joined,
-    num_words_of,
-    of_words,
-    read_words,
-)
+from trainer.tasks.text.words import ROW, WORD, TokenisedText, is_first, joined, num_words_of, of_words, read_words
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 _OF_ENTITIES = ("f1", "precision", "recall")

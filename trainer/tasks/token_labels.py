@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.tensor.cross_entropy import (
-    VocabularyCut,
-    vocab_parallel_argmax,
-    vocab_parallel_cross_entropy,
-)
+from trainer.parallel.tensor.cross_entropy import VocabularyCut, vocab_parallel_argmax, vocab_parallel_cross_entropy
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import NextTokens, RowPreview
 from trainer.tasks.task import TextTask

@@ -17,14 +17,7 @@ from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.base.terminal import say, say_json
-from trainer.data.chunked_rows import (
-    INPUT_FORMATS,
-    OUTPUT_FORMATS,
-    json_line,
-    read_chunks,
-    row_format,
-    write_rows,
-)
+from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import Format, format_of, reader_of
 from trainer.data.row_map import RowMap

@@ -27,14 +27,7 @@ from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_in
 from trainer.parallel.kernels import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
-from trainer.parallel.shards.scale_blocks import (
-    BlockRows,
-    Rows,
-    block_rows,
-    is_shared,
-    num_blocks,
-    share_maxima,
-)
+from trainer.parallel.shards.scale_blocks import BlockRows, Rows, block_rows, is_shared, num_blocks, share_maxima
 
 SMALLEST = 4096
 """The elements of a whole parameter from which on its moments have 8 bits; smaller ones cost little memory."""

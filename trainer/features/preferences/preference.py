@@ -23,14 +23,7 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, NextTokens, RowPreview
 from trainer.tasks.task import Task
 from trainer.tasks.text.chat_messages import messages_of
-from trainer.tasks.text.chats import (
-    Tokens,
-    check_texts_or_chats,
-    features_of,
-    tokens_after,
-    tools_of,
-    unread_notes,
-)
+from trainer.tasks.text.chats import Tokens, check_texts_or_chats, features_of, tokens_after, tools_of, unread_notes
 from trainer.tasks.text.columns import cell, cells_of, require_columns
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, Tokenizer
