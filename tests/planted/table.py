@@ -1580,8 +1580,8 @@ _PLANNING = [
         "first_pipeline_rank_does_not_wait",
         "A backward pass of a stage begins before that of the next stage has ended.",
         "tools/report/timeline.py",
-        "if stage < last:",
-        "if stage > last:",
+        "yield Action(RUN_BACKWARD, stage + 1, microbatch)",
+        "yield Action(RUN_BACKWARD, stage + 2, microbatch)",
         ("tools/plan/test_timing.py::test_the_bubble_of_one_stage_a_rank",),
     ),
 ]

@@ -43,6 +43,11 @@ class Curve:
     values: Sequence[float]
     marks: Sequence[Mark] = field(default=())
 
+    @property
+    def drawn(self) -> list[float | None]:
+        """The values, with None for a gap."""
+        return [value if math.isfinite(value) else None for value in self.values]
+
 
 def curves(
     title: str,
@@ -63,7 +68,7 @@ def curves(
     named: set[str] = set()
     for number, curve in enumerate(found):
         colour = COLOURS[number % len(COLOURS)]
-        values = [value if math.isfinite(value) else None for value in curve.values]
+        values = curve.drawn
         mode = "lines+markers" if len(values) <= 30 else "lines"
         common = {"x": list(curve.steps), "legendgroup": str(number), "mode": mode, "marker": {"size": 5}}
         line = {"color": colour, "width": 2, "dash": _DASHES[number // len(COLOURS) % len(_DASHES)]}
@@ -90,7 +95,7 @@ def curves(
                 marker={"symbol": mark.symbol, "size": 10, "color": colour, "line": {"width": 1}},
             )
             named |= {mark.name} if steps else set()
-    _lay_out(figure, title, "step", unit, [*(["log"] if not is_log else []), *(["smooth"] if smooths else [])])
+    _lay_out(figure, title, "step", unit, ["log"] * (not is_log) + ["smooth"] * smooths)
     if is_log:
         figure.update_yaxes(type="log", exponentformat="power")
     if from_zero:

@@ -86,11 +86,4 @@ def listing(runs: Sequence[Listed]) -> Iterator[str]:
 
 def _cells(one: Listed) -> tuple[str, ...]:
     step = f"{one.step} of {'?' if one.total_steps is None else one.total_steps}"
-    return (
-        one.folder,
-        one.state,
-        step,
-        one.best,
-        format_seconds(one.seconds),
-        format_bytes(one.num_bytes),
-    )
+    return (one.folder, one.state, step, one.best, format_seconds(one.seconds), format_bytes(one.num_bytes))

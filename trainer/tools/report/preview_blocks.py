@@ -12,14 +12,10 @@ from trainer.tools.report.page import Marked, Table
 def preview_blocks(preview: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the blocks of a `trainer.observe.preview_records.Preview`, given as JSON values."""
     yield from preview["notes"]
-    for title, rows in (("step 1, first microbatch of a rank: row", preview["step"]), ("row", preview["rows"])):
-        for row in rows:
-            label = f", label {row['label']}" if row["label"] else ""
-            label += f", {row['window']}" if row["window"] else ""
-            for text in row["texts"]:
-                role = "" if len(row["texts"]) == 1 else f", {text['role']}"
-                pieces = [(piece["mark"], piece["text"], piece["note"]) for piece in text["pieces"]]
-                yield Marked(f"{title} {row['row'] + 1}{role}{label}, {text['tokens']} tokens", pieces)
+    for row in preview["step"]:
+        yield from _texts("step 1, first microbatch of a rank: row", row)
+    for row in preview["rows"]:
+        yield from _texts("row", row)
     header, rows = split_table(preview["splits"])
     yield Table(header, rows, "Splits")
     for split in preview["splits"]:
@@ -34,6 +30,15 @@ def preview_blocks(preview: Mapping[str, Any]) -> Iterator[Any]:
         yield Table(("class", "training rows", "weight"), classes, "Classes")
     if preview["kinds"]:
         yield Table(preview["kinds"][0], preview["kinds"][1:], "Kinds of parameters")
+
+
+def _texts(title: str, row: Mapping[str, Any]) -> Iterator[Marked]:
+    label = f", label {row['label']}" if row["label"] else ""
+    label += f", {row['window']}" if row["window"] else ""
+    for text in row["texts"]:
+        role = "" if len(row["texts"]) == 1 else f", {text['role']}"
+        pieces = [(piece["mark"], piece["text"], piece["note"]) for piece in text["pieces"]]
+        yield Marked(f"{title} {row['row'] + 1}{role}{label}, {text['tokens']} tokens", pieces)
 
 
 def split_table(splits: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -54,9 +54,14 @@ class Run:
         return self.metrics.runs[-1] if self.metrics.runs else {}
 
     @property
+    def end(self) -> Mapping[str, Any]:
+        """The facts of its last end; empty if it has none."""
+        return self.metrics.end or {}
+
+    @property
     def last_step(self) -> int:
         """The last step that the metrics, a checkpoint or a heartbeat shows, or 0; not all steps are logged."""
-        found = [int((self.metrics.end or {}).get("step", 0)), *CheckpointStore(self.folder, keep=1).steps()]
+        found = [int(self.end.get("step", 0)), *CheckpointStore(self.folder, keep=1).steps()]
         found += [one.step for one in self.metrics.steps[-1:]]
         found += [one.step for one in self.metrics.evaluations[-1:]]
         return max(*found, 0, *(one.step for one in read_statuses(self.folder).values()))
@@ -64,7 +69,7 @@ class Run:
     @property
     def message(self) -> str | None:
         """The reason of the last end; None if it needs none."""
-        message = (self.metrics.end or {}).get("message")
+        message = self.end.get("message")
         return None if message is None or self.state == "running" else str(message)
 
     def key(self, *names: str) -> Any:
@@ -73,6 +78,11 @@ class Run:
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
+
+    @property
+    def rank_peaks(self) -> list[int]:
+        """The bytes of the peak memory of each rank; empty if they are unknown."""
+        return list(map(max, zip_longest(*(one.rank_memory_bytes for one in self.metrics.steps), fillvalue=0)))
 
     def evaluated(self, metric: str) -> list[tuple[int, float]]:
         """Return the steps of evaluations, and the values of a metric in them."""
@@ -135,15 +145,7 @@ def write_report(folders: Sequence[Path], output: Path | None, state: str | None
 
 def page_of(runs: Sequence[Run]) -> str:
     """Return the HTML page of the runs."""
-    messages = [f"{run.name} {run.state}: {run.message}" for run in runs if run.message]
-    messages += [f"{run.name}, warning: {text}" for run in runs for text in (run.metrics.end or {}).get("warnings", ())]
-    messages += [
-        f"{run.name}: the curves have every {run.metrics.stride}th logged step, since a page shows at most"
-        f" {MOST_STEPS:,}"
-        for run in runs
-        if run.metrics.stride > 1
-    ]
-    sections = [Section("Runs", [_overview(runs), *messages])]
+    sections = [Section("Runs", [_overview(runs), *_messages(runs)])]
     if len(runs) > 1:
         sections.append(Section("Differences of the recipes", [_differences(runs)]))
     found = (_training(runs), _evaluation(runs), _logged(runs), _costs(runs))
@@ -152,6 +154,17 @@ def page_of(runs: Sequence[Run]) -> str:
     sections += [Section(f"First step of {run.name}", list(preview_blocks(one))) for run, one in previews]
     sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
     return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
+
+
+def _messages(runs: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        if run.message:
+            yield f"{run.name} {run.state}: {run.message}"
+    for run in runs:
+        yield from (f"{run.name}, warning: {text}" for text in run.end.get("warnings", ()))
+    for run in runs:
+        if (stride := run.metrics.stride) > 1:
+            yield f"{run.name}: the curves have every {stride}th logged step, since a page shows at most {MOST_STEPS:,}"
 
 
 def _overview(runs: Sequence[Run]) -> Table:
@@ -239,12 +252,15 @@ def _evaluation(runs: Sequence[Run]) -> Section:
     names = dict.fromkeys(name for run in runs for one in run.metrics.evaluations for name in one.metrics)
     blocks: list[Any] = []
     if max((len(run.metrics.evaluations) for run in runs), default=0) < 2:
-        points = {name: [run.evaluated(name) for run in runs] for name in names}
-        rows = [(name, *(format_decimal(one[-1][1]) if one else MISSING for one in points[name])) for name in names]
+        rows = [(name, *(_last(run.evaluated(name)) for run in runs)) for name in names]
         blocks += [Table(("metric", *(run.name for run in runs)), rows)] if rows else []
     else:
         blocks += [_metric(runs, name) for name in names]
     return Section("Evaluation", [*blocks, *(block for run in runs for block in _pictures(run, len(runs) > 1))])
+
+
+def _last(points: Sequence[tuple[int, float]]) -> str:
+    return format_decimal(points[-1][1]) if points else MISSING
 
 
 def _metric(runs: Sequence[Run], name: str) -> go.Figure:
@@ -279,10 +295,7 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
 
 
 def _costs(runs: Sequence[Run]) -> Section:
-    spent = [(run.name, parts) for run in runs if (parts := time_parts(run.metrics))]
-    shown = [part for part in MEANINGS if any(part in parts.seconds for _, parts in spent)]
-    times = [(name, [100 * parts.seconds.get(part, 0.0) / parts.total for part in shown]) for name, parts in spent]
-    blocks = [bars("where the time went (trainer why)", shown, times, "% of the wall time")] if spent else []
+    blocks = [*_time_bars(runs)]
     blocks += [
         curves(title, [_step_curve(run, value) for run in runs], unit, smooths, from_zero=True)
         for title, value, unit, smooths in (
@@ -291,19 +304,19 @@ def _costs(runs: Sequence[Run]) -> Section:
             ("peak memory of the fullest rank", lambda one: one.peak_memory_bytes / 2**20, "MiB", False),
         )
     ]
-    by_rank = [
-        (run.name, [max(rank) / 2**20 for rank in zip_longest(*rows, fillvalue=0)])
-        for run in runs
-        if (rows := [one.rank_memory_bytes for one in run.metrics.steps if one.rank_memory_bytes])
-    ]
-    if by_rank:
-        blocks.append(_rank_bars("peak memory by rank", by_rank, "MiB"))
-    if idle := [
-        (run.name, [100 * share for share in shares]) for run in runs if (shares := (run.metrics.end or {}).get("idle"))
-    ]:
-        blocks.append(_rank_bars("idle time of the ranks of the pipeline axis", idle, "% of a step"))
+    memory = [(run.name, [num_bytes / 2**20 for num_bytes in run.rank_peaks]) for run in runs]
+    blocks += _rank_bars("peak memory by rank", memory, "MiB")
+    idle = [(run.name, [100 * share for share in run.end.get("idle") or ()]) for run in runs]
+    blocks += _rank_bars("idle time of the ranks of the pipeline axis", idle, "% of a step")
     blocks += [figure for run in runs if (figure := _timeline(run))]
     return Section("Costs", [figure for figure in blocks if _has_points(figure)])
+
+
+def _time_bars(runs: Sequence[Run]) -> Iterator[go.Figure]:
+    if spent := [(run.name, parts) for run in runs if (parts := time_parts(run.metrics))]:
+        shown = [part for part in MEANINGS if any(part in parts.seconds for _, parts in spent)]
+        times = [(name, [100 * parts.seconds.get(part, 0.0) / parts.total for part in shown]) for name, parts in spent]
+        yield bars("where the time went (trainer why)", shown, times, "% of the wall time")
 
 
 def _timeline(run: Run) -> go.Figure | None:
@@ -320,9 +333,11 @@ def _timeline(run: Run) -> go.Figure | None:
     return None
 
 
-def _rank_bars(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> go.Figure:
-    ranks = [f"rank {rank}" for rank in range(max(len(values) for _, values in found))]
-    return bars(title, ranks, found, unit)
+def _rank_bars(title: str, found: Sequence[tuple[str, Sequence[float]]], unit: str) -> Iterator[go.Figure]:
+    """Yield the bars of the runs that have numbers of ranks, if there are any."""
+    if found := [(name, values) for name, values in found if values]:
+        ranks = [f"rank {rank}" for rank in range(max(len(values) for _, values in found))]
+        yield bars(title, ranks, found, unit)
 
 
 def _step_curve(run: Run, value: Callable[[StepRecord], float | None], marks: Sequence[Mark] = ()) -> Curve:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,14 @@ from trainer.observe.records import (
     SAMPLING,
     START,
     STEP,
+    SampledStep,
+    StepRecord,
 )
 from trainer.tools.sampling import LEAST_STEPS, SHORTEST_SECONDS, obstacle
 
 COMPUTING, HOST, COMMUNICATION, WAITING, UNDIVIDED = "computing", "host", "communication", "waiting", "steps"
 """The parts of the steps by a sample; without one, steps of several ranks or on a CPU are not divided."""
+_SAMPLED = (COMPUTING, HOST, COMMUNICATION, WAITING)
 
 MEANINGS = {
     COMPUTING: "operations of the model and the optimizer",
@@ -74,7 +77,7 @@ class TimeParts:
     @property
     def of_steps(self) -> float:
         """The seconds of the steps, without waiting for rows."""
-        return sum(self.seconds.get(part, 0.0) for part in (COMPUTING, HOST, COMMUNICATION, WAITING, UNDIVIDED))
+        return sum(self.seconds.get(part, 0.0) for part in (*_SAMPLED, UNDIVIDED))
 
     def meaning(self, part: str) -> str:
         """Return the meaning of a part in words."""
@@ -91,17 +94,11 @@ def time_parts(metrics: Metrics) -> TimeParts | None:
     notes = []
     slowest, several = None, info.get("world_size", 1) > 1
     if samples := metrics.samples:
-        sums = {part: sum(getattr(one, part) for one in samples) for part in (COMPUTING, HOST, COMMUNICATION, WAITING)}
-        whole = sum(sums.values()) or 1.0
-        seconds |= {part: sum(of_steps.values()) * time / whole for part, time in sums.items()}
+        seconds |= _divided(sum(of_steps.values()), samples)
         if several:
             slowest = max(samples, key=lambda one: one.waiting).slowest
     else:
-        device = info.get("device", "cpu")
-        shortest = SHORTEST_SECONDS["cpu" if device == "cpu" else "cuda"]
-        begin = f"it begins after {LEAST_STEPS} steps of a training of {shortest:.0f} seconds or more"
-        why = obstacle(info.get("recipe") or {}, device) or begin
-        notes.append(f"no step was sampled ({why}), so that the parts of a step are not known")
+        notes.append(f"no step was sampled ({_why_unsampled(info)}), so that the parts of a step are not known")
         if several or info.get("device") == "cpu":
             seconds[UNDIVIDED] = sum(of_steps.values())
         else:
@@ -112,12 +109,25 @@ def time_parts(metrics: Metrics) -> TimeParts | None:
             " part of communication and waiting"
         )
     ordered = {part: seconds[part] for part in MEANINGS if seconds.get(part, 0.0) > 0}
-    steps = metrics.steps
-    padding = [one.padding for one in steps if one.padding is not None]
-    mfu = [one.mfu for one in steps if one.mfu is not None]
-    return TimeParts(ordered, slowest, mean(padding), mean(mfu), tuple(notes))
+    padding, mfu = _mean(metrics.steps, "padding"), _mean(metrics.steps, "mfu")
+    return TimeParts(ordered, slowest, padding, mfu, tuple(notes))
 
 
-def mean(values: list[float]) -> float | None:
-    """Return the mean of some values; None without any."""
-    return sum(values) / len(values) if values else None
+def _divided(seconds: float, samples: Sequence[SampledStep]) -> dict[str, float]:
+    """Return the parts of the time of the steps, in the proportions of the samples."""
+    sums = {part: sum(getattr(one, part) for one in samples) for part in _SAMPLED}
+    whole = sum(sums.values()) or 1.0
+    return {part: seconds * time / whole for part, time in sums.items()}
+
+
+def _why_unsampled(info: Mapping[str, Any]) -> str:
+    device = info.get("device", "cpu")
+    shortest = SHORTEST_SECONDS["cpu" if device == "cpu" else "cuda"]
+    begin = f"it begins after {LEAST_STEPS} steps of a training of {shortest:.0f} seconds or more"
+    return obstacle(info.get("recipe") or {}, device) or begin
+
+
+def _mean(steps: Sequence[StepRecord], name: str) -> float | None:
+    """Return the mean of a number over the steps that have it; None without any."""
+    known = [value for one in steps if (value := getattr(one, name)) is not None]
+    return sum(known) / len(known) if known else None

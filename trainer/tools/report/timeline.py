@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -104,46 +105,32 @@ def simulate(order: Sequence[Sequence[Action]], cost: Callable[[Action], float],
     Args:
         send: the seconds between the end of an action and the start of the next stage's on its tensors.
     """
-    last = max(action.stage for actions in order for action in actions)
-    ranks = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    done: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in order]
-    places = Counter[int]()
-    while any(places[rank] < len(actions) for rank, actions in enumerate(order)):
-        progress = False
-        for rank, actions in enumerate(order):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                sources = _sources(action, last)
-                if not all(any(source in done for source in options) for options in sources):
-                    break
-                free = spans[rank][-1].end if spans[rank] else 0.0
-                arrivals = [
-                    done[source] + (send if ranks[source.stage] != rank else 0.0)
-                    for options in sources
-                    for source in options
-                    if source in done
-                ]
-                start = max((free, *arrivals))
-                done[action] = start + cost(action)
-                spans[rank].append(Span(action, start, done[action]))
-                places[rank] += 1
-                progress = True
-        assert progress, "an order of actions in which all ranks wait"
-    return Timeline(tuple(tuple(row) for row in spans))
+    ranks = {action: rank for rank, actions in enumerate(order) for action in actions}
+    sources = {action: [source for source in _sources(action) if source in ranks] for action in ranks}
+    before = {action: first for actions in order for first, action in pairwise(actions)}
+    # An order in which all ranks wait has a cycle, which raises an error.
+    graph = {action: [*sources[action], *([before[action]] if action in before else [])] for action in ranks}
+    spans: dict[Action, Span] = {}
+    for action in TopologicalSorter(graph).static_order():
+        free = spans[before[action]].end if action in before else 0.0
+        arrivals = [spans[one].end + (send if ranks[one] != ranks[action] else 0.0) for one in sources[action]]
+        start = max((free, *arrivals))
+        spans[action] = Span(action, start, start + cost(action))
+    return Timeline(tuple(tuple(map(spans.__getitem__, actions)) for actions in order))
 
 
-def _sources(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """Return the actions that must end before this one; of each tuple, one is part of the order."""
+def _sources(action: Action) -> Iterator[Action]:
+    """Yield the actions that must end before this one, if they are part of the order."""
     kind, stage, microbatch = action
     if kind == RUN_FORWARD:
-        return [(Action(RUN_FORWARD, stage - 1, microbatch),)] if stage else []
-    if kind == WEIGHT:
-        return [(Action(INPUT, stage, microbatch),)]
-    sources: list[tuple[Action, ...]] = [(Action(RUN_FORWARD, stage, microbatch),)]
-    if stage < last:
-        sources.append((Action(RUN_BACKWARD, stage + 1, microbatch), Action(INPUT, stage + 1, microbatch)))
-    return sources
+        yield Action(RUN_FORWARD, stage - 1, microbatch)
+    elif kind == WEIGHT:
+        yield Action(INPUT, stage, microbatch)
+    else:
+        yield Action(RUN_FORWARD, stage, microbatch)
+        # A schedule has whole backward passes or their halves; the last stage has no next one.
+        yield Action(RUN_BACKWARD, stage + 1, microbatch)
+        yield Action(INPUT, stage + 1, microbatch)
 
 
 def as_text(timeline: Timeline, width: int = 100) -> Iterator[str]:
