@@ -210,13 +210,7 @@ class _Advisor:
             if (multiple := recipe.data.pad_to) > 1 and self._length:
                 gain = self._parts.padded * min(1.0, (multiple - 1) / 2 / (self._length * (self._parts.padding or 1.0)))
                 yield "data.pad_to=1", gain, "the padding to a multiple, if widths are spread evenly"
-        compiled = seconds.get(COMPILATION, 0.0)
-        graphs = ((self._run.metrics.end or {}).get("compilation") or {}).get("graphs") or 0
-        longest = getattr(recipe.data, "max_length", None)
-        width = next(size for size in range(min(_WIDTH, longest or 1), 0, -1) if (longest or 1) % size == 0)
-        if compiled and longest and graphs > (widths := longest // width):
-            basis = f"at most {widths} width{'s' * (widths != 1)} of texts to compile, instead of {graphs} graphs"
-            yield f"data.pad_to={width}", compiled * (1 - widths / graphs), basis
+        yield from self._fewer_widths()
         if recipe.evaluation.patience is None and recipe.evaluation.every is not None:
             yield from self._rarer("evaluation.every", recipe.evaluation.every, EVALUATION)
         if recipe.checkpoint.every is not None:
@@ -224,6 +218,17 @@ class _Advisor:
             if not recipe.checkpoint.asynchronous:
                 gain = seconds.get(CHECKPOINT, 0.0) / 2
                 yield "checkpoint.asynchronous=true", gain, "half of the measured time, a guess"
+
+    def _fewer_widths(self) -> Iterator[tuple[str, float, str]]:
+        """Yield a coarser padding, with which fewer widths of texts are compiled."""
+        graphs = (self._run.end.get("compilation") or {}).get("graphs") or 0
+        compiled, longest = self._parts.seconds.get(COMPILATION, 0.0), getattr(self._own.data, "max_length", None)
+        if not compiled or not longest:
+            return
+        width = next(size for size in range(min(_WIDTH, longest), 0, -1) if longest % size == 0)
+        if graphs > (widths := longest // width):
+            basis = f"at most {widths} width{'s' * (widths != 1)} of texts to compile, instead of {graphs} graphs"
+            yield f"data.pad_to={width}", compiled * (1 - widths / graphs), basis
 
     def _rarer(self, key: str, every: Interval, part: str) -> Iterator[tuple[str, float, str]]:
         """Yield a longer interval, with which a part takes little time; it ends once in an epoch at least."""
@@ -239,29 +244,27 @@ class _Advisor:
     def _by_plan(self) -> Iterator[tuple[str, float, str]]:
         """Yield overrides with gains that follow from planned steps."""
         own = self._planned
-        if own is None or own.time is None:
+        if own is None or own.time is None or self._parts.of_steps < _LARGE_SHARE * self._parts.total:
             return
-        for word in self._candidates():
+        for word in self._candidates(own.devices):
             other = self._planning([word])
             if other is not None and other.time is not None and other.fits:
                 gain = self._parts.of_steps * (1 - other.time.likely / own.time.likely)
                 yield word, gain, f"planned: {other.time.likely / own.time.likely:.0%} of the time of a step"
 
-    def _candidates(self) -> Iterator[str]:
+    def _candidates(self, devices: Devices) -> Iterator[str]:
         recipe, batch = self._own, self.batch
-        if self._parts.of_steps < _LARGE_SHARE * self._parts.total:
-            return
         if recipe.training.micro_batch_tokens is None:
             whole = batch.rank_batch_size
             sizes = {whole, ceil(whole / 2), ceil(whole / 4)}
             yield from (f"training.micro_batch_size={size}" for size in sizes if size > batch.micro_batch_size)
         if recipe.activation_checkpointing != "none":
             yield "activation_checkpointing=none"
-        is_cpu = self._devices is None or self._devices.machine is None or self._devices.machine.is_cpu
-        if not is_cpu and recipe.precision == "fp32":
-            yield "precision=bf16"
-        if not is_cpu and not recipe.cuda_graphs and self._share(HOST) > _LARGE_SHARE:
-            yield "cuda_graphs=true"
+        if not devices.is_cpu:
+            if recipe.precision == "fp32":
+                yield "precision=bf16"
+            if not recipe.cuda_graphs and self._share(HOST) > _LARGE_SHARE:
+                yield "cuda_graphs=true"
         if self._plan.layout.world_size > 1 and self._share(COMMUNICATION, WAITING) > _LARGE_SHARE:
             for row in STRATEGIES.values():
                 if row.name != recipe.parallel.strategy and not row.single_process and not row.groups:

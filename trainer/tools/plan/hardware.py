@@ -207,6 +207,11 @@ class Devices:
     host_bytes: int | None = None
     is_shared: bool = False
 
+    @property
+    def is_cpu(self) -> bool:
+        """See `Machine`; devices of unknown speed are GPUs."""
+        return self.machine is not None and self.machine.is_cpu
+
     def numbered(self, number: int) -> Devices:
         """Return so many of these devices."""
         # The whole memory stays, and is divided by another number of ranks.

@@ -305,8 +305,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave_module(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._inside.pop()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
                 cast(dict[str, str], tensor.grad_fn.metadata)[_MODULE] = name  # its backward pass begins here
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -317,18 +317,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # it comes back with the tensors that it wraps
         if self._answers and function in _ANSWERS:
             return _ANSWERS[function](*args)
-        if _in_backward():
-            node = torch._C._current_autograd_node()
-            if node is not None:
-                self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
-            self._has_passed = True
-            # What forward passes keep for the first backward pass: a second microbatch adds nothing new.
-            self.held = self.held or self.alive
-        else:
-            self._behind = ""  # the next backward pass begins in no module
+        self._follow_pass()
         result = function(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         component = self._component_of(function, inputs, outputs)
         if self._splits and self._default is None and any(map(self.is_on_host, inputs)):
             component = on_host(TEMPORARY)
@@ -340,6 +331,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
             self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
         return result
+
+    def _follow_pass(self) -> None:
+        """Note the module of the next operation of a backward pass, and what the first one finds alive."""
+        if not _in_backward():
+            self._behind = ""  # the next backward pass begins in no module
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
+        self._has_passed = True
+        # What forward passes keep for the first backward pass: a second microbatch adds nothing new.
+        self.held = self.held or self.alive
 
     def _component_of(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
         if self._default is not None:
@@ -386,6 +389,10 @@ def on_host(component: str) -> str:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:

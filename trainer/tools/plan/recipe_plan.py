@@ -12,8 +12,9 @@ from typing import Any
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.registered import kept_in_memory
 from trainer.models.weight_files import LARGEST_FILE_BYTES
-from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.plan import BatchPlan, RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.schema import Recipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.ledger import Traffic
 from trainer.tools.plan.pipeline_plan import plan_steps
@@ -45,7 +46,7 @@ class RecipePlan:
     @property
     def is_on_host(self) -> bool:
         """Whether the devices are CPUs: their memory is that of the host."""
-        return self.devices.machine is not None and self.devices.machine.is_cpu
+        return self.devices.is_cpu
 
     @property
     def needed(self) -> int:
@@ -144,15 +145,21 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
         TrainerError: the recipe cannot be laid out over the devices, or its step cannot be planned.
     """
     plan = plan_run(resolved.recipe, devices.number * nodes, devices.number)
-    tokens: int = length or getattr(resolved.recipe.data, "max_length", None) or 1
+    tokens = length or tokens_of(resolved.recipe)
     machine, precision = devices.machine, resolved.recipe.precision
-    cuda = machine is None or not machine.is_cpu
+    cuda = not devices.is_cpu
     fused = machine is None or machine.runs_kernels
     if machine is not None and cuda and precision not in machine.figures["teraflops"]:
         others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(machine.figures["teraflops"])))
         raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
     steps = plan_steps(plan, tokens, cuda, fused)
     return RecipePlan(plan, devices, tokens, steps)
+
+
+def tokens_of(recipe: Recipe) -> int:
+    """Return the most tokens of a text; 1 for images."""
+    tokens: int = getattr(recipe.data, "max_length", None) or 1
+    return tokens
 
 
 def changes_that_fit(
@@ -182,11 +189,8 @@ def changes_that_fit(
 
 def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
     """Yield overrides that save memory, those first that cost the least time."""
-    recipe, batch = plan.recipe, plan.batch
+    recipe, smaller = plan.recipe, list(_smaller_microbatches(plan.batch))
     fsdp = ["parallel.strategy=fsdp"] * (plan.layout.data_parallel_size > 1 and not plan.strategy.cuts_anything)
-    micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
-    key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
-    smaller = [f"training.{key}={largest * size // micro}" for size in halves(micro)]
     levels = ("none", "selective", "full")
     more = levels[levels.index(recipe.activation_checkpointing) + 1 :]
     recomputed = [f"activation_checkpointing={level}" for level in more]
@@ -208,6 +212,13 @@ def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
     for degree in (2, 4, 8):
         if plan.layout.world_size % degree == 0 and recipe.parallel.tensor == 1:
             yield (f"parallel.tensor={degree}", *full)
+
+
+def _smaller_microbatches(batch: BatchPlan) -> Iterator[str]:
+    micro, tokens = batch.micro_batch_size, batch.micro_batch_tokens
+    key, largest = ("micro_batch_size", micro) if tokens is None else ("micro_batch_tokens", tokens)
+    for size in halves(micro):
+        yield f"training.{key}={largest * size // micro}"
 
 
 def halves(size: int) -> Iterator[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.base.errors import UsageError
 from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.data.order import GlobalOrder
-from trainer.data.rank_rows import RowChunk, partition
+from trainer.data.rank_rows import partition
 from trainer.engine.precision import weights_dtype
 from trainer.models.fill import count_reads
 from trainer.models.place import ModelCut, place_empty, planned_cuts
@@ -24,12 +24,13 @@ from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.registered import asked_for
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
-from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object
+from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object, tokens_of
 from trainer.tools.plan.simulated_rank import simulated_mesh
 from trainer.tools.plan.simulated_step import planned_model, updated_engine
 from trainer.tools.plan.step_plan import StepPlan
 
 _USUAL_RANKS = 8  # of a machine
+_Numbers = list[list[int]] | None  # of each microbatch
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,13 @@ def rehearse(
     if ranks % local:
         raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
     plan = plan_run(resolved.recipe, ranks, local)
-    tokens: int = length or getattr(plan.recipe.data, "max_length", None) or 1
+    tokens = length or tokens_of(plan.recipe)
     # A process group without other ranks: it knows its sizes and indices, and sends nothing.
     with simulated_mesh(plan, rank) as mesh:
         position = {axis: mesh.index(axis) for axis in AXES if mesh.size(axis) > 1}
         data_rank = mesh.index("dp")
         weights_read = _weights_read(plan, mesh, is_reader=rank % local == 0)
-    places = _places(plan, data_rank, min(rows or plan.batch.global_batch_size, plan.batch.global_batch_size))
-    order = None if rows is None or places is None else _first_rows(plan, rows)
+    places, first_rows = _microbatches(plan, data_rank, rows)
     files = _model_files(plan)
     return Rehearsal(
         plan,
@@ -132,8 +132,8 @@ def rehearse(
         tokens,
         position,
         plan_rank(plan, rank, tokens),
-        None if places is None else [chunk.places.tolist() for chunk in places],
-        None if places is None or order is None else [order[chunk.places].tolist() for chunk in places],
+        places,
+        first_rows,
         weights_read,
         _state_files(plan, rank, tokens),
         {name: count for number, (name, count) in enumerate(files.items()) if writer_of(number, ranks) == rank},
@@ -141,13 +141,20 @@ def rehearse(
     )
 
 
-def _places(plan: RunPlan, data_rank: int, num_rows: int) -> list[RowChunk] | None:
-    """Return the rank's part of a global batch; None if it depends on the lengths of the rows."""
+def _microbatches(plan: RunPlan, data_rank: int, rows: int | None) -> tuple[_Numbers, _Numbers]:
+    """Return the rank's places in a global batch, and the rows there in step 1, by microbatch.
+
+    Both are None if they depend on the lengths of the rows; the rows also if their order is not known.
+    """
     batch = plan.batch
     if batch.micro_batch_tokens is not None:
-        return None
+        return None, None
+    num_rows = min(rows or batch.global_batch_size, batch.global_batch_size)
     chunks = partition(num_rows, data_rank, batch.data_parallel_size, batch.micro_batch_size)
-    return [chunk for chunk in chunks if not chunk.filler]
+    places = [chunk.places for chunk in chunks if not chunk.filler]
+    order = None if rows is None else _first_rows(plan, rows)
+    first_rows = None if order is None else [order[own].tolist() for own in places]
+    return [own.tolist() for own in places], first_rows
 
 
 def _first_rows(plan: RunPlan, rows: int) -> Any:

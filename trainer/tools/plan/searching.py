@@ -212,17 +212,9 @@ class LayoutSearch:
         """Return the layouts that `_layouts` leaves to bounds; none of a strategy or a schedule that the user gave."""
         local, world = self._devices.number, self._devices.number * self._nodes
         found: dict[tuple[str, ...], Variant] = {}
-        planned, own = set(self._layouts()), self._own["parallel"]
-        fixed = {"parallel.tensor": own["tensor"], "parallel.pipeline.stages": own["pipeline"]["stages"]}
+        planned = set(self._layouts())
         for row, tensor, stages, words in layouts(local, world):
-            cuts = {"parallel.tensor": tensor, "parallel.pipeline.stages": stages}
-            if any(key in self._given and cuts[key] != value for key, value in fixed.items()):
-                continue
-            data_ranks = world // (tensor * stages)
-            no_ranks = row.single_process or (row.cuts_anything and data_ranks == 1)
-            if no_ranks or (row.no_pipeline and stages > 1) or (row.groups and self._nodes == 1):
-                continue
-            if "parallel.strategy" in self._given and row.name != own["strategy"]:
+            if not (self._can_run(row, tensor, stages) and self._keeps_given(row, tensor, stages)):
                 continue
             for schedule in _SCHEDULES if stages > 1 else ("",):
                 if schedule and "parallel.pipeline.schedule" in self._given:
@@ -231,6 +223,22 @@ class LayoutSearch:
                 if overrides not in planned:
                     found.setdefault(overrides, Variant(row, schedule, _cuts(overrides), overrides))
         return list(found.values())
+
+    def _keeps_given(self, row: Strategy, tensor: int, stages: int) -> bool:
+        """Return whether a layout has the strategy and the cuts that the user gave."""
+        own = self._own["parallel"]
+        pairs = {
+            "parallel.strategy": (row.name, own["strategy"]),
+            "parallel.tensor": (tensor, own["tensor"]),
+            "parallel.pipeline.stages": (stages, own["pipeline"]["stages"]),
+        }
+        return all(value == wanted for key, (value, wanted) in pairs.items() if key in self._given)
+
+    def _can_run(self, row: Strategy, tensor: int, stages: int) -> bool:
+        """Return whether the devices have the ranks, and the machines, that a strategy needs beside other cuts."""
+        data_ranks = self._devices.number * self._nodes // (tensor * stages)
+        no_ranks = row.single_process or (row.cuts_anything and data_ranks == 1)
+        return not (no_ranks or (row.no_pipeline and stages > 1) or (row.groups and self._nodes == 1))
 
     def _bound(self, variant: Variant, choices: Iterable[Choice]) -> float:
         """Return seconds that a variant cannot beat, from the plans of layouts with the same cuts; 0 without any.
@@ -381,8 +389,11 @@ class LayoutSearch:
             )
         config = _config(plan)
         names = {name: config.attribute_map.get(name, name) for name in (*_WIDTHS, "num_hidden_layers")}
-        found = {key: getattr(config, key, None) for key in names.values()}
-        own = {key: value for key, value in found.items() if isinstance(value, int) and value > 0}
+        own: dict[str, int] = {}
+        for key in names.values():
+            value = getattr(config, key, None)
+            if isinstance(value, int) and value > 0:
+                own[key] = value
         needed = [names[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")]
         if config.is_encoder_decoder or not own.keys() >= {*needed}:
             raise UsageError(

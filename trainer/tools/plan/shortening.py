@@ -80,6 +80,14 @@ def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[St
         share += (number - FEWEST) * (found.share - base.share)
         # base + (number - FEWEST) * (found - base).
         totals = totals.plus(found.totals, number - FEWEST).plus(base.totals, FEWEST - number)
+    return replace(
+        base, resident=+resident, held=+held, host=+host, peaks=_peaks(base, longer, stacks), gradients=gradients,
+        totals=totals, share=share,
+    )  # fmt: skip
+
+
+def _peaks(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[Stack]) -> dict[Place, Peak]:
+    """Return the peaks for whole stacks; see `lengthen`."""
     peaks: dict[Place, Peak] = {}
     for number, found in longer.items():
         for place, peak in found.peaks.items():
@@ -98,16 +106,7 @@ def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[St
             named = place._replace(module=_indexed(place.module, stacks))
             if named not in peaks or peaks[named].num_bytes < sum(whole.values()):
                 peaks[named] = Peak(sum(whole.values()), whole, named)
-    return replace(
-        base,
-        resident=+resident,
-        peaks=peaks,
-        held=+held,
-        gradients=gradients,
-        host=+host,
-        totals=totals,
-        share=share,
-    )
+    return peaks
 
 
 def _slopes(base: StepPlan, longer: Mapping[int, StepPlan], place: Place) -> dict[int, Counter[str]]:

@@ -181,6 +181,11 @@ class _Collective(NamedTuple):
     calls: int
     seconds: float
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its seconds count here: messages between stages do not, and around a ring only sending does."""
+        return self.operation not in POINT_TO_POINT or (self.operation == "send" and self.axis == CONTEXT_AXIS)
+
 
 class _Estimate:
     """The parts of a step at one level of speed."""
@@ -251,12 +256,7 @@ class _Estimate:
         during the computation of its neighbours. All other collectives are waited for, those around a ring too. There,
         a rank sends and receives at the same time, so only sending counts.
         """
-        strategy = self._plan.strategy
-        # DDP sums in the last of the microbatches only.
-        share = 1.0 if strategy.cuts_parameters else 1 / self._plan.batch.num_microbatches
-        if strategy.zero_stage:  # the engine sets `overlap_comm` to false
-            share = 0.0
-        exposed = 0.0
+        exposed, share = 0.0, self._share_that_hides
         for phase in phases:
             own = [one for one in self._collectives(step) if one.phase == phase]
             exposed += self._waiting(own)
@@ -264,8 +264,7 @@ class _Estimate:
             exposed += sum(
                 one.seconds
                 for one in own
-                if (one.operation not in POINT_TO_POINT or (one.operation == "send" and one.axis == CONTEXT_AXIS))
-                and (one.axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
+                if one.is_waited_for and (one.axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
             )
             if phase == OPTIMIZER_STEP or not over_data:
                 continue
@@ -274,6 +273,14 @@ class _Estimate:
             first = hidden / sum(one.calls for one in over_data)
             exposed += hidden - min(hidden - first, compute[phase] * share) * self._machine.overlap
         return exposed
+
+    @property
+    def _share_that_hides(self) -> float:
+        """The share of the computation behind which sums and gathers over data ranks may hide."""
+        if self._plan.strategy.zero_stage:  # the engine sets `overlap_comm` to false
+            return 0.0
+        # DDP sums in the last of the microbatches only.
+        return 1.0 if self._plan.strategy.cuts_parameters else 1 / self._plan.batch.num_microbatches
 
     def _pipelined(
         self, found: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]

@@ -73,6 +73,7 @@ def _operations(*names: str) -> frozenset[Any]:
 
 _LOOKUPS = _operations("embedding index index_select gather")  # read only the rows that they return
 _WRITES_NOTHING = _operations("empty empty_like empty_strided new_empty new_empty_strided detach _unsafe_view")
+_OF_ALL_PARAMETERS = ("_fused_adam", "_fused_sgd", "_foreach_")
 _SPECIAL = _operations(  # a CPU computes exponentials for each element
     "gelu gelu_backward silu silu_backward tanh exp erf pow",
     "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data",
@@ -80,6 +81,7 @@ _SPECIAL = _operations(  # a CPU computes exponentials for each element
 _REDUCTIONS = _operations(  # read twice much of their input, or across rows
     "sum mean native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward"
 )
+_CLASSES = dict.fromkeys(_SPECIAL, SPECIAL) | dict.fromkeys(_REDUCTIONS, REDUCTION)
 
 
 class Kind(NamedTuple):
@@ -124,6 +126,19 @@ def sum_of(first: Mapping[_Key, _Sum], second: Mapping[_Key, _Sum], times: int =
     return total
 
 
+def _bytes_moved(packet: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes that an operation reads and writes."""
+    read = outputs if packet in _LOOKUPS else inputs
+    if packet in MOVED:
+        read = MOVED[packet](inputs)
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
+    name = packet.__name__
+    # An operation on all parameters writes into its inputs; `_foreach_copy_` reads one list and writes the other.
+    if outputs or not name.startswith(_OF_ALL_PARAMETERS) or name == "_foreach_copy_":
+        return moved
+    return moved * 7 // 4 if "_fused" in name else moved * 2  # all but the gradients is written too
+
+
 def work_of(
     phase: str, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
 ) -> tuple[Kind, Amount]:
@@ -131,26 +146,16 @@ def work_of(
     packet = function._overloadpacket
     if function.is_view or packet in _WRITES_NOTHING or not (inputs or outputs):
         return Kind(phase, VIEW, "", None, 0, 0), Amount(1, 0, 0)
-    read = outputs if packet in _LOOKUPS else inputs
-    if packet in MOVED:
-        read = MOVED[packet](inputs)
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
-    # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
-    several = packet.__name__.startswith(("_fused_adam", "_fused_sgd", "_foreach_"))
-    if (
-        several and not outputs and packet is not torch.ops.aten._foreach_copy_
-    ):  # which reads one list and writes the other
-        moved = moved * 7 // 4 if "_fused" in packet.__name__ else moved * 2  # all but the gradients is written too
+    moved, several = _bytes_moved(packet, inputs, outputs), packet.__name__.startswith(_OF_ALL_PARAMETERS)
     formula = FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     # A product of 16 bits may have a result in fp32.
     dtype = (inputs if formula is not None else outputs or inputs)[0].dtype
     if formula is not None:
         operation = ATTENTION if "attention" in packet.__name__ else MATMUL
-    elif packet in _REDUCTIONS:
-        operation = REDUCTION
     else:
-        operation = SPECIAL if packet in _SPECIAL else INTEGER if dtype == torch.int64 else OTHER
+        operation = _CLASSES.get(packet, INTEGER if dtype == torch.int64 else OTHER)
+    # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     size = 0 if several else moved.bit_length()
     mixed = next((tensor.dtype for tensor in inputs if tensor.dtype != dtype), None)
     return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size, mixed), Amount(1, flops, moved)
