@@ -18,6 +18,7 @@ from trainer.tools.compare.trial_results import Result, difference
 from trainer.tools.report.figures import Curve, bars, curves, ranges
 from trainer.tools.report.page import Section, Table, render
 
+_MIB = 2**-20
 EQUAL = 1e-9
 """The place of equal values on a logarithmic axis."""
 
@@ -48,11 +49,10 @@ def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
     times = [(one.name, [1e3 * seconds for seconds in one.step_seconds]) for one in trained if one.step_seconds]
     yield ranges("time of a step, median and quartiles", times, "ms")
     names = [result.name for result in trained]
-    if any(result.shares for result in trained):
-        found = [
-            (title, [0 if one.shares is None else 100 * getattr(one.shares, name) for one in trained])
-            for title, name in zip(("compute", "communication, waiting for ranks", "rest"), PARTS, strict=True)
-        ]
+    is_probed = any(result.shares for result in trained)
+    if is_probed:
+        titles = zip(("compute", "communication, waiting for ranks", "rest"), PARTS, strict=True)
+        found = [(title, _numbers(trained, "shares", name, 100)) for title, name in titles]
         yield bars("shares of a step, mean of the ranks", names, found, "%", is_stacked=True)
     if planned := _planned(trained, "peak_bytes"):
         yield bars("planned peak of tensors of the heaviest rank", names, planned, "MiB")
@@ -61,19 +61,20 @@ def _costs(trained: Sequence[Result], is_cpu: bool) -> Iterator[go.Figure]:
     if memory:
         what = "process" if is_cpu else "device"
         yield bars(f"peak memory of the {what} of each rank", names, memory, "MiB")
-    if any(result.shares for result in trained):
-        sent = [0 if one.shares is None else one.shares.sent_bytes / 2**20 for one in trained]
-        yield bars(
-            "bytes sent in a step by the heaviest rank; planned at data.max_length",
-            names,
-            [("measured", sent), *_planned(trained, "sent_bytes")],
-            "MiB",
-        )
+    if is_probed:
+        sent = [("measured", _numbers(trained, "shares", "sent_bytes", _MIB)), *_planned(trained, "sent_bytes")]
+        yield bars("bytes sent in a step by the heaviest rank; planned at data.max_length", names, sent, "MiB")
 
 
 def _planned(trained: Sequence[Result], name: str) -> list[tuple[str, list[float]]]:
-    values = [0 if one.plan is None else getattr(one.plan, name) / 2**20 for one in trained]
+    values = _numbers(trained, "plan", name, _MIB)
     return [("planned", values)] if any(values) else []
+
+
+def _numbers(trained: Sequence[Result], part: str, name: str, factor: float) -> list[float]:
+    """Return a number of a part of each result times a factor; 0 for a result without this part."""
+    parts = (getattr(one, part) for one in trained)
+    return [0 if one is None else factor * getattr(one, name) for one in parts]
 
 
 def _learning(trained: Sequence[Result]) -> Iterator[go.Figure]:

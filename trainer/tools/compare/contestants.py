@@ -52,9 +52,14 @@ def contestants(
         UsageError: the file cannot be read, or a line of it is not of overrides.
         RecipeError: the recipe is wrong with its common overrides.
     """
-    split = [(word, *values_of(word)) for word in words]
-    common = [word for word, _, values in split if len(values) < 2]
-    axes = [[f"{key}={value}" for value in values] for _, key, values in split if len(values) > 1]
+    common: list[str] = []
+    axes: list[list[str]] = []
+    for word in words:
+        key, values = values_of(word)
+        if len(values) > 1:
+            axes.append([f"{key}={value}" for value in values])
+        else:
+            common.append(word)
     own = load_recipe(recipe, common).recipe
     if axes or file is not None:
         lines = [()] if file is None else list(_lines(file))
@@ -63,8 +68,8 @@ def contestants(
         found = found if file is None else [(), *found]  # the recipe as it is, the reference
     else:
         given = {word.partition("=")[0] for word in common}
-        values = own.model_dump(mode="json")
-        found = [changing(layout, values, given) for layout in _sensible(processes, gpus)]
+        keys = own.model_dump(mode="json")
+        found = [changing(layout, keys, given) for layout in _sensible(processes, gpus)]
     return common, [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
 
 

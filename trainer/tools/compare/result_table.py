@@ -66,26 +66,30 @@ def remarks(results: Sequence[Result], is_cpu: bool) -> Iterator[str]:
             yield f"failed    {result.name}: {first_line(result.reason)}"
         elif not result.records:
             yield f"not run   {result.name}"
-    trained = [result for result in results if result.step_seconds and result.rank_memory_bytes]
-    if len(trained) > 1:
-        fastest = min(trained, key=lambda one: one.step_seconds[1] if one.step_seconds else math.inf)
-        smallest = min(trained, key=lambda one: max(one.rank_memory_bytes))
-        assert fastest.step_seconds is not None
-        slowest = fastest.step_seconds[2]
-        # Quartiles that overlap: the median alone would name a winner by noise.
-        tied = [one.name for one in trained if one.step_seconds and one.step_seconds[0] <= slowest]
-        yield f"{_tie(fastest.name, tied)} the shortest step, {cells(fastest)[1]}"
-        least = max(smallest.rank_memory_bytes)
-        tied = [one.name for one in trained if max(one.rank_memory_bytes) <= (1 + _NOISE[is_cpu]) * least]
-        yield f"{_tie(smallest.name, tied)} the least memory, {format_bytes(least)} on the fullest rank"
-        if is_cpu:
-            yield "on a CPU the memory is of the process, and most of it of libraries; planned counts tensors only"
+    yield from _cheapest([result for result in results if result.step_seconds and result.rank_memory_bytes], is_cpu)
     if compared := [result.likeness for result in results if result.likeness is not None]:
         alike = sum(likeness.leaves is None for likeness in compared)
         yield f"{alike} of {len(compared)} learn the same as the reference, within the tolerances"
     if any(result.records for result in results):
         of_process = " of the whole process" if is_cpu else ""
         yield f"memory is the peak{of_process}; planned is that of the tensors of the heaviest rank, at data.max_length"
+
+
+def _cheapest(trained: Sequence[Result], is_cpu: bool) -> Iterator[str]:
+    """Yield the layouts with the shortest step and with the least memory, if there are several."""
+    if len(trained) < 2:
+        return
+    quartiles = [(one.step_seconds, one.name) for one in trained if one.step_seconds]
+    (_, median, slowest), fastest = min(quartiles, key=lambda one: one[0][1])
+    # Quartiles that overlap: the median alone would name a winner by noise.
+    tied = [name for (low, _, _), name in quartiles if low <= slowest]
+    yield f"{_tie(fastest, tied)} the shortest step, {1e3 * median:,.0f} ms"
+    peaks = [(max(one.rank_memory_bytes), one.name) for one in trained]
+    least, smallest = min(peaks, key=lambda one: one[0])
+    tied = [name for peak, name in peaks if peak <= (1 + _NOISE[is_cpu]) * least]
+    yield f"{_tie(smallest, tied)} the least memory, {format_bytes(least)} on the fullest rank"
+    if is_cpu:
+        yield "on a CPU the memory is of the process, and most of it of libraries; planned counts tensors only"
 
 
 def cells(result: Result) -> tuple[str, ...]:

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from trainer.base.errors import TrainerError
-from trainer.observe.metrics_file import Metrics
 from trainer.observe.records import StepRecord
 from trainer.parallel.kernels.kernel_support import obstacle
 from trainer.recipe.plan import plan_run
@@ -21,7 +21,7 @@ from trainer.tools.compare.probe import Shares
 from trainer.tools.compare.turns import Trial
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.pipeline_plan import plan_steps
-from trainer.tools.plan.recipe_plan import plan_recipe, traffic_by_axis
+from trainer.tools.plan.recipe_plan import plan_recipe, tokens_of, traffic_by_axis
 
 TOLERANCES: Mapping[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
@@ -93,36 +93,35 @@ def results(trials: Sequence[Trial]) -> list[Result]:
 
 
 def _result(trial: Trial, first: Trial) -> Result:
-    contestant, resolved = trial.contestant, trial.resolved
+    contestant = trial.contestant
     kind: Kind = "layout"
-    if resolved is not None and first.resolved is not None:
-        kind = kind_of(resolved.recipe, first.resolved.recipe)
+    if trial.resolved is not None and first.resolved is not None:
+        kind = kind_of(trial.resolved.recipe, first.resolved.recipe)
     made = Result(contestant.name, contestant.overrides, contestant.processes, kind, reason=trial.reason)
     if not trial.turns:
         return made
     # First steps compile kernels and open connections.
     turns = [turn.steps[warm_up(len(turn.steps)) :] for turn in trial.turns]
-    steps = [step for turn in turns for step in turn]
-    seconds = [step.step_seconds for step in steps]
+    steps = list(chain.from_iterable(turns))
+    of_turns = [[step.step_seconds for step in turn] for turn in turns]
+    seconds = list(chain.from_iterable(of_turns))
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     tokens = [step.tokens_per_second for step in steps if step.tokens_per_second is not None]
     # The peak of a run only grows, so the last step has it.
     memory = [turn.steps[-1].rank_memory_bytes for turn in trial.turns]
-    likeness = None
-    if resolved and first.resolved and first.turns and trial is not first and kind != "training":
-        likeness = _likeness(trial.turns, first.turns[0], resolved.recipe, first.resolved.recipe)
+    is_compared = trial is not first and kind != "training"
     return replace(
         made,
         is_reference=trial is first,
         layout=trial.turns[0].runs[-1]["layout"],
         step_seconds=(low, middle, high),
-        turn_seconds=tuple(statistics.median(step.step_seconds for step in turn) for turn in turns),
+        turn_seconds=tuple(map(statistics.median, of_turns)),
         samples_per_second=statistics.median(step.samples_per_second for step in steps),
         tokens_per_second=statistics.median(tokens) if tokens else None,
         rank_memory_bytes=tuple(map(max, zip(*memory, strict=True))),
         records=tuple(trial.turns[0].steps),
         shares=trial.shares,
-        likeness=likeness,
+        likeness=_likeness(trial, first) if is_compared else None,
     )
 
 
@@ -137,12 +136,13 @@ def _tolerance(recipe: Recipe) -> tuple[float, float]:
     return max(*(TOLERANCES[name] for name in types), recipe.optimizer.tolerances or TOLERANCES["fp32"])
 
 
-def _likeness(turns: Sequence[Metrics], first: Metrics, recipe: Recipe, other: Recipe) -> Likeness:
-    tolerance = max(map(_tolerance, (recipe, other)))
-    expected = {record.step: record for record in first.steps}
+def _likeness(trial: Trial, first: Trial) -> Likeness:
+    """Compare two trials that trained, so both have a recipe."""
+    tolerance = max(_tolerance(one.resolved.recipe) for one in (trial, first) if one.resolved)
+    expected = {record.step: record for record in first.turns[0].steps}
     largest = [0.0, 0.0]
     leaves: int | None = None
-    for record in (record for turn in turns for record in turn.steps if record.step in expected):
+    for record in (record for turn in trial.turns for record in turn.steps if record.step in expected):
         reference = expected[record.step]
         found = difference(record.loss, reference.loss), difference(record.grad_norm, reference.grad_norm)
         largest = [max(pair) for pair in zip(largest, found, strict=True)]
@@ -171,10 +171,9 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
     seconds: float | None = None
     try:
         if hardware is None:
-            length = getattr(recipe.data, "max_length", None) or 1
             cuda = torch.cuda.is_available()
             fused = cuda and obstacle(torch.device("cuda")) is None
-            steps = plan_steps(plan_run(recipe, result.processes), length, cuda, fused)
+            steps = plan_steps(plan_run(recipe, result.processes), tokens_of(recipe), cuda, fused)
         else:
             made = plan_recipe(trial.resolved, parse_devices(f"{result.processes}x{hardware}"))
             steps = made.steps

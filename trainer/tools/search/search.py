@@ -72,9 +72,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     try:
         code = workers.work(request.trials, request.seeds, request.test)
         ranked = workers.ranked(request.seeds)
-        baseline = workers.baseline(ranked[0].trial) if ranked else None
-        rows, is_share = workers.scored_rows(ranked[0].trial) if ranked else (None, False)
-        result = result_of(ranked, study, metric, baseline, rows, is_share)
+        result = result_of(ranked, study, metric, workers.yardsticks(ranked))
         replace_text(folder / "search.json", json.dumps(result, indent=2) + "\n", alone=False)
         write_page(result, folder)
     except BrokenPipeError:  # of the terminal
@@ -89,16 +87,21 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
         echo(line)
     echo(f"wrote     {folder / 'search.html'} and search.json")
     if request.write is not None and result["best"] is not None and code == ExitCode.DONE:
-        name = [] if any(word.startswith("name=") for word in common) else [_name(request.write, recipe.name)]
+        name = _name(common, request.write, recipe.name)
         write_extending(request.write, request.recipe, [*name, *common, *result["best"]["overrides"]])
         echo(f"wrote     {request.write}; next: trainer run {shlex.quote(str(request.write))}")
     return code
 
 
-def _name(file: Path, base: str) -> str:
-    """Return the override of the name of a written recipe, by its file: its run does not take the folder of another."""
+def _name(words: Sequence[str], file: Path, base: str) -> list[str]:
+    """Return the override of the name of a written recipe, by its file, unless words name it.
+
+    The run of the recipe so does not take the folder of another one.
+    """
+    if any(word.startswith("name=") for word in words):
+        return []
     own = recipe_name(file)
-    return f"name={json.dumps(own if own != base else f'{own[:95]}-best')}"
+    return [f"name={json.dumps(own if own != base else f'{own[:95]}-best')}"]
 
 
 def _checked_metric(recipe: Recipe) -> str:

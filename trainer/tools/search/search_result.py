@@ -18,7 +18,7 @@ from trainer.observe.metrics_file import decode_number, encode_number
 from trainer.observe.summary import format_decimal, format_seconds
 from trainer.tools.report.figures import Curve, bars, curves, parallel
 from trainer.tools.report.page import MISSING, Section, Table, render
-from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Ranked, Study
+from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Ranked, Study, Yardsticks
 
 _STATES = {
     TrialState.COMPLETE: "complete",
@@ -31,16 +31,10 @@ _SHOWN = 5  # trials in the terminal
 _WIDE = 30  # the ratio of the ends of a range that is drawn by logarithms
 
 
-def result_of(
-    ranked: Sequence[Ranked], study: Study, metric: str, baseline: float | None, rows: int | None, is_share: bool
-) -> dict[str, Any]:
+def result_of(ranked: Sequence[Ranked], study: Study, metric: str, yardsticks: Yardsticks) -> dict[str, Any]:
     """Return the trials of a search, the best one, the importance of the keys, and the score of a third split.
 
-    Args:
-        ranked: the complete trials, the best first.
-        baseline: the metric of predictions that ignore the input; None: unknown.
-        rows: the number of validation rows; None: unknown.
-        is_share: whether the metric is a share of these rows, which gives its error.
+    `ranked` are the complete trials, the best first.
     """
     complete = [_complete(one, metric) for one in ranked]
     others = [_values(one) for one in study.trials if one.state != TrialState.COMPLETE]
@@ -51,8 +45,8 @@ def result_of(
         "trials": [*complete, *others],
         "importance": study.importance(),
         "test": study.score or None,
-        "baseline": baseline,
-        "remarks": list(_remarks(complete, metric, study.sign, baseline, rows, is_share)),
+        "baseline": yardsticks.baseline,
+        "remarks": list(_remarks(complete, metric, study.sign, yardsticks)),
     }
 
 
@@ -68,35 +62,21 @@ def _complete(one: Ranked, metric: str) -> dict[str, Any]:
     }
 
 
-def _remarks(
-    complete: Sequence[Mapping[str, Any]],
-    metric: str,
-    sign: int,
-    baseline: float | None,
-    rows: int | None,
-    is_share: bool,
-) -> Iterator[str]:
+def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, yardsticks: Yardsticks) -> Iterator[str]:
     """Yield the reasons to doubt the best trial: equal or close trials, and a baseline that it does not beat."""
     if not complete:
         return
-    best = complete[0]
-    equal = [one for one in complete if (one["mean"], len(one["seeds"])) == (best["mean"], len(best["seeds"]))]
-    same_loss = [one for one in equal if one["loss"] == best["loss"]]
-    decides = "the loss decides" if same_loss == [best] else "the first one with the lowest loss is taken"
-    both = metric if metric == "loss" or len(same_loss) < len(equal) else f"{metric} and loss"
-    if len(complete) > 1 and all(one["mean"] == best["mean"] for one in complete):
-        yield f"the trials do not differ in {both}; {decides}"
-    elif len(equal) > 1:
-        yield f"{len(equal)} trials have the best {both}; {decides}"
-    half = best["half"]
-    if half is None and rows and is_share:
-        half = _half_of_share(best["mean"], rows)
-    differs = any(one["mean"] != best["mean"] for one in complete)
-    if half is None and differs:
-        on_rows = f" on {rows:,} validation rows" if rows else ""
-        yield f"the error of the best {metric}{on_rows} is unknown, so differences may be noise; `--seeds` measures it"
-    close = half is not None and sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete)
-    if close:
+    best, rows, baseline = complete[0], yardsticks.rows, yardsticks.baseline
+    yield from _ties(complete, metric)
+    half = best["half"] if best["half"] is not None else _half_of_share(best["mean"], yardsticks)
+    if half is None:
+        if any(one["mean"] != best["mean"] for one in complete):
+            on_rows = f" on {rows:,} validation rows" if rows else ""
+            yield (
+                f"the error of the best {metric}{on_rows} is unknown, so differences may be noise;"
+                " `--seeds` measures it"
+            )
+    elif close := sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete):
         count = "another trial is" if close == 1 else f"{close} other trials are"
         of_rows = "" if best["half"] is not None else f" with {rows:,} validation rows"
         yield (
@@ -106,6 +86,19 @@ def _remarks(
     if baseline is not None and max(sign * one["mean"] for one in complete) <= sign * baseline:
         ignoring = "the majority class" if metric == "accuracy" else "a prediction that ignores the input"
         yield f"no trial beats {ignoring}: {metric} {format_decimal(baseline)}"
+
+
+def _ties(complete: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
+    """Yield how the best of equal trials was chosen."""
+    best = complete[0]
+    equal = [one for one in complete if (one["mean"], len(one["seeds"])) == (best["mean"], len(best["seeds"]))]
+    same_loss = [one for one in equal if one["loss"] == best["loss"]]
+    decides = "the loss decides" if same_loss == [best] else "the first one with the lowest loss is taken"
+    both = metric if metric == "loss" or len(same_loss) < len(equal) else f"{metric} and loss"
+    if len(complete) > 1 and all(one["mean"] == best["mean"] for one in complete):
+        yield f"the trials do not differ in {both}; {decides}"
+    elif len(equal) > 1:
+        yield f"{len(equal)} trials have the best {both}; {decides}"
 
 
 def _values(trial: FrozenTrial) -> dict[str, Any]:
@@ -127,9 +120,11 @@ def _half(values: Sequence[float]) -> float | None:
     return float(t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5)
 
 
-def _half_of_share(share: float, rows: int) -> float:
-    """Return half of the width of the 95 % interval of a share of rows (normal approximation)."""
-    width: float = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / rows) ** 0.5
+def _half_of_share(share: float, of: Yardsticks) -> float | None:
+    """Return half of the width of the 95 % interval of a share of rows (normal approximation); None if it is none."""
+    if not of.rows or not of.is_share:
+        return None
+    width: float = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / of.rows) ** 0.5
     return width
 
 

@@ -84,8 +84,21 @@ class Ranked:
 
 
 @dataclass(frozen=True)
+class Yardsticks:
+    """The numbers that judge the best trial."""
+
+    baseline: float | None = None  # the metric of predictions that ignore the input; None: unknown
+    rows: int | None = None  # the number of validation rows; None: unknown
+    is_share: bool = False  # whether the metric is a share of these rows, which gives its error
+
+
+@dataclass(frozen=True)
 class Rules:
-    """The rules of a search, which every process that joins it must have."""
+    """The rules of a search, which every process that joins it must have.
+
+    Raises:
+        UsageError: they have no such sampler or pruner, or a grid of a range.
+    """
 
     axes: Sequence[Axis]  # the keys and their values
     facts: Any  # values of the recipe that define the trials
@@ -93,6 +106,13 @@ class Rules:
     sampler: str  # one of `SAMPLERS`
     pruner: str  # one of `PRUNERS`
     seed: int  # the seed of the proposals
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("sampler", self.sampler, SAMPLERS), ("pruner", self.pruner, PRUNERS)):
+            if value not in known:
+                raise UsageError(f"`--{name}` is {value!r}; use {', '.join(known)}")
+        if self.sampler == "grid" and (ranges := [axis.key for axis in self.axes if not axis.values]):
+            raise UsageError(f"`--sampler` is grid, but `{ranges[0]}` is a range; name its values: a,b,c")
 
     def make_sampler(self, place: int) -> BaseSampler:
         """Return the sampler of a trial, by its place among all that count."""
@@ -151,11 +171,6 @@ class Study:
     """
 
     def __init__(self, folder: Path, storage: str | None, rules: Rules) -> None:
-        for name, value, known in (("sampler", rules.sampler, SAMPLERS), ("pruner", rules.pruner, PRUNERS)):
-            if value not in known:
-                raise UsageError(f"`--{name}` is {value!r}; use {', '.join(known)}")
-        if rules.sampler == "grid" and (ranges := [axis.key for axis in rules.axes if not axis.values]):
-            raise UsageError(f"`--sampler` is grid, but `{ranges[0]}` is a range; name its values: a,b,c")
         self.folder, self._rules = folder, rules
         self._own: dict[Path, OwnedLock] = {}
         self._lock = threading.Lock()  # of the workers, which are threads

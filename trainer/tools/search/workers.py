@@ -24,7 +24,7 @@ from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.ranks.stopping import StopRequest
 from trainer.tools.report.report import best_of
-from trainer.tools.search.study import LOSS, REASON, SECONDS, STEP, WORDS, Ranked, Study
+from trainer.tools.search.study import LOSS, REASON, SECONDS, STEP, WORDS, Ranked, Study, Yardsticks
 from trainer.tools.search.trial_run import TrialRun
 
 REPEATED = 3
@@ -222,20 +222,15 @@ class Workers:
             found.append(Ranked(trial, scores))
         return sorted(found, key=lambda one: one.place(crew.metric))
 
-    def baseline(self, trial: FrozenTrial) -> float | None:
-        """Return the metric of predictions that ignore the input, as the run of a trial computed it."""
-        runs = self._crew.run((), self._study.place(trial.number), ()).metrics().runs
-        found: float | None = runs[-1].get("baselines", {}).get(self._crew.metric) if runs else None
-        return found
-
-    def scored_rows(self, trial: FrozenTrial) -> tuple[int | None, bool]:
-        """Return the number of validation rows, and whether the metric is a share of them, such as an accuracy."""
-        runs = self._crew.run((), self._study.place(trial.number), ()).metrics().runs
+    def yardsticks(self, ranked: Sequence[Ranked]) -> Yardsticks:
+        """Return the numbers that judge the best trial, as its run computed them."""
+        runs = self._crew.run((), self._study.place(ranked[0].trial.number), ()).metrics().runs if ranked else []
         if not runs:
-            return None, False
+            return Yardsticks()
         # An accuracy without a majority counts tokens.
         is_share = self._crew.metric == "accuracy" and runs[-1].get("majority") is not None
-        return runs[-1].get("num_validation_rows"), is_share
+        baseline = runs[-1].get("baselines", {}).get(self._crew.metric)
+        return Yardsticks(baseline, runs[-1].get("num_validation_rows"), is_share)
 
     def _score(self, best: FrozenTrial, split: str) -> None:
         if (self._study.score.get("trial"), self._study.score.get("split")) == (best.number, split):
