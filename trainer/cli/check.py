@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
     from trainer.recipe.plan import RunPlan
     from trainer.recipe.reading.loading import ResolvedRecipe
+    from trainer.tools.check import Checked
 
 
 _WIDTH = 120
@@ -53,38 +54,27 @@ def check(
             from trainer.tools.check import check_parts  # brings torch
 
             checked = check_parts(plan)
-    problems = checked.problems if checked else ()
-    stages, groups = (checked.model.stages, checked.model.groups.table) if checked and checked.model else (None, ())
-    notes = checked.notes if checked else ()
     error = checked.error if checked else None
     if error is not None:
         show_error(error)
     if as_json:
-        objects = [dict(zip(groups[0], row, strict=True)) for row in groups[1:]]
-        found = {"groups": objects, "problems": problems, "notes": notes, "unchecked": unchecked}
-        print_json({**_as_object(resolved, plan, stages), **found})
+        print_json({**_as_object(resolved, plan, checked), "unchecked": unchecked})
     else:
         _print_everything(resolved) if everything else _print_written(resolved)
-        _print_plan(plan, stages, everything)
-        rows = len(checked.data.train) if checked and checked.data and checked.data.counts_rows else 0
-        if checked and rows and rows < checked.most_rows:
-            say(f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows")
-        if groups:
-            say("", *aligned(groups), "")
-        for note in without_repetitions(notes):
-            say(f"note      {note}")
-        if checked is not None and not problems:
-            say(f"checked   no problem was found{' in the other parts' if unchecked else ''}")
+        _print_plan(plan, checked.stages if checked else None, everything)
+        if checked is not None:
+            _print_checked(plan, checked)
         for part in unchecked:
             say(f"unchecked {part}")
     if error is not None:
         raise typer.Exit(error.exit_code)
 
 
-def _as_object(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageContents] | None) -> dict[str, Any]:
+def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: Checked | None) -> dict[str, Any]:
     from trainer.recipe.deepspeed_config import deepspeed_config
 
     pipeline = plan.pipeline
+    stages, groups = (checked.stages, checked.groups) if checked else (None, ())
     return {
         "file": str(resolved.file),
         "recipe": resolved.recipe.model_dump(mode="json"),
@@ -103,6 +93,9 @@ def _as_object(resolved: ResolvedRecipe, plan: RunPlan, stages: list[StageConten
             "stages": [asdict(stage) for stage in stages] if stages else None,
         },
         "deepspeed": deepspeed_config(plan) or None,
+        "groups": [dict(zip(groups[0], row, strict=True)) for row in groups[1:]],
+        "problems": checked.problems if checked else (),
+        "notes": checked.notes if checked else (),
     }
 
 
@@ -154,3 +147,14 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
         say(f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages)))
     if everything and (config := deepspeed_config(plan)):
         say(f"deepspeed {json.dumps(config, indent=2)}")
+
+
+def _print_checked(plan: RunPlan, checked: Checked) -> None:
+    if rows := checked.num_rows:
+        say(f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows")
+    if checked.groups:
+        say("", *aligned(checked.groups), "")
+    for note in without_repetitions(checked.notes):
+        say(f"note      {note}")
+    if not checked.problems:
+        say(f"checked   no problem was found{' in the other parts' if checked.unchecked else ''}")

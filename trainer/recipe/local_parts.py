@@ -71,6 +71,11 @@ class LocalParts:
         return cls(has_model, has_tokenizer, has_data and has_processor, unchecked, has_second)
 
     @property
+    def has_preparation(self) -> bool:
+        """Whether rows of texts can be prepared as in a run."""
+        return self.has_model and self.has_tokenizer
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to check."""
         return not self.has_model and not self.has_data
@@ -92,10 +97,8 @@ class _Place(NamedTuple):
             return True
         from huggingface_hub import constants  # not what reads the cache, which takes longer than this check
 
-        folder, revision = (
-            Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}"),
-            self.revision or "main",
-        )
+        folder = Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
+        revision = self.revision or "main"
         with suppress(OSError):
             revision = (folder / "refs" / revision).read_text(encoding="utf-8")
         return any(_is_whole(folder / "snapshots" / revision / file) for file in files)

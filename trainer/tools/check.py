@@ -7,7 +7,9 @@ model, on the meta device. Nothing is trained, and nothing is written outside of
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from trainer.data.loader import require_fitting_rows
 from trainer.models.configuration import load_config
 from trainer.models.hub_files import local_files_only
 from trainer.models.sentence_folder import embedding_notes
+from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import ImageKeys, Recipe
@@ -51,6 +54,22 @@ class Checked:
     data: PreparedData | None
     most_rows: int = MOST_ROWS  # of each split that a check prepares; more are not counted
 
+    @property
+    def stages(self) -> list[StageContents] | None:
+        """The contents of the pipeline stages; None without any, or without the model."""
+        return self.model.stages if self.model else None
+
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The table of the parameters, its header first; empty without the model."""
+        return self.model.groups.table if self.model else ()
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the training split; 0 if they are not counted."""
+        rows = len(self.data.train) if self.data and self.data.counts_rows else 0
+        return rows if rows < self.most_rows else 0
+
 
 @local_files_only()
 def check_parts(plan: RunPlan) -> Checked:
@@ -61,20 +80,11 @@ def check_parts(plan: RunPlan) -> Checked:
     problems = Problems()
     check_needs(recipe, problems)
     data = model = None
-
-    def load(recipe: Recipe) -> Preparation:
-        if local.has_model and local.has_tokenizer:
-            with problems.collect():
-                return load_preparation(recipe)
-            return _standing_in(recipe, LocalParts(has_model=False, has_tokenizer=False, has_data=True))
-        return _standing_in(recipe, local)
-
-    is_text = not isinstance(recipe.task, ImageKeys)
-    most = MOST_ROWS if is_text else MOST_IMAGES
+    most = MOST_IMAGES if isinstance(recipe.task, ImageKeys) else MOST_ROWS
     if local.has_data:
         with problems.collect(), tempfile.TemporaryDirectory(prefix="trainer-") as cache:
             try:
-                data = prepare_data(recipe, most, Path(cache), load if is_text else load_preparation)
+                data = prepare_data(recipe, most, Path(cache), partial(_preparation, local, problems))
             except UnknownClassesError:
                 notes.append("rows are not checked: the first rows of a large file may lack some classes")
     if data is not None:
@@ -92,10 +102,21 @@ def check_parts(plan: RunPlan) -> Checked:
         with problems.collect():
             notes += tier.notes(recipe, model.whole if model else None)
     if local.has_second_model and (second := second_model(recipe)):
-        own = data.preparation if data is not None and local.has_model and local.has_tokenizer else None
+        own = data.preparation if data is not None and local.has_preparation else None
         with problems.collect():
             second.check(plan, data.task if data else build_task(recipe.task), own)
     return Checked(tuple(problems.messages), problems.error, tuple(notes), local.unchecked, model, data, most)
+
+
+def _preparation(local: LocalParts, problems: Problems, recipe: Recipe) -> Preparation:
+    """Return the preparation; for texts, with stand-ins for parts that are not here, or that cannot be read."""
+    if isinstance(recipe.task, ImageKeys):
+        return load_preparation(recipe)
+    if not local.has_preparation:
+        return _standing_in(recipe, local)
+    with problems.collect():
+        return load_preparation(recipe)
+    return _standing_in(recipe, LocalParts(has_model=False, has_tokenizer=False, has_data=True))
 
 
 def _standing_in(recipe: Recipe, local: LocalParts) -> Preparation:

@@ -5,6 +5,7 @@ It comes from the encoded rows and from microbatches as a run collates them, so 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data.collate import collate
 from trainer.data.loader import TrainLoader
@@ -199,26 +200,34 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     recipe = plan.recipe
     model = description.on_meta()
     description.adapt(model)
-    counted: dict[tuple[bool, str], int] = {}
     updates = asked_for("update", recipe)
     masters = [update.masters(recipe) for update in updates if update.weights_dtype == torch.bfloat16]
+    counted = _numbers(plan, model, "bf16" if masters else "fp32")
+    rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
+    sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
+    state = recipe.optimizer.state_type
+    for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
+        shown = (f"{number:,}", held, recipe.precision)
+        if is_trained:
+            kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
+            kept = masters[0] if held == "bf16" else kept
+            rows.append(("trained", *shown, kept, "fp32", f"{recipe.optimizer.name}, {state}", sent))
+        else:
+            rows.append(("frozen", *shown, "", "", "", ""))
+    return tuple(rows)
+
+
+def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool, str]]:
+    """Count trained and frozen parameters by the type that holds them; `narrow` is that of trained matrices."""
+    recipe, counted = plan.recipe, Counter[tuple[bool, str]]()
     rounded, whole = rounded_by_autocast(model), weights_of_parts([model])
     for name, parameter in model.named_parameters():
         if name in whole:
             held = str(recipe.model.quantization)
         elif parameter.requires_grad:
-            held = "bf16" if masters and name in rounded else "fp32"
+            held = narrow if name in rounded else "fp32"
         else:  # as `store_frozen` does
             is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.zero_stage
             held = recipe.precision if is_narrow else "fp32"
-        kind = (parameter.requires_grad, held)
-        counted[kind] = counted.get(kind, 0) + whole.get(name, parameter.numel())
-    rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
-    sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
-    state = recipe.optimizer.state_type
-    for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
-        kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
-        kept = masters[0] if is_trained and held == "bf16" else kept
-        own = (kept, "fp32", f"{recipe.optimizer.name}, {state}", sent) if is_trained else ("", "", "", "")
-        rows.append(("trained" if is_trained else "frozen", f"{number:,}", held, recipe.precision, *own))
-    return tuple(rows)
+        counted[parameter.requires_grad, held] += whole.get(name, parameter.numel())
+    return counted

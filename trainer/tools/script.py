@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -72,6 +72,14 @@ class _Kind:
     options: frozenset[str]
     write: Callable[[str, _Job], str]
     start: str
+
+    def command(self, job: _Job) -> str:
+        """Return the command that starts the script of a job."""
+        start = self.start
+        if self is KINDS["torchrun"] and (job.is_elastic or job.options.restarts):  # c10d numbers the nodes itself
+            start = _ANY_TIME if job.is_elastic else _TOGETHER
+        has_address = self.start is not _BY_HAND or job.options.hosts is not None
+        return start if has_address else f"MASTER_ADDR=NODE0 {start}"
 
 
 @dataclass(frozen=True)
@@ -140,8 +148,7 @@ def write_launch_script(
     least, most = _parse_nodes(nodes)
     if least < most and kind is not KINDS["torchrun"]:
         raise UsageError(f"--nodes must be one number with --on {target}, but is {nodes}; only torchrun has MIN:MAX")
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    for name, value in given.items():
+    for name, value in vars(options).items():
         if value is not None and name not in kind.options:
             users = ", ".join(other for other, row in KINDS.items() if name in row.options)
             raise UsageError(f"--{name} has no effect with --on {target}; drop it (it is for {users})")
@@ -149,14 +156,11 @@ def write_launch_script(
     plan_run(resolved.recipe, most * gpus, gpus)
     if least < most:
         check_nodes(resolved.recipe, (least, most), gpus)
-    text = kind.write(kind.file, _Job(source, overrides, resolved, most, gpus, options, least))
+    job = _Job(source, overrides, resolved, most, gpus, options, least)
+    text = kind.write(kind.file, job)
     if for_terminal(text) != text:
         raise UsageError("the script must hold no control characters, but a name or path in it does; rename that")
-    start = kind.start
-    if kind is KINDS["torchrun"] and (least < most or options.restarts):  # c10d numbers the nodes itself
-        start = _ANY_TIME if least < most else _TOGETHER
-    has_address = kind.start is not _BY_HAND or options.hosts is not None
-    return text, start if has_address else f"MASTER_ADDR=NODE0 {start}"
+    return text, kind.command(job)
 
 
 def _parse_nodes(text: str) -> tuple[int, int]:
