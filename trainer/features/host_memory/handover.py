@@ -141,18 +141,17 @@ def _plan(looks: list[Any], num_training: int) -> _Plan:
     complete = complete_in((rank, look.held) for rank, look in found.items())
     # The largest step; of equal ones, that of the most ranks.
     step, size = newest = max(complete, default=(0, 0))
-    lacking = [
-        (part, ranks[0])
-        for part, ranks in sorted(complete.get(newest, {}).items())
-        if training.isdisjoint(found[rank].host for rank in ranks)
-    ]
+    moves: list[_Move] = []
+    for part, ranks in sorted(complete.get(newest, {}).items()):
+        if training.isdisjoint(found[rank].host for rank in ranks):
+            moves.append((part, ranks[0], leaders[len(moves) % len(leaders)]))
     return _Plan(
         is_used=any(look.is_used for look in found.values()),
         problem=next(iter(problems), ""),
         step=step,
         size=size,
-        moves=[(part, sender, leaders[index % len(leaders)]) for index, (part, sender) in enumerate(lacking)],
-        freed=[rank for rank, look in found.items() if rank >= num_training and look.host not in {"", *training}],
+        moves=moves,
+        freed=[rank for rank, look in found.items() if look.host not in {"", *training}],  # no training rank is there
     )
 
 
