@@ -80,10 +80,7 @@ RecipeArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE",
-        help="Overrides, such as training.epochs=1.",
-        show_default=False,
-        autocompletion=_overrides,
+        metavar="KEY=VALUE", help="Overrides, such as training.epochs=1.", show_default=False, autocompletion=_overrides
     ),
 ]
 ModelArgument = Annotated[

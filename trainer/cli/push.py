@@ -14,8 +14,7 @@ from trainer.cli.options import flag
 
 def push(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="An exported folder, or that of a run: then best/, or else model/."),
+        Path, typer.Argument(metavar="RUN", help="An exported folder, or that of a run: then best/, or else model/.")
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The repository, such as owner/name; new or existing.")],
     public: Annotated[bool, flag("Let everybody read a new repository, or push to a public one.", "--public")] = False,

@@ -42,9 +42,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
             "gpipe", "all forward passes, then all backward passes; with one microbatch, naive model parallelism"
         ),
         PipelineSchedule(
-            "1f1b",
-            "alternates forward and backward: at most as many microbatches in memory as stages",
-            fills=True,
+            "1f1b", "alternates forward and backward: at most as many microbatches in memory as stages", fills=True
         ),
         PipelineSchedule(
             "interleaved_1f1b",

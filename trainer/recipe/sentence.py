@@ -24,10 +24,7 @@ POOLINGS = {
 }
 """The values of `task.pooling`, in the order in which the files of older versions join them."""
 
-ACTIVATIONS = {
-    "sigmoid": "torch.nn.modules.activation.Sigmoid",
-    "identity": "torch.nn.modules.linear.Identity",
-}
+ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
 """The values of `task.activation`, and their names in folders of cross-encoders."""
 
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")

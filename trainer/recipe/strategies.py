@@ -55,9 +55,7 @@ STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
         Strategy(
-            "ddp",
-            "every rank holds the whole model (DistributedDataParallel)",
-            "2P: one all-reduce of the gradients",
+            "ddp", "every rank holds the whole model (DistributedDataParallel)", "2P: one all-reduce of the gradients"
         ),
         Strategy(
             "fsdp",

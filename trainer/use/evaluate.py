@@ -55,11 +55,7 @@ class Evaluation:
 
     def _print(self, recipe: Recipe, data: PreparedData, metrics: dict[str, float]) -> None:
         assert data.evaluated is not None
-        facts = {
-            "model": recipe.model.name_or_path,
-            "data": data.evaluated.where,
-            "rows": len(data.evaluated.rows),
-        }
+        facts = {"model": recipe.model.name_or_path, "data": data.evaluated.where, "rows": len(data.evaluated.rows)}
         if self.as_json:
             say_json(json.dumps({**facts, "metrics": encode_numbers(metrics)}, allow_nan=False))
         else:

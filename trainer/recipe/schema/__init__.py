@@ -44,19 +44,14 @@ class Recipe(Section):
     name: Annotated[
         str,
         text_pattern(
-            r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-            "1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first",
+            r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", "1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first"
         ),
     ]
     """Name of the run and its folder."""
-    task: Annotated[
-        TaskSection,
-        Field(discriminator="type", description="The task, its columns and metrics."),
-    ]
+    task: Annotated[TaskSection, Field(discriminator="type", description="The task, its columns and metrics.")]
     model: Model
     data: Annotated[
-        Data,
-        Field(discriminator="source", description="The source of the examples, and their preparation."),
+        Data, Field(discriminator="source", description="The source of the examples, and their preparation.")
     ]
     parallel: Parallel = Parallel()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -240,6 +240,7 @@ class Draft:
 
     def _without_key(self, item: Item, row: Counterpart) -> None:
         """Set the outcome of a key that gives the recipe no value."""
+        # The first case that fits counts: a default is no loss, whatever its row says of other values.
         if row.kind is Kind.LAUNCHER:
             self.say(item, Outcome.LAUNCHER, row.note)
         elif row.kind is Kind.SAME and (item.is_default or not row.defaults):

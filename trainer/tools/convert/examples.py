@@ -179,6 +179,7 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
         if probability is not None:
             draft.take("task.mask_probability", draft.number(probability, 0.15), probability)
         _text(draft, columns)
+        # The text itself has the labels, so the column of a label below is not for this task.
         draft.unread("masked language modelling has no labels", label, regression)
         return
     elif columns:

@@ -266,6 +266,7 @@ def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
     if columns.label is not None:
         return [columns.label]
     scalars = [column for column in columns.all if column.kind in SCALARS and column.name not in texts]
+    # Data sets mostly have the label last.
     found = list(filter(_may_label, reversed(scalars)))
     exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
     worded = sorted(

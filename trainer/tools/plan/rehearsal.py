@@ -126,19 +126,11 @@ def rehearse(
         weights_read = _weights_read(plan, mesh, is_reader=rank % local == 0)
     places, first_rows = _microbatches(plan, data_rank, rows)
     files = _model_files(plan)
+    own_files = {name: count for number, (name, count) in enumerate(files.items()) if writer_of(number, ranks) == rank}
     return Rehearsal(
-        plan,
-        local,
-        tokens,
-        position,
-        plan_rank(plan, rank, tokens),
-        places,
-        first_rows,
-        weights_read,
-        _state_files(plan, rank, tokens),
-        {name: count for number, (name, count) in enumerate(files.items()) if writer_of(number, ranks) == rank},
-        len(files),
-    )
+        plan, local, tokens, position, plan_rank(plan, rank, tokens), places, first_rows, weights_read,
+        _state_files(plan, rank, tokens), own_files, len(files),
+    )  # fmt: skip
 
 
 def _microbatches(plan: RunPlan, data_rank: int, rows: int | None) -> tuple[_Numbers, _Numbers]:

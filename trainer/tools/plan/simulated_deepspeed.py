@@ -96,11 +96,9 @@ _CREATORS = {
         "copy_grads_in_partition": GRADIENTS,
     },
     f"{_STAGE_3}.DeepSpeedZeroOptimizer_Stage3": {
-        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": COMMUNICATION,
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": COMMUNICATION
     },
-    f"{_FETCHING}.PartitionedParameterCoordinator": {
-        "_PartitionedParameterCoordinator__all_gather_params": GATHERED,
-    },
+    f"{_FETCHING}.PartitionedParameterCoordinator": {"_PartitionedParameterCoordinator__all_gather_params": GATHERED},
 }
 """The component of tensors that methods of DeepSpeed make."""
 

@@ -182,17 +182,9 @@ class _Simulation:
                 totals = _run(engine, batch, ledger, self.plan, self.task)
             stage, axes = self.mesh.index(PIPELINE_AXIS), group_axes(self.mesh, engine)
             return StepPlan(
-                self.mesh.rank,
-                stage,
-                resident,
-                dict(ledger.peaks),
-                totals,
-                axes,
-                held=ledger.held,
-                gradients=ledger.most_gradients,
-                host=ledger.most_on_host,
-                share=share,
-            )
+                self.mesh.rank, stage, resident, dict(ledger.peaks), totals, axes, held=ledger.held,
+                gradients=ledger.most_gradients, host=ledger.most_on_host, share=share,
+            )  # fmt: skip
 
     def update(self) -> tuple[Peak, Totals]:
         built = self.build()

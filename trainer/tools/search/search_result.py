@@ -92,6 +92,7 @@ def _ties(complete: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     """Yield how the best of equal trials was chosen."""
     best = complete[0]
     equal = [one for one in complete if (one["mean"], len(one["seeds"])) == (best["mean"], len(best["seeds"]))]
+    # `complete` is sorted by these numbers and then by the loss, so the best stands first among its equals.
     same_loss = [one for one in equal if one["loss"] == best["loss"]]
     decides = "the loss decides" if same_loss == [best] else "the first one with the lowest loss is taken"
     both = metric if metric == "loss" or len(same_loss) < len(equal) else f"{metric} and loss"

@@ -132,9 +132,8 @@ class Rules:
 
     def make_pruner(self) -> BasePruner:
         """Return the pruner of a process."""
-        return {"median": MedianPruner(n_startup_trials=4), "hyperband": HyperbandPruner(), "none": NopPruner()}[
-            self.pruner
-        ]
+        pruners = {"median": MedianPruner(n_startup_trials=4), "hyperband": HyperbandPruner(), "none": NopPruner()}
+        return pruners[self.pruner]
 
 
 class _Journal(JournalFileBackend):  # type: ignore[misc]  # Optuna has no types here
