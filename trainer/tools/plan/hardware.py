@@ -209,7 +209,7 @@ class Devices:
 
     @property
     def is_cpu(self) -> bool:
-        """See `Machine`; devices of unknown speed are GPUs."""
+        """Whether their memory is that of the host; devices of unknown speed are GPUs."""
         return self.machine is not None and self.machine.is_cpu
 
     def numbered(self, number: int) -> Devices:
@@ -266,7 +266,7 @@ def parse_devices(
     number, kind = (int(match[1] or 1), match[2]) if match else (0, "")
     if number < 1:
         raise UsageError(f"`--gpus` is {text!r}; write a number and a memory or a name, such as 8x80GiB or 8xA100-80")
-    host_bytes = None if host_memory is None else _host_bytes(host_memory)
+    host_bytes = _host_bytes(host_memory)
     if size := _SIZE.fullmatch(kind):
         for option, value in (("--link", link), ("--network", network)):
             if value is not None:
@@ -289,7 +289,9 @@ def parse_devices(
     return Devices(number, file.stem, memory // number if is_shared else memory, machine, host_bytes, is_shared)
 
 
-def _host_bytes(text: str) -> int:
+def _host_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
     size = _SIZE.fullmatch(text.strip())
     if size is None:
         raise UsageError(f"`--host-memory` is {text!r}; write the memory of each machine with a unit, such as 512GiB")

@@ -44,14 +44,9 @@ class RecipePlan:
         return max(self.steps, key=lambda step: step.peak.num_bytes)
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the devices are CPUs: their memory is that of the host."""
-        return self.devices.is_cpu
-
-    @property
     def needed(self) -> int:
         """The bytes that the device of the heaviest rank needs; on CPUs, a rank's part of the bytes of its host."""
-        if self.is_on_host:
+        if self.devices.is_cpu:
             return -(-self.host_needed // self.devices.number)
         return self.heaviest.peak.num_bytes + RESERVED
 
@@ -67,8 +62,8 @@ class RecipePlan:
         most = 0
         for index, own in enumerate(self._hosts):
             offloaded = sum(sum(step.host.values()) for step in own) + self._kept(index)
-            alive = sum(step.peak.num_bytes for step in own) if self.is_on_host else 0
-            between = sum(sum(step.resident.values()) for step in own) if self.is_on_host else 0
+            alive = sum(step.peak.num_bytes for step in own) if self.devices.is_cpu else 0
+            between = sum(sum(step.resident.values()) for step in own) if self.devices.is_cpu else 0
             exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
             # An export and a checkpoint follow each other, so the larger one counts.
             saving = between + max(exported, copies * sum(step.share for step in own))
