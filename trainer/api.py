@@ -215,7 +215,8 @@ def export(
 def _result(folder: Path, code: int) -> RunResult:
     from trainer.checkpoint.format import SavedState
     from trainer.checkpoint.store import CheckpointStore
-    from trainer.observe.metrics_file import METRICS_FILE_NAME, read_metrics
+    from trainer.observe.metrics_file import METRICS_FILE_NAME
+    from trainer.tools.run_metrics import read_metrics
 
     metrics = read_metrics(folder / METRICS_FILE_NAME)
     store = CheckpointStore(folder, keep=1)

@@ -25,8 +25,8 @@ from tests.chaos.features import FEATURES, write_feature
 from tests.helpers import warm
 from trainer.checkpoint.format import open_verified
 from trainer.features.host_memory.folder import folder_of_run
-from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.recipe.reading.files import RECIPE_FILE
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 TIMEOUT_SECONDS = 400.0  # of one start on a busy machine
 _ORPHAN_SECONDS = 100.0  # the ranks save and stop after the launcher was killed

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.observe.metrics_file import Metrics, read_metrics
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 ENDLESS = ("training.max_steps=100000", "evaluation.every=null")
 

@@ -24,7 +24,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.turns import once
 from tests.launch.test_launchers import free_port, programs
 from trainer.observe.heartbeat import read_statuses
-from trainer.observe.metrics_file import Metrics, read_metrics
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 WHY_NOT = problem()
 pytestmark = [

@@ -22,11 +22,11 @@ from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.models import sentence_folder
 from trainer.models.sentence_folder import embedding_notes
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.check import check_parts
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.run import run
 from trainer.use import verifying
 from trainer.use.export import export

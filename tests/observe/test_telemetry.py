@@ -13,8 +13,9 @@ from tests.helpers import processes
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.tracked import offline_runs
 from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
-from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.ranks.environment import NO_TELEMETRY, forbid_telemetry
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 IN_NO_NETWORK = ["unshare", "--map-root-user", "--net"]
 OPPOSITES = {"true": "false", "false": "true", "1": "0", "0": "1"}

@@ -16,9 +16,10 @@ from tests.observe.samples import end_record, run_info, step_record
 from tests.tools.slowed_run import shape_traffic
 from trainer.cli import main
 from trainer.observe.meter import of_slowest_reader
-from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.records import SampledStep
 from trainer.tools.report.time_parts import time_parts
+from trainer.tools.run_metrics import read_metrics
 from trainer.tools.sampling import combined
 
 SLOW = pytest.mark.slow

@@ -10,9 +10,9 @@ import torch
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import ExitCode
 from trainer.models import compiled
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.run import run
 
 STEPS = (

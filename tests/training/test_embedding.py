@@ -24,10 +24,10 @@ from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.assembly import assemble
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run

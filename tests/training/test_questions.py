@@ -18,11 +18,11 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import ExitCode, RecipeError
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.metrics.squad import exact_match, token_f1
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.assembly import assemble
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run

@@ -15,9 +15,9 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.run import run
 from trainer.use.export import export
 

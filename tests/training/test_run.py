@@ -27,9 +27,9 @@ from trainer.checkpoint.format import SavedState, share_name
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
-from trainer.observe.metrics_file import Metrics, read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.run_metrics import Metrics, read_metrics
 from trainer.training.assembly import assemble
 from trainer.training.run import run
 from trainer.training.whole_split import Evaluated

@@ -13,9 +13,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from tests.helpers.seq2seq import multilingual_tokenizer, write_seq2seq_run
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.base.errors import DataError, ExitCode, UsageError
-from trainer.observe.metrics_file import read_metrics
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.run_metrics import read_metrics
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run import run
 from trainer.training.run_data import prepare_data

@@ -21,7 +21,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.samples import run_info, step_record
 from tests.parity import cases
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
-from trainer.observe.metrics_file import MetricsFile, read_metrics
+from trainer.observe.metrics_file import MetricsFile
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.registered import optimizer_sections
 from trainer.tools.compare import turns
@@ -30,6 +30,7 @@ from trainer.tools.compare.contestants import contestants, kind_of
 from trainer.tools.compare.result_table import table
 from trainer.tools.compare.trial_results import TOLERANCES, results, warm_up
 from trainer.tools.compare.turns import Comparison
+from trainer.tools.run_metrics import read_metrics
 
 
 def names(words: list[str], processes: int = 2, file: Path | None = None, gpus: int = 0) -> list[str]:

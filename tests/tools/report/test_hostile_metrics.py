@@ -12,12 +12,13 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
-from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.records import BadStepRecord, EvaluationRecord, Idling
 from trainer.tools.report import page, report
 from trainer.tools.report.listing import find_runs, listing
 from trainer.tools.report.plain import plain_lines
 from trainer.tools.report.report import page_of, read_runs
+from trainer.tools.run_metrics import read_metrics
 
 CODE = "</script><script>alert(1)</script>\x1b[31m\u202e"
 VALUES = (

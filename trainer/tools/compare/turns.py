@@ -21,12 +21,13 @@ from trainer.base.disk import replace_text
 from trainer.base.distribution import versions
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.launch.local import run_on_fresh_ranks
-from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.tools.compare.contestants import Contestant
 from trainer.tools.compare.probe import STEPS, Probe, Shares, read_shares
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 TURNS = 2
 _UNUSED = ("checkpoint.every", "evaluation.every", "evaluation.best", "evaluation.patience", "logging.project")

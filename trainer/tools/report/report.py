@@ -23,7 +23,7 @@ from trainer.base.text import leaves
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.heartbeat import read_statuses
-from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.records import EvaluationRecord, StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
@@ -34,6 +34,7 @@ from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 MOST_STEPS = 20_000
 """The training lines of a run that a report shows; it leaves out every second one of more, again and again."""

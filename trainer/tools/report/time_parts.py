@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.observe.metrics_file import Metrics
 from trainer.observe.records import (
     CHECKPOINT,
     COMPILATION,
@@ -22,6 +21,7 @@ from trainer.observe.records import (
     SampledStep,
     StepRecord,
 )
+from trainer.tools.run_metrics import Metrics
 from trainer.tools.sampling import LEAST_STEPS, SHORTEST_SECONDS, obstacle
 
 COMPUTING, HOST, COMMUNICATION, WAITING, UNDIVIDED = "computing", "host", "communication", "waiting", "steps"

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from trainer.base.errors import UsageError, storage_error
 from trainer.base.processes import child_variables
-from trainer.observe.metrics_file import METRICS_FILE_NAME, Metrics, read_metrics
+from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.records import EvaluationRecord
 from trainer.tools.compare.turns import first_line
+from trainer.tools.run_metrics import Metrics, read_metrics
 
 OUTPUT = "output.txt"
 _LOOK_SECONDS = 0.3
