@@ -29,13 +29,11 @@ from trainer.models.configuration import (
     require_no_router_loss,
     vocabulary_size,
 )
-from trainer.models.sentence_folder import sentence_folder, unreachable
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import ImageKeys, Recipe
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
-from trainer.tasks.text.chat_templates import set_date
 from trainer.tasks.types import Dataset, Tokenizer
 from trainer.training.preparation import Preparation
 
@@ -61,11 +59,14 @@ def load_preparation(recipe: Recipe) -> Preparation:
     with problems.collect():
         tokenizer = tokenizer_of(recipe)
     folder, notes = None, []
-    with problems.collect():
-        try:
-            folder = sentence_folder(recipe)
-        except OSError:
-            notes = [unreachable(recipe)]
+    if recipe.task.sentences is not None:
+        from trainer.models.sentence_folder import sentence_folder, unreachable
+
+        with problems.collect():
+            try:
+                folder = sentence_folder(recipe)
+            except OSError:
+                notes = [unreachable(recipe)]
     problems.raise_all()
     if folder is not None:
         notes = list(folder.notes)
@@ -87,8 +88,11 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
         UsageError: there is none, or it does not know the languages.
     """
     tokenizer: Tokenizer = load_tokenizer(recipe.model)
-    # A chat template may ask for today's date; a fixed one keeps rows and cache equal on later days.
-    set_date(tokenizer, recipe.data.date)
+    if tokenizer.chat_template is not None:
+        from trainer.tasks.text.chat_templates import set_date
+
+        # A chat template may ask for today's date; a fixed one keeps rows and cache equal on later days.
+        set_date(tokenizer, recipe.data.date)
     if recipe.task.languages is not None:
         set_languages(tokenizer, *recipe.task.languages)
     return tokenizer
@@ -149,6 +153,8 @@ def fitted(task: Task, preparation: Preparation) -> Task:
 
 def with_folder(task: Task, recipe: Recipe) -> Task:
     """Return a task with the modules of the model's folder, if it can be read; another check reports its problems."""
+    from trainer.models.sentence_folder import sentence_folder
+
     with suppress(OSError, TrainerError):
         folder = sentence_folder(recipe)
         return task if folder is None else task.in_sentence_folder(folder)

@@ -23,7 +23,6 @@ from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
-from trainer.tasks.text.chat_templates import set_date
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
     class_notes,
@@ -305,6 +304,8 @@ def _written_date(recipe: Recipe, task: Task, preparation: Preparation, train: S
 
     if not any(holds_chats(features[name]) for name in task.columns if name in features):
         return None
+    from trainer.tasks.text.chat_templates import set_date
+
     day = day or date.today().isoformat()
     return day if set_date(tokenizer, day) else None
 
