@@ -55,6 +55,11 @@ def test_text_formats(in_folder, name, content):
     assert splits.validation is None
 
 
+def test_a_url_is_no_file_of_this_machine():
+    with pytest.raises(DataError, match=r"`data.train` must name files of this machine, but names `https:"):
+        load_splits(FileData(source="files", train="https://a/b*.csv"))
+
+
 @pytest.mark.parametrize("filename", [None, "train.jsonl"])
 def test_a_fault_of_the_disk_may_pass(in_folder, monkeypatch, filename):
     def fail(path, key):

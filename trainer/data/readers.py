@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.errors import DataError, UsageError, causes, storage_error
+from trainer.base.text import without_secrets
 from trainer.data.formats.base import (
     DAMAGED,
     Files,
@@ -28,6 +29,7 @@ from trainer.data.formats.base import (
     wide_encoding,
 )
 from trainer.data.formats.table import FORMAT_OF_ENDING, Format, format_of, reader_of
+from trainer.recipe.paths import is_url
 
 _LFS_POINTER = b"version https://git-lfs"
 _LARGE_BYTES = 1 << 26
@@ -37,10 +39,13 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
     """Return the files of the recipe's `key`; patterns such as `part-*.jsonl` give their matches in order.
 
     Raises:
-        DataError: a file is missing, denies reading, or is a pointer of Git LFS; a pattern matches no file.
+        DataError: a file is missing, denies reading, or is a pointer of Git LFS or a URL; a pattern matches no file.
     """
     paths: list[Path] = []
     for name in [value] if isinstance(value, str) else value or []:
+        if is_url(name):
+            shown = without_secrets(name)
+            raise DataError(f"`{key}` must name files of this machine, but names `{shown}`; copy it to this machine")
         # A file may have brackets in its name.
         if glob.has_magic(name) and not Path(name).exists():
             matched = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]
