@@ -122,6 +122,14 @@ def _refuse_unused_parameters(model: nn.Module) -> None:
         )
 
 
+def _refuse_dependent_rows(task: Task) -> None:
+    if task.rows_depend:
+        raise UsageError(
+            "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of a"
+            " graph see their microbatch only; set it to false"
+        )
+
+
 def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `ddp`; one data rank runs the model without a wrapper.
 
@@ -167,11 +175,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     if recipe.cuda_graphs:
         from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
 
-        if task.rows_depend:
-            raise UsageError(
-                "`cuda_graphs` is true, but each loss of this task depends on all rows of the batch, and the passes of"
-                " a graph see their microbatch only; set it to false"
-            )
+        _refuse_dependent_rows(task)
         loss_sum = loss_sum if rounded is None else rounded.used_in(loss_sum)
         capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else replay_eagerly
         schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)

@@ -242,13 +242,8 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     types = {branch.get("type") for branch in branches}
     if not value.strip():
         return "; write null, or set the variable that was empty" if "null" in types else ""
-    if any(branch.get("format") == "path" for branch in branches):
-        if "$" in value:
-            return "; write its value, or set the key on the command line, where the shell fills it"
-        if names_no_place(value):
-            return "; name a place behind the protocol, or set the variable that had no value"
-        if is_unset(value):
-            return f"; set the variable that had no value, or write ./{value} for this very name"
+    if any(branch.get("format") == "path" for branch in branches) and (remedy := _remedy_for_path(value)):
+        return remedy
     if near := _meant(value, _choices(branches)):
         return f"; did you mean {shown_value(near)}?"
     literal = _LITERALS.get(value.lower())
@@ -257,6 +252,14 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
     if _is_number(value, branches):
         return f"; write {value} without quotes"
     return next((f"; write {found}" for branch in branches if (found := _list_in(value, branch))), "")
+
+
+def _remedy_for_path(value: str) -> str:
+    if "$" in value:
+        return "; write its value, or set the key on the command line, where the shell fills it"
+    if names_no_place(value):
+        return "; name a place behind the protocol, or set the variable that had no value"
+    return f"; set the variable that had no value, or write ./{value} for this very name" if is_unset(value) else ""
 
 
 def _meant(text: str, choices: Sequence[str]) -> str | None:
