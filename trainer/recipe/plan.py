@@ -256,6 +256,7 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
     stages_per_rank = keys.stages_per_rank or schedule.stages_per_rank
     num_stages = keys.stages * stages_per_rank
     least, multiple = num_stages if schedule.fills else 1, keys.stages if schedule.several_stages else 1
+    # From the first multiple that fills the pipeline, to one row in each microbatch.
     fitting = range(multiple * math.ceil(least / multiple), share + 1, multiple)
     wanted = keys.microbatches or max(math.ceil(share / most), min(share, 2 * num_stages))
     below, above = [count for count in fitting if count <= wanted], [count for count in fitting if count >= wanted]

@@ -207,6 +207,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
             for token in range(start, end):
                 word = text.word_of[token]
                 is_first = word >= 0 and (token == 0 or text.word_of[token - 1] != word)
+                # A token may be in several windows, and one of them labels it.
                 owned = word >= 0 and owner_of[token] == window
                 numbers.append(word + 1 if owned and is_first else 0)
                 if labels is not None:

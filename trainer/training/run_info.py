@@ -50,6 +50,7 @@ def _own_parameter_groups(
     groups = []
     for name in get_args(Kind):
         labels = [label for label, placement in placements.items() if name in _kinds(placement, label in tied)]
+        # A copy on another stage takes memory there, but is no further parameter.
         members = {label: placements[label] for label in labels if not placements[label].is_copy}
         if labels:
             groups.append(
