@@ -15,7 +15,8 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, Curve, train_tiny
 from tests.parity.cases import Case
 from trainer.engine import fsdp_internals, sharded
-from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast
+from trainer.engine.precision import COMPUTE_DTYPES
+from trainer.engine.products import rounded_by_autocast
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger
 

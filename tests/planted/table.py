@@ -940,9 +940,9 @@ _ENGINE = [
     Defect(
         "embedding_rounded",
         "Tied embeddings and shared biases are gathered in 16 bits, too.",
-        "engine/precision.py",
-        "if all(map(_is_product, users[parameter]))}",
-        "if any(map(_is_product, users[parameter]))}",
+        "engine/products.py",
+        "if all(map(is_product, users[parameter]))}",
+        "if any(map(is_product, users[parameter]))}",
         ("engine/test_gathers.py::test_only_parameters_of_products_are_rounded",),
     ),
     Defect(

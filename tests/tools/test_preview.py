@@ -16,7 +16,7 @@ from tests.helpers.browser import needs_browser, open_page
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_DECODERS, tiny_recipe, tiny_training
 from trainer.cli import main
-from trainer.models.quantizing import weights_of_parts
+from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.preview_records import Piece, ShownText
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.engine.joint import JointLosses, joint_losses
-from trainer.engine.precision import cast_forward, plain_products, store_frozen, store_in_bf16, weights_dtype
+from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16, weights_dtype
+from trainer.engine.products import plain_products
 from trainer.engine.results import EvalResult
 from trainer.models.attention import FLAT, padding_known
 from trainer.models.dropout import RefuseUnkeyedDropout

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from trainer.engine.precision import COMPUTE_DTYPES, products
+from trainer.engine.precision import COMPUTE_DTYPES
+from trainer.engine.products import products
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 

@@ -32,7 +32,8 @@ from trainer.engine.accumulation import AccumulationSchedule
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.fsdp_internals import INTERNALS, filled, gather_rounded
 from trainer.engine.native import NativeEngine, placements_of
-from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, rounded_by_autocast, sent_dtype, weights_dtype
+from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, sent_dtype, weights_dtype
+from trainer.engine.products import rounded_by_autocast
 from trainer.engine.rounded_weights import learning, used_once
 from trainer.models.families.table import SHARDING, layers_of
 from trainer.models.names import move_buffers

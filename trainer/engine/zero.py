@@ -27,7 +27,8 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.engine.precision import COMPUTE_DTYPES, rounded_by_autocast, sent_dtype
+from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
+from trainer.engine.products import rounded_by_autocast
 from trainer.engine.results import StepResult
 from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes

@@ -18,7 +18,8 @@ from trainer.models.adapter_starts import Start, joined_starts, product_start, r
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
 from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
-from trainer.models.quantizing import quantize_layers, quantized_in
+from trainer.models.quantized_parts import quantized_in
+from trainer.models.quantizing import quantize_layers
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.quantized_linear import QuantizedWeight

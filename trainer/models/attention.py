@@ -24,10 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.base.errors import UsageError
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
 from trainer.parallel.dropout import REMEDY
-from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.dtypes import at_least_fp32, is_narrow
 from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 from trainer.parallel.random import LANES
-from trainer.parallel.wide_products import is_narrow
 
 if TYPE_CHECKING:
     from trainer.parallel.context.ring_attention import BlockMask

@@ -44,7 +44,7 @@ from trainer.models.draw import draw_weights
 from trainer.models.hub_files import CannotLoadPartsError, is_adapter, not_found, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
-from trainer.models.quantizing import quantized_in
+from trainer.models.quantized_parts import quantized_in
 from trainer.models.stored_weights import (
     CountedWeights,
     EnlargedWeights,

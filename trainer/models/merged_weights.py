@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models.names import parts_of_layers
-from trainer.models.quantizing import quantized_weights
+from trainer.parallel.stored_in_parts import CODES
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.recipe.schema import Adapter
+
+if TYPE_CHECKING:
+    from trainer.models.quantizing import StoredParts
 
 
 class MergedWeights:
@@ -29,7 +33,11 @@ class MergedWeights:
             {f"{layer}.weight": parts for layer, parts in parts_of_layers(shapes, attribute).items()}
             for attribute in (ATTRIBUTE, ROWS)
         )
-        self._quantized = quantized_weights(shapes)
+        self._quantized: dict[str, StoredParts] = {}
+        if any(name.rpartition(".")[2] == CODES for name in shapes):
+            from trainer.models.quantizing import quantized_weights
+
+            self._quantized = quantized_weights(shapes)
         stored = [weight.parts for weight in self._quantized.values()]
         inside = {
             part for parts in (*stored, *self._products.values(), *self._rows.values()) for part in parts.values()

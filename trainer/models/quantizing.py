@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.models.families.table import layers_of
 from trainer.models.names import replace_in, tied_names
-from trainer.parallel.quantized_linear import CODES, FORMATS, Format, QuantizedLinear, QuantizedWeight, load_package
+from trainer.models.quantized_parts import quantized_in
+from trainer.parallel.quantized_linear import FORMATS, Format, QuantizedLinear, load_package
 
 
 def quantize_layers(model: nn.Module, kind: str) -> None:
@@ -55,21 +55,6 @@ def _require_package(kind: str) -> None:
             f"`model.quantization` is {kind}, which needs the package bitsandbytes; install it"
             f" ({install_command('quantization')}) or set it to null ({error})"
         ) from error
-
-
-def quantized_in(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return the quantised weights of a model, by the names that they have in the whole model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
-
-
-def weights_of_parts(models: Iterable[nn.Module]) -> dict[str, int]:
-    """Return the number of weights that a tensor of a quantised weight stands for, by its name: all, or none."""
-    return {
-        f"{name}.{part}": prod(weight.shape) if part == CODES else 0
-        for model in models
-        for name, weight in quantized_in(model).items()
-        for part, _ in weight.named_parameters()
-    }
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from trainer.base.errors import UsageError
 from trainer.models.place import ModelCut
 from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.placement import ParameterPlacement
-from trainer.parallel.quantized_linear import CODES, FORMATS
 from trainer.parallel.shards.slices import ranges_of_part
+from trainer.parallel.stored_in_parts import CODES
 
 if TYPE_CHECKING:
     from trainer.parallel.node import NodeRanks
@@ -240,6 +240,8 @@ class QuantizedFiles(_ChangedWeights):
         if parts is None:
             self._stored._copy(key, targets)
         elif targets and self.device != "meta":
+            from trainer.parallel.quantized_linear import FORMATS
+
             whole = FORMATS[self._kinds[key]].dequantize(parts, self.shapes[key], torch.float32)
             for index, target in targets:
                 target.copy_(whole[index])

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-_BLOCK, _NESTED_BLOCK = 64, 256  # elements of a scale, and scales of a scale: the defaults of the package
+from trainer.parallel.stored_in_parts import CODES, StoredInParts
 
-CODES = "codes"
-"""The name of the largest tensor of each format."""
+_BLOCK, _NESTED_BLOCK = 64, 256  # elements of a scale, and scales of a scale: the defaults of the package
 
 
 @cache
@@ -109,7 +108,7 @@ FORMATS = {
 }
 
 
-class QuantizedWeight(nn.Module):
+class QuantizedWeight(StoredInParts):
     """A frozen weight `[out, in]`, held as the tensors of a format."""
 
     def __init__(self, weight: Tensor, kind: str) -> None:
@@ -121,16 +120,13 @@ class QuantizedWeight(nn.Module):
 
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors of a weight, by the names of the parameters."""
         return FORMATS[self.kind].quantize(weight.detach())
 
     @torch.no_grad()
     def rounded(self, weight: Tensor) -> Tensor:
-        """Return a weight as the products use it after its quantisation, in fp32."""
         return FORMATS[self.kind].dequantize(self.quantize(weight), self.shape, torch.float32)
 
     def dequantized(self, dtype: torch.dtype, parts: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the weight in a type, from its own tensors or from others of its format."""
         return FORMATS[self.kind].dequantize(parts or dict(self.named_parameters()), self.shape, dtype)
 
     def extra_repr(self) -> str:

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from trainer.parallel.device_traits import traits_of
+from trainer.parallel.dtypes import NARROW, is_narrow
 
-_NARROW = torch.float16
 _SHARES = "shares_input"
 
 
@@ -34,7 +34,7 @@ def linear(
     """
     if not is_narrow(x):
         return F.linear(x, weight.t() if transposed else weight, bias)
-    dtype = torch.float32 if is_shared else _NARROW
+    dtype = torch.float32 if is_shared else NARROW
     with torch.autocast(x.device.type, enabled=False) if is_shared else nullcontext():
         return cast(Tensor, _Linear.apply(x, weight, bias, transposed, dtype))  # type: ignore[no-untyped-call]
 
@@ -73,7 +73,7 @@ def sharing(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
     """Return the sum of products `x` `[..., out]` and a bias `[out]`, in the type of the products."""
-    if x.dtype != _NARROW:
+    if x.dtype != NARROW:
         return x + bias.to(x.dtype)
     return cast(Tensor, _AddedBias.apply(x, bias))  # type: ignore[no-untyped-call]
 
@@ -101,12 +101,6 @@ def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def is_narrow(x: Tensor) -> bool:
-    """Return whether products of `x` are in fp16, by autocast, and have gradients."""
-    kind = x.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == _NARROW and torch.is_grad_enabled()
-
-
 def _is_cpu(x: Tensor) -> bool:
     # The compiler cannot read a context variable.
     return x.device.type == "cpu" if torch.compiler.is_compiling() else traits_of(x.device).is_cpu
@@ -121,7 +115,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, dtype: torch.dtype
     ) -> Tensor:
-        rounded, matrix = x.to(_NARROW).to(dtype), weight.to(_NARROW).to(dtype)
+        rounded, matrix = x.to(NARROW).to(dtype), weight.to(NARROW).to(dtype)
         # The weight itself: stages of ZeRO and FSDP free its memory until the backward pass.
         ctx.save_for_backward(rounded if ctx.needs_input_grad[1] else None, weight)
         ctx.transposed = transposed
@@ -133,7 +127,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            matrix = weight.to(_NARROW).to(gradient.dtype)
+            matrix = weight.to(NARROW).to(gradient.dtype)
             of_x = gradient @ (matrix.t() if ctx.transposed else matrix)
         rows = _rows(gradient)
         if ctx.needs_input_grad[1]:
@@ -159,10 +153,10 @@ class _AddedBias(torch.autograd.Function):
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]) -> Tensor:
-        rounded = x.to(_NARROW)
+        rounded = x.to(NARROW)
         ctx.save_for_backward(rounded, weight)
         ctx.options = options
-        return torch.convolution(rounded, weight.to(_NARROW), None if bias is None else bias.to(_NARROW), *options)
+        return torch.convolution(rounded, weight.to(NARROW), None if bias is None else bias.to(NARROW), *options)
 
     @staticmethod
     @once_differentiable
@@ -172,7 +166,7 @@ class _Convolution(torch.autograd.Function):
         backward = torch.ops.aten.convolution_backward
         of_x = of_weight = of_bias = None
         if needs_x:
-            of_x = backward(gradient, x, weight.to(_NARROW), None, *ctx.options, [True, False, False])[0]
+            of_x = backward(gradient, x, weight.to(NARROW), None, *ctx.options, [True, False, False])[0]
         if needs_weight:
             with nullcontext() if _is_cpu(x) else _tf32_in_convolutions():
                 # In fp32, products of fp16 are exact and their sum does not overflow.

@@ -19,9 +19,9 @@ from trainer.data.collate import collate
 from trainer.data.loader import TrainLoader
 from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit
-from trainer.engine.precision import rounded_by_autocast
+from trainer.engine.products import rounded_by_autocast
 from trainer.models.describe import ModelDescription
-from trainer.models.quantizing import weights_of_parts
+from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.recipe.plan import RunPlan

@@ -19,7 +19,7 @@ from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.models.quantizing import weights_of_parts
+from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.mesh import ParallelMesh

@@ -33,7 +33,8 @@ from trainer.models.fill import build_base
 from trainer.models.freezing import adapt
 from trainer.models.merged_weights import MergedWeights
 from trainer.models.peft_folder import write_adapter
-from trainer.models.quantizing import quantized_base, quantized_in
+from trainer.models.quantized_parts import quantized_in
+from trainer.models.quantizing import quantized_base
 from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_files import UnknownModelError, described_model, plan_files
 from trainer.parallel.shards.boxes import Box, TensorPart

@@ -12,7 +12,8 @@ from torch import nn
 
 from trainer.checkpoint.registered import TierFeature, TierParts
 from trainer.checkpoint.store import CheckpointStore
-from trainer.engine.precision import rounded_by_autocast, weights_dtype
+from trainer.engine.precision import weights_dtype
+from trainer.engine.products import rounded_by_autocast
 from trainer.features.host_memory.folder import KEPT, folder_of_run, room_in
 from trainer.features.host_memory.handover import free, hand_over
 from trainer.features.host_memory.section import keys_of

@@ -30,7 +30,7 @@ from trainer.models.fill import is_loaded_whole
 from trainer.models.hub_files import one_line
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
-from trainer.models.quantizing import weights_of_parts
+from trainer.models.quantized_parts import weights_of_parts
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS, ROWS_AXIS
