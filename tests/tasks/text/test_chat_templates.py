@@ -32,6 +32,12 @@ BOMBS = {
     DOUBLED.format("['a']", "[ns.x, ns.x]"): MEMORY,
     DOUBLED.format("9", "ns.x * ns.x"): NUMBER,
     "{{ 9 ** (9 ** 9) }}": NUMBER,
+    "{% set x = ('f' * 200000) | int(base=16) %}{{ x // 7 }}": NUMBER,
+    "{% set x = ('f' * 200000) | int(base=16) %}{{ x % 7 }}": NUMBER,
+    "{{ 5 | round(-100000) }}": "rounded to more than 256 digits",
+    "{{ 5 | round(100000, 'floor') }}": "rounded to more than 256 digits",
+    "{{ [[0], [1]] | sum(start=[]) | length }}": "the filter `sum` adds numbers only",
+    "{{ [1, ''] | sum }}": "the filter `sum` adds numbers only",
     "{{ 'a'.ljust(10 ** 9) }}": MEMORY,
     "{{ 'a' | center(1000000000) }}": MEMORY,
     "{{ '%1000000000d' % 1 }}": MEMORY,
@@ -68,7 +74,11 @@ def test_a_template_that_does_not_stop_is_refused_with_the_cause(monkeypatch):
         assert time.process_time() - start < 10, text
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-    assert ChatTemplate("name", "{{ messages[0].content * 3 }}{{ 2 ** 10 }}", ()).write(CHAT, "") == "hihihi1024"
+    sound = (
+        "{{ messages[0].content * 3 }}{{ 2 ** 10 }}{{ 7 // 2 }}{{ '%d' % 5 }}{{ 2.567 | round(1) }}{{ [1, 2.5] | sum }}"
+    )
+    sound += "{{ [{'a': 2}, {'a': 4}] | sum('a', 1) }}"
+    assert ChatTemplate("name", sound, ()).write(CHAT, "") == "hihihi1024352.63.57"
 
 
 @pytest.mark.parametrize(("text", "name"), [("{{ ['a', 'b']|random }}", "random"), ("{{ lipsum() }}", "lipsum")])

@@ -32,6 +32,7 @@ _SECONDS = 10
 _BYTES = 256 << 20  # of memory beside the present one
 _CHARACTERS = 1 << 24
 _NUMBER_BITS = 1 << 16
+_DIGITS = 1 << 8
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DATE = "chat_date"  # an attribute of tokenizers, and so a part of their digests
 _TODAY = "strftime_now"  # the function of templates
@@ -193,18 +194,36 @@ def _address_space() -> int | None:
 
 @lru_cache(maxsize=1)
 def _bound_sandbox(module: Any) -> None:
-    """Let transformers compile templates in a sandbox without large powers, which no signal interrupts.
+    """Let transformers compile templates in a sandbox without operations of long numbers and sums of lists.
 
-    It has no random functions either: ranks, and a resumed run, would train on other texts.
+    No signal interrupts one operation, and their time grows with the square. The sandbox has no random functions
+    either: ranks, and a resumed run, would train on other texts.
     """
+    from jinja2.filters import do_round, make_attrgetter, pass_environment
+
+    @pass_environment
+    def add(environment: Any, values: Any, attribute: Any = None, start: Any = 0) -> Any:
+        total = start
+        for value in values if attribute is None else map(make_attrgetter(environment, attribute), values):
+            if not (isinstance(total, int | float) and isinstance(value, int | float)):
+                raise TypeError("the filter `sum` adds numbers only")
+            total += value
+        return total
+
+    def rounded(value: Any, precision: int = 0, method: Any = "common") -> Any:
+        if abs(precision) > _DIGITS:
+            raise OverflowError(f"a number is rounded to more than {_DIGITS} digits")
+        return do_round(value, precision, method)
+
     sandbox: Any = module.ImmutableSandboxedEnvironment
 
     class Bounded(sandbox):  # type: ignore[misc]
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"*", "**", "//", "%"})
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             del self.filters["random"], self.globals["lipsum"]
+            self.filters |= {"sum": add, "round": rounded}
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if isinstance(left, int) and isinstance(right, int):
