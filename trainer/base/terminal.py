@@ -12,7 +12,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
@@ -65,6 +66,18 @@ def guard() -> None:
     warnings.formatwarning = lambda *arguments, **options: for_terminal(formatwarning(*arguments, **options))
     sys.excepthook = _show
     threading.excepthook = lambda failed: _show(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+@contextmanager
+def quiet(logger: str, level: int = logging.CRITICAL) -> Iterator[None]:
+    """Hide the records of a library's logger below a level."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class _Record(logging.LogRecord):

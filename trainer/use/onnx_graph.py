@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.terminal import quiet
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
 from trainer.models.image_processor import image_size, load_image_processor, takes_images_of
@@ -157,12 +158,6 @@ def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Se
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Hide the remarks of the exporter on packages that it would use."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with quiet("torch.onnx", logging.ERROR), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

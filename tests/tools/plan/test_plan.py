@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.utils.checkpoint import checkpoint
 
 import trainer
@@ -496,3 +498,18 @@ def test_llama_7b_in_4_bits_fits_24_gb():
     assert found[ACTIVATIONS] >= 32 * 2048 * 4096 * 2  # the inputs of the layers
     assert found[LOSS] < 2048 * 32_000 * 2 / 8  # blocks of the vocabulary
     assert peak.num_bytes + RESERVED < 24e9
+
+
+def test_torch_logs_no_traceback_before_the_error(monkeypatch: pytest.MonkeyPatch):
+    described = SimpleNamespace(config=SimpleNamespace(model_type="other"))
+    monkeypatch.setattr(simulated_step, "planned_model", lambda plan: described)
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(fake_tensor.log, "handle", records.append)
+    plan = plan_run(recipe_of({}), 1)
+    with (
+        pytest.raises(UsageError, match="cannot simulate a model of type 'other': Expected"),
+        simulated_step._explained(plan),
+        fake_tensor.FakeTensorMode(),
+    ):
+        torch._grouped_mm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2], dtype=torch.int32))
+    assert not records

@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.base.collector import without_collector
 from trainer.base.errors import UsageError
+from trainer.base.terminal import quiet
 from trainer.engine.builders import build_engine
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
@@ -108,7 +109,8 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
 def _explained(plan: RunPlan) -> Iterator[None]:
     """Raise errors of a model outside of the table of families, such as one with experts, as errors for the user."""
     try:
-        yield
+        with quiet("torch._subclasses.fake_tensor"):  # it logs the traceback of an error that it raises
+            yield
     except RuntimeError as error:
         kind = planned_model(plan).config.model_type
         if kind in FAMILIES:
