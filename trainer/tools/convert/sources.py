@@ -231,7 +231,7 @@ def _refuse_others(tree: Node, name: str) -> None:
     if keys:
         raise RecipeError(
             f"{name}: is a file of {title}, which `trainer convert` does not read: its other keys and their defaults"
-            " decide what is learned too; write a recipe by hand. Keys that it alone has:",
+            " decide what is learned too; write a recipe by hand. Keys that show the tool:",
             *(f"{tree.members[key].key_origin or name}: `{key}` {FORMATS[title][key]}" for key in keys),
         )
 
