@@ -173,5 +173,6 @@ def test_classes_that_look_like_numbers_stay_texts(classes, words, capsys: pytes
     assert main(["init", "my.csv", "--yes"]) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert f"task      sequence_classification: `label` has {words}\n" in shown
+    assert f"label (text, {words.replace('classes', 'distinct')})" in shown
     assert "note      the label may be another column: task.label=topic_of_row (text, 2 distinct)" in shown
     assert main(["check", "my.yaml"]) == ExitCode.DONE

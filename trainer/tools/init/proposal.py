@@ -74,7 +74,9 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     draft = Draft(request)
     draft.put("name", recipe_name(request.source))
     rows, is_whole, own_notes = _read(draft)
-    columns = columns_of(rows, MOST_ROWS)
+    columns: Sequence[Column] = columns_of(rows, MOST_ROWS)
+    shape = _shape(columns, request, ask, own_notes)
+    shape, columns = _with_classes(shape, columns, draft)
     number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
     lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
     repeated = [column.name for column in columns if column.name in column.distinct]
@@ -83,8 +85,6 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
             f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
             " that line is a row, add a line of names"
         )
-    shape = _shape(columns, request, ask, own_notes)
-    shape = _with_classes(shape, columns, draft)
     lines.append(f"task      {_put_task(draft, shape)}")
     lines.append(f"model     {_put_model(draft, shape.type, ask)}")
     _put_rows(draft, len(rows))
@@ -104,16 +104,18 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     return Proposal(draft.text(), tuple(lines), checked.problems)
 
 
-def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> Shape:
-    """Return the task with the classes that it will read: a column of 1e5 and +1 holds numbers, or names of classes."""
+def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tuple[Shape, Sequence[Column]]:
+    """Return task and columns with the classes that are read: a column of 1e5 and +1 holds numbers, or their names."""
     label = next((column for column in columns if column.name == shape.task.get("label")), None)
     is_typed = format_of(draft.request.source) in ("csv", "excel") and _has_one_label(shape)
     names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
     if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
-        return shape
+        return shape, columns
     read = columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)
     found = shapes(read, {key: shape.task[key] for key in ("text", "label")})
-    return next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
+    made = next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
+    label_read = next(column for column in read if column.name == label.name)
+    return made, [label_read if column is label else column for column in columns]
 
 
 def _read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
