@@ -36,6 +36,7 @@ from trainer.recipe.schema import CausalLM, Generation
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
 from trainer.tasks.text import chat_templates
+from trainer.tasks.text.chats import name_notes
 from trainer.tasks.text.columns import tokenise
 
 WHERE = "`rows.jsonl`"
@@ -513,6 +514,8 @@ def test_a_prompt_keeps_its_end_and_room_for_the_generated_text(tokenizer, max_l
             r"an answer that ends with a turn of the assistant",
         ),
         ({"messages": ["a"]}, r"`task.messages` must name a column of lists of .* holds string"),
+        ({"messages": [[], []]}, r"column `messages` of .* holds empty lists only; fill them, or name another column"),
+        ({"prompt": [[]], "completion": [[]]}, r"column `prompt` of .* holds empty lists only; fill them, or name"),
         ({"prompt": ["a"]}, r"`task.completion` names the column `completion`, but"),
     ],
 )
@@ -623,8 +626,28 @@ def test_tools_are_given_to_the_template(chatty, as_text):
     assert "function" in chatty.decode(prompts[0])
     assert "function" not in chatty.decode(prompts[1])
     chatty.chat_template = PLAIN_TEMPLATE
-    with pytest.raises(DataError, match=r"row 1 .* has tools, which the chat template .* does not write"):
+    with pytest.raises(DataError, match=r"`tools`, row 1 .* has tools, which the chat template .* does not write"):
         encode(task, rows_of(**columns), chatty, max_length=200)
+    columns["tools"] = [json.dumps(tools), "[]", "[7]"]
+    chatty.chat_template = TOOLS_TEMPLATE + "{{ tools }}"
+    for one in (task, task.without_labels()):
+        with pytest.raises(DataError, match=r"column `tools`, row 3 of .* must be a list of JSON schemas"):
+            encode(one, rows_of(**columns), chatty, max_length=200)
+
+
+def test_names_of_speakers_that_the_template_leaves_out_are_noted(chatty):
+    named = [{**ASKED, "name": "Ann"}, {**ANSWERED, "name": "Bob"}, {**ASKED, "name": None}]
+    rows = rows_of(messages=[[ASKED, ANSWERED, ASKED], named], prompt=["a", "b"])
+    columns = ["messages", "prompt"]
+    for template, notes in (
+        (PLAIN_TEMPLATE, "of the user and the assistant with a `name`"),
+        (PLAIN_TEMPLATE + "{{ messages[0].name }}", "of the assistant with a `name`"),
+        (TOOLS_TEMPLATE, None),
+    ):
+        chatty.chat_template = template
+        found = name_notes(columns, rows, chatty)
+        assert [notes in note for note in found] == [True] * (notes is not None)
+    assert not name_notes(columns, rows_of(messages=[[ASKED]], prompt=["a"]), chatty)
 
 
 def test_later_messages_with_other_keys_than_the_first_are_read(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from trainer.base.errors import DataError, UsageError
 from trainer.recipe.schema import Generation, TaskKeys
 from trainer.tasks.exported import GENERATION
 from trainer.tasks.task import Task
+from trainer.tasks.text.chat_templates import Tools
 from trainer.tasks.text.chats import (
     Tokens,
     Turns,
@@ -224,13 +225,19 @@ class CausalLMTask(TokenLabels):
         texts = [cells[column] for column in self.sources.values()]
         for row, (first, *others) in enumerate(zip(*texts, strict=True)):
             place = cell(list(self.sources.values())[-1], first_row + row, where)
-            tools = None if self.tools is None else tools_of(cells[self.tools][row], tokenizer, place)
+            tools = self._tools_of(cells, row, tokenizer, where, first_row)
             if others:
                 own = [tokens_after(first, others[0], tokenizer, tools, place)]
             else:
                 own = tokens_of_chat(first, tokenizer, self.train_on, place, tools)
             found += [(place, tokens) for tokens in own]
         return features_of(found, max_length)
+
+    def _tools_of(self, cells: Mapping[str, Any], row: int, tokenizer: Tokenizer, where: str, first_row: int) -> Tools:
+        """Return the tools of a row; None without `task.tools`."""
+        if self.tools is None:
+            return None
+        return tools_of(cells[self.tools][row], tokenizer, cell(self.tools, first_row + row, where))
 
     def _encode_prompts(
         self, rows: Dataset, cells: Mapping[str, Any], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -239,7 +246,7 @@ class CausalLMTask(TokenLabels):
 
         A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
         """
-        column, tools = self._column, self.tools
+        column = self._column
         end, feature = end_token(tokenizer), rows.features[column]
         is_chat = holds_chats(feature)
         if holds_ids(feature):
@@ -248,11 +255,14 @@ class CausalLMTask(TokenLabels):
         else:
             texts = cells[column]
             if is_chat:
-                of_tools = [None] * len(rows) if tools is None else cells[tools]
-                places = [cell(column, first_row + row, where) for row in range(len(rows))]
                 texts = [
-                    chat_prompt(chat, tokenizer, place, tools_of(own, tokenizer, place))
-                    for chat, own, place in zip(texts, of_tools, places, strict=True)
+                    chat_prompt(
+                        chat,
+                        tokenizer,
+                        cell(column, first_row + row, where),
+                        self._tools_of(cells, row, tokenizer, where, first_row),
+                    )
+                    for row, chat in enumerate(texts)
                 ]
             if is_chat:  # its template writes the special tokens
                 made = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)

@@ -23,6 +23,7 @@ from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
+from trainer.tasks.text.chats import name_notes
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
     class_notes,
@@ -261,7 +262,7 @@ def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> Prepared
     notes = (
         *splits.notes,
         *loaded.notes,
-        *(_tokenizer_notes(task, preparation) if counts_tokens else ()),
+        *(_tokenizer_notes(task, preparation, splits.train) if counts_tokens else ()),
         *numbers,
         *(() if loaded.source else class_notes(task, data.train, data.validation)),
         *_date_notes(data),
@@ -320,9 +321,11 @@ def _date_notes(data: PreparedData) -> list[str]:
     ]
 
 
-def _tokenizer_notes(task: Task, preparation: Preparation) -> list[str]:
+def _tokenizer_notes(task: Task, preparation: Preparation, train: Split) -> list[str]:
     tokenizer = preparation.text_tokenizer
-    return task.tokenizer_notes(tokenizer) if tokenizer is not None and isinstance(task, TextTask) else []
+    if tokenizer is None or not isinstance(task, TextTask):
+        return []
+    return [*task.tokenizer_notes(tokenizer), *name_notes(task.columns, train.rows, tokenizer)]
 
 
 def _token_notes(data: PreparedData) -> list[str]:

@@ -199,7 +199,8 @@ def _bound_sandbox(module: Any) -> None:
     No signal interrupts one operation, and their time grows with the square. The sandbox has no random functions
     either: ranks, and a resumed run, would train on other texts.
     """
-    from jinja2.filters import do_round, make_attrgetter, pass_environment
+    from jinja2 import pass_environment
+    from jinja2.filters import do_round, make_attrgetter
 
     @pass_environment
     def add(environment: Any, values: Any, attribute: Any = None, start: Any = 0) -> Any:
@@ -257,6 +258,15 @@ def _attempt(template: ChatTemplate, messages: Sequence[Message]) -> str:
 def writes_role(template: ChatTemplate, role: str) -> bool:
     """Return whether the chat template writes messages of a role, and does not skip or refuse them."""
     return _PART in _attempt(template, [{"role": role, "content": _PART}, _QUESTION])
+
+
+@lru_cache(maxsize=_PROBES)
+def writes_name(template: ChatTemplate, role: str) -> bool:
+    """Return whether the chat template writes the name of a speaker, or refuses such a message."""
+    message = {"role": role, "content": "content", "name": _PART}
+    chats = {"system": [message, _QUESTION], "assistant": [_QUESTION, message]}
+    text = _attempt(template, chats.get(role, [message]))
+    return _PART in text or not text
 
 
 @lru_cache(maxsize=_PROBES)

@@ -13,14 +13,17 @@ from trainer.base.nulls import item_of
 from trainer.base.text import listed
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.tasks.text.chat_messages import messages_of, parsed, read_messages, require_written
-from trainer.tasks.text.chat_templates import ChatTemplate, Tools, end_of_call
-from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, bare, framed, require_columns, type_name
+from trainer.tasks.text.chat_templates import ChatTemplate, Tools, end_of_call, writes_name
+from trainer.tasks.text.columns import SEVERAL_TYPES, STRING_TYPES, bare, fix_of, framed, require_columns, type_name
 from trainer.tasks.text.windows import require_fast
-from trainer.tasks.types import Encoded, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
 _OF_SHAPES = frozenset(("conversations", "instruction", "output"))
 """Columns of other tools from which chats and prompts are made, with a note on the columns beside them."""
 _COLUMNS_SHOWN = 10
+_ROWS_LOOKED_AT = 100
+_SPEAKERS = ("system", "user", "assistant")
+"""Roles whose names may say who speaks; the name of a tool stands in its call, too."""
 
 Turns = Literal["all", "last", "each"]
 Spans = list[tuple[int, int]]
@@ -351,6 +354,23 @@ def unread_notes(
     return notes
 
 
+def name_notes(columns: Sequence[str], rows: Dataset, tokenizer: Tokenizer) -> list[str]:
+    """Return notes on columns of chats whose first rows have names of speakers that the chat template leaves out."""
+    notes = []
+    for column in columns:
+        if not tokenizer.chat_template or not holds_chats(rows.features.get(column)):
+            continue
+        template = ChatTemplate.of(tokenizer)
+        messages = [message for chat in rows[column][:_ROWS_LOOKED_AT] for message in messages_of(chat)]
+        roles = {one.get("role") for one in messages if isinstance(one, Mapping) and one.get("name")}
+        if left_out := [role for role in _SPEAKERS if role in roles and not writes_name(template, role)]:
+            notes.append(
+                f"column `{column}` has messages of the {' and the '.join(left_out)} with a `name`, which is not read:"
+                f" the chat template of `{template.name}` does not write it"
+            )
+    return notes
+
+
 def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str], where: str) -> bool:
     """Return whether the columns hold messages, after a check that all hold texts, or all messages.
 
@@ -365,9 +385,10 @@ def check_texts_or_chats(features: Mapping[str, Any], columns: Mapping[str, str]
         feature = features[column]
         kinds[column] = holds_chats(feature)
         if not kinds[column] and getattr(feature, "dtype", None) not in STRING_TYPES:
+            kind = type_name(feature)
             raise DataError(
                 f"`task.{key}` must name a column of strings or of messages, but column `{column}` of {where} holds"
-                f" {type_name(feature)}"
+                f" {kind}{fix_of(kind)}"
             )
     if len(set(kinds.values())) > 1:
         texts, chats = (", ".join(f"`{name}`" for name in kinds if kinds[name] == kind) for kind in (False, True))

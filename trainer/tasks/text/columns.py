@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from trainer.base.errors import DataError, UsageError
-from trainer.base.nulls import given
+from trainer.base.nulls import given, item_of
 from trainer.base.text import blanks_hint, listed, number_in
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
@@ -16,7 +16,12 @@ NAMES_SHOWN = 10
 """The names of classes in a message."""
 
 STRING_TYPES = ("string", "large_string")
-SEVERAL_TYPES = "values of several types"
+SEVERAL_TYPES, EMPTY_LISTS = "values of several types", "empty lists only"
+_FIXES = {
+    SEVERAL_TYPES: "; write all as texts, or all as numbers",
+    EMPTY_LISTS: "; fill them, or name another column",
+    "null": "; fill it, or name another column",
+}
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -40,8 +45,12 @@ def require_kind(
     require_columns(features, [name], key, where)
     if not is_right(features[name]):
         kind = type_name(features[name])
-        fix = "; write all as texts, or all as numbers" if kind == SEVERAL_TYPES else ""
-        raise DataError(f"`{key}` must name {needed}, but column `{name}` of {where} holds {kind}{fix}")
+        raise DataError(f"`{key}` must name {needed}, but column `{name}` of {where} holds {kind}{fix_of(kind)}")
+
+
+def fix_of(kind: str) -> str:
+    """Return the end of a message on a column of a kind that is not read; empty without advice."""
+    return _FIXES.get(kind, "")
 
 
 def require_text(features: Mapping[str, Any], names: Sequence[str], where: str, key: str = "task.text") -> None:
@@ -60,6 +69,8 @@ def is_text(feature: Any) -> bool:
 def type_name(feature: Any) -> str:
     """Return the type of a column for a message: `int64`, `string`, `List(...)`."""
     kind = type(feature).__name__
+    if getattr(item_of(feature), "dtype", None) == "null":
+        return EMPTY_LISTS
     return SEVERAL_TYPES if kind == "Json" else str(feature.dtype if kind == "Value" else feature)
 
 
