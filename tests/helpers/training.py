@@ -230,15 +230,6 @@ def tiny_duplicates(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
-def tiny_relevances(num_rows: int = NUM_ROWS, highest: int = 3) -> EncodedSplit:
-    """Return the rows of `tiny_tuples` with relevances of their texts, some of them equal; some texts are absent."""
-    split, random = tiny_tuples(num_rows), np.random.default_rng(2)
-    labels = random.integers(-1, highest, (num_rows, 3)).astype(np.float64)
-    labels[:, 0], labels[:, 1] = highest, random.integers(0, highest, num_rows)
-    split.arrays["labels"] = labels
-    return split
-
-
 def tiny_tags(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the rows of `tiny_split` with random classes of about half of their tokens; every fifth row has none."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
@@ -377,18 +368,6 @@ TINY_TASKS = {
         },
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_duplicates,
-        Padding(0),
-    ),
-    "reranker": TinyTask(
-        {"type": "reranker", "loss": "lambda", "label": "label"},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_relevances,
-        Padding(0),
-    ),
-    "reranker_pairs": TinyTask(
-        {"type": "reranker", "label": "label", "loss": "binary_cross_entropy", "positive_weight": 3.0},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        partial(tiny_relevances, highest=1),
         Padding(0),
     ),
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),

@@ -25,8 +25,6 @@ TASKS = (
     "causal_lm_packed",
     "embedding",
     "embedding_duplicates",
-    "reranker",
-    "reranker_pairs",
     "seq2seq_lm",
     "seq2seq_lm_bart",
     "token_classification",
@@ -59,7 +57,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 VARIANTS = (
     "embedding_duplicates",
-    "reranker_pairs",
     "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",

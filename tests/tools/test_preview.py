@@ -43,7 +43,6 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
         ("vit_sample", ["image"], "0", ""),
         ("choice_sample", ["text 0", "text 1", "text 2", "text 3"], "0", ""),
         ("embedding_sample", ["anchor", "positive"], "", ""),
-        ("reranker_sample", ["text 0", "text 1", "text 2", "text 3"], "1, 0, 0, 0", ""),
         ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
         ("qa_sample", ["text"], "tokens 22 to 32", "true if the module specified by fullname is a package"),
     ],

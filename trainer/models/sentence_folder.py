@@ -97,8 +97,8 @@ def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
     kinds = [str(module.get("type")) if isinstance(module, dict) else "" for module in modules]
     if [kind.endswith(".Transformer") for kind in kinds] not in ([], [True]):
         raise UsageError(
-            f"{place} with the modules {listed(kinds, 10)}, but `task.type` reranker trains one Transformer with a"
-            " classification head; use another model"
+            f"{place} with the modules {listed(kinds, 10)}, but `task.type` {recipe.task.type} trains one Transformer"
+            " with a classification head; use another model"
         )
     prompts, default = _prompts_of(config, place)
     if prompt := prompts.get(default or ""):

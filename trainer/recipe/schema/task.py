@@ -10,7 +10,6 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name, NameKey, Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
-from trainer.recipe.schema.ranking import Reranker
 from trainer.recipe.schema.section import Contradiction, clash, repeated, shared
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, Start, TaskKeys, TextKeys, Traits
 from trainer.recipe.sentence import HIGHEST_SCALE, SentenceKeys
@@ -325,5 +324,4 @@ TaskSection = (
     | TokenClassification
     | QuestionAnswering
     | MultipleChoice
-    | Reranker
 )

@@ -13,7 +13,6 @@ from trainer.base.extensions import Registration, consume, resolved
 from trainer.tasks.metrics import squad
 from trainer.tasks.metrics.generated_text import TEXT_METRICS
 from trainer.tasks.metrics.metric import Metric, Values
-from trainer.tasks.metrics.reranking import RANKING_METRICS
 
 # scikit-learn and scipy each take half a second to import, so the first evaluation imports them, not the start.
 
@@ -106,7 +105,6 @@ METRICS: dict[str, Metric] = {
     "recall_at_5": Metric(_recall_at(5)),
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
-    **{name: Metric(compute) for name, compute in RANKING_METRICS.items()},
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
     "exact_match": Metric(squad.exact_match),
     "token_f1": Metric(squad.token_f1),

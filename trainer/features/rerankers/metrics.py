@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.tasks.metrics.metric import Metric
+
 Lists = Sequence[NDArray[Any]]
 
 
@@ -52,10 +54,8 @@ def _average_precision(scores: NDArray[Any], relevances: NDArray[Any]) -> float:
     return float(average_precision_score(relevances > 0, scores))
 
 
-RANKING_METRICS: dict[str, Callable[[Any, Any], float]] = {
-    "ndcg_at_5": _ndcg_at(5),
-    "ndcg_at_10": _ndcg_at(10),
-    "mrr_at_5": _mrr_at(5),
-    "mrr_at_10": _mrr_at(10),
-    "map": _mean(_average_precision),
-}
+NDCG_AT_5 = Metric(_ndcg_at(5))
+NDCG_AT_10 = Metric(_ndcg_at(10))
+MRR_AT_5 = Metric(_mrr_at(5))
+MRR_AT_10 = Metric(_mrr_at(10))
+MAP = Metric(_mean(_average_precision))

@@ -1,4 +1,4 @@
-"""The task of rerankers, in the section `task`."""
+"""The section `task` of rerankers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.recipe.sentence import SentenceKeys
 class Reranker(TaskKeys):
     """Score pairs of a query and a document by a cross-encoder, so that documents can be ranked."""
 
+    implementation = "trainer.features.rerankers.reranker:RerankerTask"
     type: Literal["reranker"]
     also_called = ("text_ranking", "cross_encoder")
     query: Name = "query"

@@ -12,7 +12,7 @@ from sentence_transformers.cross_encoder.evaluation import CrossEncoderReranking
 from transformers import T5Config
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Reranker
+from trainer.features.rerankers.section import Reranker
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 

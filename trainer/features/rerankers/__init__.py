@@ -1,0 +1,1 @@
+"""Rerankers: cross-encoders that score a query with each of its documents."""
