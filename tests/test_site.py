@@ -115,6 +115,10 @@ def quoted() -> list[str]:
 @cache
 def texts_of_source() -> dict[Path, list[str]]:
     """The texts in each file of the package, with a `HOLE` for each value, and once more for each key that is named."""
+    return once("texts of the source", read_source)
+
+
+def read_source() -> dict[Path, list[str]]:
     found = {}
     for path in sorted((ROOT / "trainer").rglob("*.py")):
         texts = {text_of(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if is_text(node)}

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.tracked import offline_runs
+from tests.helpers.turns import once
 from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.ranks.environment import NO_TELEMETRY, forbid_telemetry
@@ -37,7 +39,10 @@ def watched(tmp_path_factory):
     """The folder of a run that was stopped and gone on with, and the report on what it asked of the network."""
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
-    folder = tmp_path_factory.mktemp("watched")
+    return once("telemetry: watched runs", lambda: watch(tmp_path_factory.mktemp("watched")))
+
+
+def watch(folder: Path) -> tuple[Path, dict[str, Any]]:
     recipe = write_tiny_run(folder, logging={"every": "1 step", "to": ["csv", "wandb", "mlflow"], "project": "tiny"})
     words = ["run", str(recipe), "--processes", "1"]
     variables = processes.environment(WANDB_MODE="offline", HOME=str(folder / "home"))

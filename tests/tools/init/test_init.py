@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,11 +16,24 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.parser import Origin
 from trainer.recipe.reading.writing import recipe_text
 from trainer.recipe.reading.yaml_parser import parse_yaml
+from trainer.tools.init import proposal
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a plan, which takes seconds, in the tests that need one only."""
+    if request.function not in (
+        test_a_csv_becomes_a_recipe_that_trains,
+        test_a_file_without_names_and_rows_longer_than_the_model_are_noted,
+    ):
+        monkeypatch.setattr(
+            proposal, "plan_recipe", lambda _, devices: SimpleNamespace(needed=2**30, devices=devices, fits=True)
+        )
 
 
 def write_csv(name: str = "my.csv", number: int = 200, delimiter: str = ",", head: str = "") -> str:
