@@ -7,9 +7,10 @@ Triton chooses its interpreter when it is imported, so these tests need a proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -171,7 +172,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FURTHER = (
+    "plain", "causal, more queries", "one query", "window, queries that see nothing", "mask of keys", "infinite mask",
+    "bias of T5, causal", "bias of keys", "other size of values", "bf16, bias", "nearly all dropped",
+)  # fmt: skip
+"""Cases whose parts others have too."""
+
+
+def some(names: Iterable[str], further: Collection[str]) -> list[Any]:
+    """Return the names as parameters. Those that are further values run nightly."""
+    return [pytest.param(name, marks=pytest.mark.nightly if name in further else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", some(CASES, FURTHER))
 def test_outputs_and_gradients_are_those_of_the_eager_function(name: str):
     """The reference computes in fp64 from the same inputs. In 16 bits, the kernel errs as the eager function does."""
     case = CASES[name]
@@ -247,7 +260,7 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", some(JOINED, ("plain", "window", "no dropout")))
 def test_joined_rows_are_padded_rows(name: str):
     """All rows in one call: outputs and gradients of padded rows, in fp64 and in the same type."""
     case, random = JOINED[name], torch.Generator().manual_seed(0)
@@ -336,8 +349,12 @@ def test_what_the_kernel_does_not_take_is_named(what: str):
 @pytest.mark.parametrize(
     ("name", "middle", "length"),
     [
-        *((name, 8, 12) for name in ("causal", "grouped heads of a tensor rank", "infinite mask", "bf16, size 80")),
-        ("documents, listed", 40, 56),
+        ("causal", 8, 12),
+        *(
+            pytest.param(name, 8, 12, marks=pytest.mark.nightly)
+            for name in ("grouped heads of a tensor rank", "infinite mask", "bf16, size 80")
+        ),
+        pytest.param("documents, listed", 40, 56, marks=pytest.mark.nightly),
         ("grouped heads of a tensor rank", 9, 12),  # rows that are joined begin anywhere
         ("documents, listed", 43, 59),
     ],
@@ -522,7 +539,7 @@ def logits_and_gradients(model_type: str, checkpointing: str = "none") -> tuple[
     return logits, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("model_type", HEADS)
+@pytest.mark.parametrize("model_type", some(HEADS, ("modernbert", "llama")))
 def test_models_train_as_with_the_eager_function(model_type: str):
     with fused_in_models():
         found = logits_and_gradients(model_type)

@@ -23,10 +23,12 @@ from trainer.tools.plan.ledger import ACTIVATIONS
 from trainer.tools.plan.simulated_step import plan_step
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "marks", [pytest.param("not nightly", marks=pytest.mark.slow), pytest.param("nightly", marks=pytest.mark.nightly)]
+)
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernel_in_tritons_interpreter():
-    run_interpreted(Path(__file__).with_name("interpreted_attention.py"), 550)
+def test_the_kernel_in_tritons_interpreter(marks: str):
+    run_interpreted(Path(__file__).with_name("interpreted_attention.py"), 550, marks)
 
 
 def test_without_a_gpu_the_eager_function_runs():
@@ -136,6 +138,7 @@ class TestPlans:
         assert 9 * self.pairs <= eager - fused < 1.5 * 9 * self.pairs
         assert on_cpu == pytest.approx(eager, rel=0.01)
 
+    @pytest.mark.slow
     def test_count_the_products_of_the_kernels(self):
         """The kernels compute nine products, where the eager function computes six."""
         fused, eager = (sum(self.step(True, how).totals.flops.values()) for how in (True, False))
@@ -143,6 +146,7 @@ class TestPlans:
         microbatches = 4
         assert fused - eager == microbatches * 3 * 2 * self.pairs * head_dim
 
+    @pytest.mark.slow
     def test_of_flat_rows_on_a_gpu_pad_nothing(self):
         """Attention keeps as much as that of padded rows without padding, and computes the same products."""
         found, padded = self.step(True, True, True), self.step(True, True)
@@ -150,6 +154,7 @@ class TestPlans:
         assert found.peak.by_component[ACTIVATIONS] < padded.peak.by_component[ACTIVATIONS] + 4 * indices
         assert sum(found.totals.flops.values()) == sum(padded.totals.flops.values())
 
+    @pytest.mark.slow
     def test_of_flat_rows_with_a_window_count_its_pairs(self):
         """Of three layers, two see a window, forward in two products of matrices and backward in seven."""
 
