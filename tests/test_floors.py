@@ -47,6 +47,7 @@ def test_the_sample_trains_without(tmp_path: Path, deleted: tuple[str, ...]):
     assert list(tmp_path.glob("runs/*/model/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_each_feature_can_be_deleted(tmp_path: Path):
     package = copied(tmp_path)
     assert len(json.loads(run(tmp_path, "schema"))["$defs"]) > len(FEATURES)

@@ -87,7 +87,7 @@ def test_scale():
     assert [row[5] for row in real] == ["1", "1", "5", "1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_peak
 def test_memory(capsys):
     """Half of a model on each of two ranks: no phase holds more multiples of the whole than its state has."""

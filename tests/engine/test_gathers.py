@@ -50,7 +50,7 @@ FURTHER = [
     [
         ("fsdp", "bf16", "none"),
         pytest.param("zero3", "fp16", "selective", marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in FURTHER),
     ],
 )
 def test_no_digit_changes(ranks: RankPools, strategy: str, precision: str, how: str):

@@ -163,7 +163,7 @@ def working_bytes(strategy: str, measured: Measured, world_size: int) -> int:
             for name in RANK_STRATEGIES
         ),
         *(
-            pytest.param(name, 3, marks=pytest.mark.slow if name in ("fsdp", "zero3") else pytest.mark.nightly)
+            pytest.param(name, 3, marks=pytest.mark.slow if name == "zero3" else pytest.mark.nightly)
             for name in RANK_STRATEGIES
         ),
     ],

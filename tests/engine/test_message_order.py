@@ -25,10 +25,10 @@ Batch = list[tuple[bool, Message]]  # whether this rank sends a message; those t
 BERT = {**SMALL_BERT, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6}
 PIPELINES = [
     ("1f1b", 3),
-    pytest.param("1f1b", 4, marks=pytest.mark.slow),
+    pytest.param("1f1b", 4, marks=pytest.mark.nightly),
     pytest.param("interleaved_1f1b", 3, marks=pytest.mark.slow),
     pytest.param("zero_bubble", 3, marks=pytest.mark.slow),
-    pytest.param("gpipe", 3, marks=pytest.mark.slow),
+    pytest.param("gpipe", 3, marks=pytest.mark.nightly),
 ]
 
 

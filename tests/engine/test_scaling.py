@@ -156,9 +156,9 @@ STRATEGIES = [
     ("world_size", "strategy"),
     [
         *((2, name) for name in ("ddp", "fsdp", "zero2")),
-        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("zero1", "zero3")),
+        pytest.param(2, "zero3", marks=pytest.mark.slow),
         pytest.param(4, "hsdp", marks=pytest.mark.slow),  # two axes
-        pytest.param(2, "hsdp", marks=pytest.mark.nightly),
+        *(pytest.param(2, name, marks=pytest.mark.nightly) for name in ("hsdp", "zero1")),
         *(pytest.param(4, name, marks=pytest.mark.nightly) for name in RANK_STRATEGIES if name != "hsdp"),
     ],
 )
@@ -217,7 +217,12 @@ def scale_does_not_matter(recipe: Recipe) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero1", "zero3"))]
+    "strategy",
+    [
+        "ddp",
+        pytest.param("zero3", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp", "zero1")),
+    ],
 )
 def test_loss_and_norm_are_unscaled(ranks: RankPools, strategy):
     found = ranks(2).run(scale_does_not_matter, fp16(strategy, 2))[0]

@@ -70,12 +70,11 @@ def test_a_test_that_passes_alone_is_named_and_does_not_fail_the_run(tmp_path):
     ("text", "words"),
     [
         (FAILS, "failed beside other tests and alone: test_written.py::test_bad"),
-        pytest.param(
-            TOO_LONG, "failed beside other tests and alone: test_written.py::test_long", marks=pytest.mark.slow
-        ),
+        (TOO_LONG, "failed beside other tests and alone: test_written.py::test_long"),
     ],
     ids=["fails", "too_long"],
 )
+@pytest.mark.slow
 def test_a_test_that_fails_again_fails_the_run(tmp_path, text, words):
     code, shown = look(tmp_path, text)
     assert code == pytest.ExitCode.TESTS_FAILED

@@ -230,7 +230,7 @@ class TestBadSteps:
         assert len(losses) == 8
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+    @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "zero3"])
     def test_end_the_run_where_none_is_allowed_without_a_restart(self, tmp_path, strategy):
         recipe = write_tiny_run(tmp_path, parallel={"strategy": strategy})
         ended = run(recipe, "checkpoint.every=1 step", "--max-restarts", "2", fault=("nan_loss", 1, 3))

@@ -275,7 +275,7 @@ def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
     ("processes", "words"),
     [
         ("2", ["parallel.tensor=2"]),
-        pytest.param("4", ["parallel.tensor=2", "parallel.strategy=zero2"], marks=pytest.mark.slow),
+        pytest.param("4", ["parallel.tensor=2", "parallel.strategy=zero2"], marks=pytest.mark.nightly),
     ],
 )
 def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
@@ -377,6 +377,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_ranks_start(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_bare_ranks_end_without_a_crash(tmp_path):
     """Gloo used to abort one in five interpreters at exit (SIGABRT), after the run had finished."""
     case = Case("variables", [TRAINER] * 2, [RANK | {"RANK": r, "LOCAL_RANK": r} for r in "01"])

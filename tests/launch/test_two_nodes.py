@@ -110,7 +110,7 @@ def assert_same(recipe: Path, whole: Metrics) -> None:
     ("layout", "written"),
     [
         ("hsdp", "dp_replicate 2 x dp_shard 2"),
-        pytest.param("pipeline", "pp 2 x dp_replicate 2", marks=pytest.mark.slow),
+        pytest.param("pipeline", "pp 2 x dp_replicate 2", marks=pytest.mark.nightly),
     ],
 )
 def test_two_nodes_learn_what_one_process_learns(layout, written, nodes, one_process, tmp_path):

@@ -64,8 +64,13 @@ def test_every_kernel(name, capability):
     assert list(problems(name, capability)) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_KIB, ids=str)
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one in ((8, 0), (9, 0)) else pytest.mark.nightly, id=str(one))
+        for one in SHARED_KIB
+    ],
+)
 def test_the_kernels_of_most_trainings(capability):
     """BERT with padding and dropout on every GPU; on one, moments in 8 bits and packed rows of Llama, too."""
     names = ["attention, bf16, heads of 64, padding, short rows"]

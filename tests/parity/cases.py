@@ -111,19 +111,14 @@ class Case:
 
     @property
     def is_fast(self) -> bool:
-        """Whether `make test` runs the case: two ranks, and one fact beside a strategy or beside DDP in fp32."""
-        is_whole = self.tensor == self.context == self.stages == 1 and self.model_type in SGD_FAMILIES
+        """Whether `make test` runs the case: two ranks with a BERT, and one fact beside a strategy or DDP in fp32."""
+        is_whole = self.tensor == self.context == self.stages == 1
         is_plain = self.optimizer == "adamw" and self.gradients == self.weights == "fp32"
-        kinds = self.strategy == "ddp" and self.model_type in ("bert", "llama", "t5")
-        return self.world_size == 2 and (
-            (is_whole and (is_plain or self.strategy == "ddp"))
-            or (
-                kinds
-                and self.precision == "fp32"
-                and self.optimizer in ("adamw", "muon")
-                and not (self.model_type == "t5" and "interleaved" in self.schedule)
-                and not (self.task == "masked_lm" and "interleaved" in self.schedule)
-            )
+        is_cut = self.strategy == "ddp" and self.precision == "fp32" and is_plain
+        is_bert = self.world_size == 2 and self.model_type == "bert"
+        return is_bert and (
+            (is_whole and (is_plain or (self.strategy == "ddp" and self.weights != "bf16_stochastic")))
+            or (is_cut and not (self.task == "masked_lm" and "interleaved" in self.schedule))
         )
 
     @property

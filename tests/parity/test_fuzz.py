@@ -43,6 +43,7 @@ def test_the_cases_hold_every_task_and_strategy():
     assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
 
 
+@pytest.mark.slow
 def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
     in_fp64 = Fuzz(SEED, tmp_path, ranks, finer="fp64")
     assert {part.sections["parallel"]["strategy"] for part in in_fp64.drawn(12, 0).parts} == {"ddp", "hsdp"}
@@ -66,6 +67,7 @@ def test_rounding_is_told_from_a_fault(ranks: RankPools, tmp_path: Path, monkeyp
     assert not result.rounding
 
 
+@pytest.mark.slow
 def test_another_seed_is_found(ranks: RankPools, tmp_path: Path):
     drawn = draw(SEED, *CASES[0])
     (part,) = drawn.parts

@@ -65,27 +65,27 @@ VARIANTS = (
 """Tasks that differ from another one by a key or a family."""
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
 """Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""
-FOUR_RANKS = ("causal_lm", "embedding")
-"""Tasks that `make test-all` trains on four ranks, with labels of tokens and of rows; the first one also on eight."""
+CUTS = ("fsdp-accumulated", "tensor-sequence-accumulated", "context", "pipeline")
+FURTHER = {
+    **dict.fromkeys(VARIANTS, CUTS[:1]),
+    "embedding": (*CUTS, "zero3-tensor"),
+    "causal_lm": (*CUTS, "zero3-tensor", "tensor-context", "fsdp-tensor-pipeline"),
+    "masked_lm": ("tensor-sequence-accumulated", "context"),
+    "causal_lm_packed": ("fsdp-accumulated",),
+    "seq2seq_lm": ("tensor-sequence-accumulated",),
+    "reranker": ("fsdp-accumulated",),
+    "token_classification": ("tensor-sequence-accumulated", "context"),
+    "question_answering": ("tensor-sequence-accumulated", "context"),
+    "multiple_choice": ("fsdp-accumulated", "context"),
+}
+"""Layouts in which `make test-all` trains a task, where its labels or its rows are cut in another way than others'."""
 
 
-FURTHER = ("tensor-sequence-accumulated", "context", "pipeline")
-"""Layouts of variants that the task beside them runs each time."""
-
-
-def marks_of(task: str, layout: str, quick: Sequence[str], is_variant: bool) -> tuple[pytest.MarkDecorator, ...]:
-    world_size = LAYOUTS[layout][0]
-    if layout == "tensor-context" and task != "causal_lm":
-        return (pytest.mark.nightly,)
-    if world_size > 3 and task not in (FOUR_RANKS if world_size == 4 else FOUR_RANKS[:1]):
-        return (pytest.mark.nightly,)
-    if layout == ("context" if task == "causal_lm_packed" else "ring"):  # the other one runs each time
-        return (pytest.mark.nightly,)
+def marks_of(layout: str, quick: Sequence[str], slow: Sequence[str]) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a layout, for those of a task in `make test` and in `make test-all`."""
     if layout in quick:
         return ()
-    # More ranks than `ddp` has divide the rows of all.
-    is_further = layout == "ddp" or (is_variant and layout in FURTHER)
-    return (pytest.mark.nightly,) if is_further else (pytest.mark.slow,)
+    return (pytest.mark.slow if layout in slow else pytest.mark.nightly,)
 
 
 def _quick(task: str) -> tuple[str, ...]:
@@ -96,8 +96,7 @@ def _quick(task: str) -> tuple[str, ...]:
         return ("pipeline",)
     if task == "causal_lm_packed":
         return ("ring",)
-    cuts = ("fsdp-accumulated", "tensor-sequence-accumulated", "context", "pipeline")
-    return (cuts[TASKS.index(task) % len(cuts)],)
+    return (CUTS[TASKS.index(task) % len(CUTS)],)
 
 
 def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
@@ -144,7 +143,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
 @pytest.mark.parametrize(
     ("task", "layout"),
     [
-        pytest.param(task, name, marks=marks_of(task, name, _quick(task), task in VARIANTS))
+        pytest.param(task, name, marks=marks_of(name, _quick(task), FURTHER[task]))
         for task in TASKS
         for name in LAYOUTS
         # T5 and BART have no context parallelism.

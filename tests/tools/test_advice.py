@@ -51,7 +51,7 @@ def answers(made: dict[str, Any]) -> str:
     return f"print({json.dumps(json.dumps(made))})"
 
 
-@pytest.mark.parametrize("raises", ["torch", "cuda"])
+@pytest.mark.parametrize("raises", [pytest.param("torch", marks=pytest.mark.slow), "cuda"])
 def test_the_error_ends_with_the_peak_and_changes_of_its_planning_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raises: str
 ):

@@ -22,7 +22,7 @@ from trainer.tools.report.time_parts import time_parts
 from trainer.tools.run_metrics import read_metrics
 from trainer.tools.sampling import combined
 
-SLOW = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 STEP = {"micro_batch_size": 4, "global_batch_size": 8, "max_steps": 16}
 
 
@@ -50,14 +50,14 @@ def shape(words: list[str]) -> int:
 @pytest.mark.parametrize(
     ("cause", "ranks", "words", "largest"),
     [
-        ("disk", 1, [], "rows"),
+        pytest.param("disk", 1, [], "rows", marks=SLOW),
         pytest.param("none", 1, ["evaluation.every=1 step", "training.max_steps=30"], "evaluation", marks=SLOW),
         pytest.param("none", 1, ["training.micro_batch_size=1"], "host", marks=SLOW),
         pytest.param("rank", 2, [], "waiting", marks=SLOW),
         pytest.param("link", 2, [], "communication", marks=SLOW),
-        pytest.param("widths", 1, ["compile=true", "training.max_steps=24"], "compilation", marks=SLOW),
-        pytest.param("rank of zero", 2, ["parallel.strategy=zero2"], "waiting", marks=SLOW),
-        pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=pytest.mark.nightly),
+        pytest.param("widths", 1, ["compile=true", "training.max_steps=24"], "compilation", marks=NIGHTLY),
+        pytest.param("rank of zero", 2, ["parallel.strategy=zero2"], "waiting", marks=NIGHTLY),
+        pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=NIGHTLY),
         pytest.param("rank", 2, ["parallel.pipeline.stages=2"], "waiting", marks=SLOW),
     ],
     ids=[

@@ -96,7 +96,7 @@ def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> S
     ("strategy", "value", "finite_gradient"),
     [
         *(
-            pytest.param(name, math.nan, False, marks=() if name in ("fsdp", "zero3") else pytest.mark.slow)
+            pytest.param(name, math.nan, False, marks=() if name in ("fsdp", "zero3") else pytest.mark.nightly)
             for name in RANK_STRATEGIES
         ),
         ("ddp", math.inf, True),

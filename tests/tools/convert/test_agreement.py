@@ -73,7 +73,9 @@ def conversions(tool: Tool, write: Write) -> Iterator[tuple[str, Any, Conversion
                 continue
 
 
-@pytest.mark.parametrize("tool", Tool)
+@pytest.mark.parametrize(
+    "tool", [pytest.param(tool, marks=pytest.mark.slow if tool is Tool.TRAINING_ARGUMENTS else ()) for tool in Tool]
+)
 def test_converted_keys_are_in_the_recipe_and_others_are_not(tool: Tool, write: Write):
     wrong = []
     for key, value, plain, conversion in conversions(tool, write):

@@ -41,7 +41,12 @@ CAUSAL = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODER
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys"), [(4, {}), (11, {}), (7, CAUSAL)], ids=["one a step", "three a step", "labels of tokens"]
+    ("rows", "keys"),
+    [
+        pytest.param(4, {}, id="one a step", marks=pytest.mark.nightly),
+        pytest.param(11, {}, id="three a step"),
+        pytest.param(7, CAUSAL, id="labels of tokens", marks=pytest.mark.slow),
+    ],
 )
 def test_a_gpu_holds_two_microbatches(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, rows: int, keys: dict[str, Any]):
     sizes = {"max_steps": 4, "global_batch_size": rows, "micro_batch_size": 4}

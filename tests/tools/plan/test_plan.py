@@ -135,6 +135,7 @@ def test_it_fits(recipe: Path, capsys: pytest.CaptureFixture[str]):
     assert rank["peak_module"].startswith("bert.encoder.layer.1")
 
 
+@pytest.mark.slow
 def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]):
     words = ["plan", str(recipe), "--gpus", "2x12GB", "--host-memory"]
     assert main([*words, "5GiB", "--json"]) == 0
@@ -167,6 +168,7 @@ def test_ranks_of_a_cpu_share_one_memory_with_their_python(recipe: Path, capsys:
     assert "too much (2.00 GiB for the Python of each rank are included)" in shown
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_whole_counts_whole_on_the_host(monkeypatch: pytest.MonkeyPatch):
     plan = plan_run(recipe_of({"parallel": {"pipeline": {"stages": 2}}}), 2)
     loaded, made = plan_step(plan, 0, LENGTH).loaded, ModelDescription.made
@@ -222,6 +224,7 @@ def test_a_cpu_has_the_memory_of_this_machine(limit: str, gibibytes: int, monkey
     assert parse_devices("2xA10").numbered(8).memory_bytes == parse_devices("A10").memory_bytes
 
 
+@pytest.mark.slow
 def test_files_of_rows_need_not_exist(recipe: Path, capsys: pytest.CaptureFixture[str]):
     (recipe.parent / "rows.csv").unlink()
     assert main(["plan", str(recipe), "--gpus", "1xA100-80"]) == 0
@@ -312,9 +315,11 @@ WEIGHTS = {"no": 0.5, "yes": 2.0, "perhaps": 1.0}
     ("task", "similar"),
     [
         ({"class_weights": WEIGHTS}, {"labels": [*WEIGHTS]}),
-        ({"class_weights": "balanced"}, {}),
-        ({"class_weights": WEIGHTS, "labels": [*WEIGHTS]}, {"labels": [*WEIGHTS]}),
-        ({"type": "embedding", "mask_duplicates": True}, {"type": "embedding"}),
+        pytest.param({"class_weights": "balanced"}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"class_weights": WEIGHTS, "labels": [*WEIGHTS]}, {"labels": [*WEIGHTS]}, marks=pytest.mark.nightly
+        ),
+        pytest.param({"type": "embedding", "mask_duplicates": True}, {"type": "embedding"}, marks=pytest.mark.slow),
     ],
 )
 def test_values_of_the_data_are_not_needed(task: dict[str, Any], similar: dict[str, Any]):
@@ -356,9 +361,10 @@ def test_recomputed_operations_have_the_types_of_the_device():
     [
         "fsdp",
         pytest.param("zero2", marks=pytest.mark.nightly),
-        pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.slow
 def test_one_rank_shards_nothing(strategy: str):
     alone, sharded = (planned({"parallel": {"strategy": name}}, 1) for name in ("ddp", strategy))
     assert sharded.resident > 0.95 * alone.resident
@@ -387,9 +393,10 @@ def test_fsdp_shards_what_ddp_holds():
     [
         ("fsdp", "parameters", (PARAMETERS, OPTIMIZER)),
         pytest.param("zero2", "optimizer", (MASTER, OPTIMIZER), marks=pytest.mark.nightly),
-        pytest.param("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER), marks=pytest.mark.slow),
+        pytest.param("zero3", "parameters", (PARAMETERS, MASTER, OPTIMIZER)),
     ],
 )
+@pytest.mark.slow
 def test_offload_moves_memory_to_the_host(strategy: str, offload: str, moved: Sequence[str]):
     on_device, split = (
         plan_step(plan_run(recipe_of({"parallel": {"strategy": strategy, "offload": where}}), 2), 0, LENGTH)
@@ -413,7 +420,7 @@ def sent(operation: str, axis: str, world_size: int = 2, **keys: Any) -> int:
 @pytest.mark.parametrize(
     ("parallel", "operation", "axis"),
     [
-        ({"strategy": "ddp"}, "allreduce", "dp"),
+        pytest.param({"strategy": "ddp"}, "allreduce", "dp", marks=pytest.mark.nightly),
         ({"strategy": "fsdp"}, "reduce_scatter_base", "dp"),
         pytest.param({"strategy": "ddp", "pipeline": {"stages": 2}}, "allreduce", "dp", marks=pytest.mark.nightly),
     ],

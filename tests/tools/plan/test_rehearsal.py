@@ -66,7 +66,7 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(keys, id=name, marks={"pipeline": (), "ddp": pytest.mark.nightly}.get(name, pytest.mark.slow))
+        pytest.param(keys, id=name, marks=pytest.mark.nightly if name == "ddp" else pytest.mark.slow)
         for name, keys in LAYOUTS.items()
     ],
 )

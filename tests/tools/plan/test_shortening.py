@@ -62,13 +62,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "recomputed in bf16": ({"precision": "bf16", "activation_checkpointing": "full"}, 1),
 }
+NIGHTLY = ("fsdp x tensor x sequence", "one microbatch", "recomputed in bf16")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "world_size"),
     [
-        pytest.param(*case, id=name, marks=pytest.mark.nightly if name.startswith("fsdp") else ())
+        pytest.param(*case, id=name, marks=pytest.mark.nightly if name in NIGHTLY else ())
         for name, case in CASES.items()
     ],
 )

@@ -88,15 +88,16 @@ NIGHTLY = frozenset((
     "one microbatch", "sgd", "adafactor", "schedule-free", "torch dropout", "masked_lm", "packed documents",
     "context", "question_answering", "multiple_choice", "fsdp whole", "tensor", "fsdp muon", "pipeline bf16",
     "pipeline gpipe", "zero2 offload", "8 bits", "fsdp 8 bits", "context packed", "context ring packed",
-    "weights in bf16", "embedding", "ddp, gradients in bf16", "muon", "fsdp, weights in bf16",
+    "weights in bf16", "embedding", "ddp, gradients in bf16", "muon", "fsdp, weights in bf16", "tensor context",
+    "seq2seq_lm", "ddp",
 ))  # fmt: skip
 """Cases with a near relative that runs each time."""
-QUICK = frozenset(("fp32", "ddp"))
-"""Cases of `make test`."""
+QUICK = "fp32"
+"""The case of `make test`."""
 
 
 def _cases(keys: Mapping[str, dict[str, Any]]) -> list[Any]:
-    marks = [() if name in QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow for name in keys]
+    marks = [() if name == QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow for name in keys]
     return [pytest.param(one, id=name, marks=mark) for (name, one), mark in zip(keys.items(), marks, strict=True)]
 
 
@@ -112,6 +113,7 @@ def test_the_peak_of_one_process(keys: dict[str, Any]):
         assert plan == pytest.approx(found, rel=most)
 
 
+@pytest.mark.slow
 def test_the_peaks_before_and_after_parameters_are_unfrozen():
     def keys(step: int) -> dict[str, Any]:
         return {
@@ -162,7 +164,7 @@ class TestTheTable:
     @pytest.mark.parametrize(
         ("model", "layout"),
         [
-            ("BERT", "bf16"),
+            pytest.param("BERT", "bf16", marks=pytest.mark.nightly),
             pytest.param("T5", "fsdp, offload", marks=pytest.mark.slow),
             pytest.param("ViT", "tensor 2", marks=pytest.mark.nightly),
             pytest.param("Llama", "zero1", marks=pytest.mark.nightly),
