@@ -23,7 +23,6 @@ from trainer.ranks.environment import cache_folder
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
-from trainer.tasks.text.chats import name_notes
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
     class_notes,
@@ -325,7 +324,12 @@ def _tokenizer_notes(task: Task, preparation: Preparation, train: Split) -> list
     tokenizer = preparation.text_tokenizer
     if tokenizer is None or not isinstance(task, TextTask):
         return []
-    return [*task.tokenizer_notes(tokenizer), *name_notes(task.columns, train.rows, tokenizer)]
+    notes = task.tokenizer_notes(tokenizer)
+    if not tokenizer.chat_template:
+        return notes
+    from trainer.tasks.text.chats import name_notes
+
+    return [*notes, *name_notes(task.columns, train.rows, tokenizer)]
 
 
 def _token_notes(data: PreparedData) -> list[str]:

@@ -358,7 +358,7 @@ def name_notes(columns: Sequence[str], rows: Dataset, tokenizer: Tokenizer) -> l
     """Return notes on columns of chats whose first rows have names of speakers that the chat template leaves out."""
     notes = []
     for column in columns:
-        if not tokenizer.chat_template or not holds_chats(rows.features.get(column)):
+        if not holds_chats(rows.features.get(column)):
             continue
         template = ChatTemplate.of(tokenizer)
         messages = [message for chat in rows[column][:_ROWS_LOOKED_AT] for message in messages_of(chat)]
