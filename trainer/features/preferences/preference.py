@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -188,28 +188,8 @@ class PreferenceTask(TokenLabels):
             UsageError: the tokenizer has no end token or no chat template.
         """
         cells = cells_of(rows, self.columns, where, first_row, nullable=self.tools)
-        found: list[tuple[str, Tokens]] = []
-        texts = [cells[column] for column in self._text_columns().values()]
-        tools = [None] * len(rows) if self.tools is None else cells[self.tools]
         before = None if self.label is None else self._answer_before(rows, where, first_row)
-        for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
-            places = [cell(column, first_row + row, where) for column in self.answer_columns.values()]
-            if self.prompt is None and not self.is_chat:
-                found += zip(places, tokens_of_whole_pair(of_row, tokenizer, places[0]), strict=True)
-                continue
-            if before is not None:
-                prompt, own = _ended(of_row[0]) if self.prompt is None else of_row
-                # KTO: the second text is the answer of the row before, to the prompt of this row.
-                answers, places, before = [own, before], places * 2, own
-            elif self.prompt is None:
-                prompt, *answers = _divided(of_row[0], of_row[1], places[0])
-            else:
-                prompt, *answers = of_row
-            described = tools_of(of_tools, tokenizer, cell(self.tools, first_row + row, where)) if self.tools else None
-            if self.is_chat:  # a text among messages is then an error, and no pair of texts
-                prompt, answers = messages_of(prompt), list(map(messages_of, answers))
-            for place, answer in zip(places, answers, strict=True):
-                found.append((place, tokens_after(prompt, answer, tokenizer, described, place)))
+        found = list(self._tokens(cells, before, tokenizer, where, first_row))
         features = features_of(found, max_length)
         if self.labels_prompts:
             features[_ANSWER] = [[int(label != IGNORED_LABEL) for label in of_text] for of_text in features["labels"]]
@@ -226,6 +206,31 @@ class PreferenceTask(TokenLabels):
             for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
                 require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
         return paired
+
+    def _tokens(
+        self, cells: Mapping[str, Sequence[Any]], before: Any, tokenizer: Tokenizer, where: str, first_row: int
+    ) -> Iterator[tuple[str, Tokens]]:
+        """Yield the place and the tokens of each text; `before` is the answer of the row before, for KTO."""
+        texts = [cells[column] for column in self._text_columns().values()]
+        tools = [None] * len(texts[0]) if self.tools is None else cells[self.tools]
+        for row, (of_tools, *of_row) in enumerate(zip(tools, *texts, strict=True)):
+            places = [cell(column, first_row + row, where) for column in self.answer_columns.values()]
+            if self.prompt is None and not self.is_chat:
+                yield from zip(places, tokens_of_whole_pair(of_row, tokenizer, places[0]), strict=True)
+                continue
+            if before is not None:
+                prompt, own = _ended(of_row[0]) if self.prompt is None else of_row
+                # KTO: the second text is the answer of the row before, to the prompt of this row.
+                answers, places, before = [own, before], places * 2, own
+            elif self.prompt is None:
+                prompt, *answers = _divided(of_row[0], of_row[1], places[0])
+            else:
+                prompt, *answers = of_row
+            described = tools_of(of_tools, tokenizer, cell(self.tools, first_row + row, where)) if self.tools else None
+            if self.is_chat:  # a text among messages is then an error, and no pair of texts
+                prompt, answers = messages_of(prompt), list(map(messages_of, answers))
+            for place, answer in zip(places, answers, strict=True):
+                yield place, tokens_after(prompt, answer, tokenizer, described, place)
 
     def _answer_before(self, rows: Dataset, where: str, first_row: int) -> Any:
         """Return the answer of the row before `rows`; the last row of the split comes before its first one."""

@@ -176,14 +176,15 @@ def find_shards(names: Sequence[str], file_format: str | None = None) -> list[Sh
     return [shard for name in names for shard in _found(name, file_format)]
 
 
-def _found(name: str, file_format: str | None) -> Iterator[Shard]:
-    shown = without_secrets(name)
+def _listed(name: str, shown: str) -> tuple[Any, str, dict[str, Any]]:
+    """Return the file system of a name, the path there, and facts of each file that the name stands for."""
     try:
         files, path = _opened(name)
         found = files.glob(path, detail=True) if glob.has_magic(path) else {path: files.info(path)}
         shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
         # The list of a folder by HTTP has no sizes.
         shards = {place: files.info(place) if info.get("size") is None else info for place, info in shards.items()}
+        return files, path, shards
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"`{_KEY}` must name places that fsspec can open, but names {shown}: {reason(error)}; install its package,"
@@ -195,6 +196,11 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
                 raise _refused(shown, status) from error
             raise DataError(f"`{_KEY}` must name shards, but there is none at `{shown}`; correct it") from error
         raise TrainerError(f"`{_KEY}` names {shown}, which cannot be read: {reason(error)}") from error
+
+
+def _found(name: str, file_format: str | None) -> Iterator[Shard]:
+    shown = without_secrets(name)
+    files, path, shards = _listed(name, shown)
     if not shards:
         raise DataError(f"`{_KEY}` must name shards, but no file matches `{shown}`; correct the pattern")
     for place, info in shards.items():
