@@ -5,6 +5,7 @@ A row holds one query and one or several documents. The model reads each pair by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
@@ -181,19 +182,20 @@ class RerankerTask(ScoredTexts):
             raise DataError(
                 f"{at} must have one number for each of the {number} documents, but has {len(values)}; add them"
             )
-        highest = 1 if self.loss == "binary_cross_entropy" else None
-        numbers = [finite_number(label) for label in values]
-        for label, found in zip(values, numbers, strict=True):
-            if found is None or found < 0 or (highest is not None and found > highest):
-                needed = "a number from 0 to 1" if highest else "a number of at least 0"
+        is_probability, numbers = self.loss == "binary_cross_entropy", list[float]()
+        highest, needed = (1, "a number from 0 to 1") if is_probability else (math.inf, "a number of at least 0")
+        for label in values:
+            found = finite_number(label)
+            if found is None or not 0 <= found <= highest:
                 raise DataError(f"{at} must hold {needed}, but holds {'null' if label is None else repr(label)}")
-        right = sum(found > 0 for found in numbers if found is not None)
+            numbers.append(found)
+        right = sum(found > 0 for found in numbers)
         if self.loss == "cross_entropy" and right != 1:
             raise DataError(
                 f"{at} must mark one right document for the loss cross_entropy, but marks {right}; use list_net, lambda"
                 " or binary_cross_entropy"
             )
-        return [found for found in numbers if found is not None]
+        return numbers
 
     def num_valid(self, labels: Tensor) -> Tensor:
         if self.loss == "binary_cross_entropy":

@@ -111,11 +111,10 @@ def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tupl
     names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
     if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
         return shape, columns
-    read = columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)
-    found = shapes(read, {key: shape.task[key] for key in ("text", "label")})
+    read = {column.name: column for column in columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)}
+    found = shapes(list(read.values()), {key: shape.task[key] for key in ("text", "label")})
     made = next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
-    label_read = next(column for column in read if column.name == label.name)
-    return made, [label_read if column is label else column for column in columns]
+    return made, [read[label.name] if column is label else column for column in columns]
 
 
 def _read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
