@@ -124,8 +124,11 @@ class Model(Section):
         name, config = "model.name_or_path", "model.config"
         if not self.is_random:
             if "model_type" in (self.config or {}):
-                problem = "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained"
-                yield clash(f"{problem} weights; set one of them to null", config, name)
+                text = (
+                    "with a `model_type` and `model.name_or_path` exclude each other: random or pretrained weights;"
+                    " set one of them to null"
+                )
+                yield clash(text, config, name)
         elif self.config is None:
             yield clash("is missing; set it, or `model.config` for random weights", name, config)
         else:
