@@ -120,6 +120,17 @@ def test_channels_that_do_not_fit_are_refused(tmp_path):
         loaded(checkpoint(tmp_path, own))
 
 
+def test_a_size_that_depends_on_the_image_is_not_taken_as_fixed():
+    class Padding(ViTImageProcessorPil):
+        """Pads to multiples of 64."""
+
+        def resize(self, image: np.ndarray, *args: Any, **kwargs: Any) -> np.ndarray:
+            height, width = (-length % 64 for length in image.shape[-2:])
+            return np.pad(image, [(0, 0)] * (image.ndim - 2) + [(0, height), (0, width)])
+
+    assert ImageProcessor(Padding(size=SIZE), 3).size is None
+
+
 def test_a_processor_that_does_something_else_is_refused():
     class Inverting(ViTImageProcessorPil):
         def normalize(self, image: np.ndarray, *args: Any, **kwargs: Any) -> np.ndarray:

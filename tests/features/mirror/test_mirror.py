@@ -312,6 +312,13 @@ def test_a_silent_ftp_server_is_an_error_for_users(monkeypatch: pytest.MonkeyPat
     assert error.value.exit_code == ExitCode.FAILED
 
 
+def test_runs_of_other_names_have_other_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place = f"{tmp_path}/copies/{{name}}"
+    assert [run(tmp_path, f"name={name}", place=place) for name in ("a", "b")] == [0, 0]
+    assert "was downloaded" not in shown(capsys)
+    assert sorted(folder.name for folder in (tmp_path / "copies").iterdir()) == ["a", "b"]
+
+
 def test_memory_is_no_place_for_copies():
     with pytest.raises(UsageError, match="must be a place that outlives the run, but is memory://run"):
         open_place("memory://run")

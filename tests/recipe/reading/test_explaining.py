@@ -158,6 +158,14 @@ Minimal = dict[str, Any]
                 ("data.cache", ", or null", "abfs:///run"),
             )
         ),
+        *(
+            (
+                f"checkpoint.mirror={place}",
+                "`checkpoint.mirror` must be text that is not blank, without a variable such as ${HOME}, or null, but is"
+                f' "{place}"; write two slashes behind the protocol, as in s3://bucket/run',
+            )
+            for place in ("s3:/bucket/run", "file:/run")
+        ),
         (
             'task.class_weights={"": 2.0, "b": 1.0}',
             "`task.class_weights` must have names that are not blank; write them, or set the variable that was empty",

@@ -31,8 +31,9 @@ from trainer.observe.records import EndRecord, EvaluationRecord
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.search import search as search_module
 from trainer.tools.search.search import SearchRequest, search
+from trainer.tools.search.search_result import _half_of_share
 from trainer.tools.search.space import Axis, read_space
-from trainer.tools.search.study import Rules, Study
+from trainer.tools.search.study import Rules, Study, Yardsticks
 from trainer.tools.search.trial_run import TrialRun
 
 RATE = "optimizer.learning_rate"
@@ -214,8 +215,8 @@ class TestTrials:
     @pytest.mark.parametrize(
         ("second", "seeds", "note"),
         [
-            # 1.96 * sqrt(0.4 * 0.6 / 408) = 0.0475
-            (0.177, 1, ["another trial is within the error of the best accuracy, ± 0.0475 at 95% with 408 validation"]),
+            # with z = 1.96: 0.6 - (0.6 + z^2 / 816 - z * sqrt(0.24 / 408 + (z / 816)^2)) / (1 + z^2 / 408) = 0.0478
+            (0.177, 1, ["another trial is within the error of the best accuracy, ± 0.0478 at 95% with 408 validation"]),
             (0.176, 1, []),
             (0.181, 3, ["another trial is within the error of the best accuracy, ± 0.0497 at 95%; more seeds"]),
         ],
@@ -229,6 +230,10 @@ class TestTrials:
         search(request, print)
         remarks = [remark for remark in result(request)["remarks"] if "no trial beats" not in remark]
         assert [remark[: len(start)] for remark, start in zip(remarks, note, strict=True)] == note
+
+    def test_a_share_of_all_rows_has_an_error(self):
+        # with z = 1.96: 1 - 16 / (16 + z^2)
+        assert _half_of_share(1.0, Yardsticks(rows=16, is_share=True)) == pytest.approx(0.1936, abs=1e-4)
 
     @pytest.mark.parametrize("losses", [{"0": 0.45, "0.1": 0.5}, {"0": 0.5, "0.1": 0.5}])
     def test_an_unknown_error_of_a_metric_is_noted(self, request_of, losses):

@@ -257,6 +257,8 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
 def _remedy_for_path(value: str) -> str:
     if "$" in value:
         return "; write its value, or set the key on the command line, where the shell fills it"
+    if names_no_place(value) and "://" not in value:
+        return "; write two slashes behind the protocol, as in s3://bucket/run"
     if names_no_place(value):
         return "; name a place behind the protocol, or set the variable that had no value"
     return f"; set the variable that had no value, or write ./{value} for this very name" if is_unset(value) else ""

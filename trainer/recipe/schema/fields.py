@@ -115,11 +115,17 @@ _OF_SERVERS = frozenset(
 
 
 def names_no_place(path: str) -> bool:
-    """Return whether a URL names nothing behind its protocol; an unset variable leaves `file://` or `s3:///run`."""
+    """Return whether a URL names nothing behind its protocol, or has lost a slash.
+
+    An unset variable leaves `file://` or `s3:///run`; `pathlib` makes `s3:/bucket` of `s3://bucket`.
+    """
     protocol, separator, behind = path.rpartition("::")[2].partition("://")  # `simplecache::s3://bucket`
+    if not separator:
+        protocol, separator, _ = protocol.partition(":")
+        return bool(separator) and protocol in _OF_SERVERS | {"file"}
     first = behind.strip().split("/")[0].rpartition("@")[2].partition(":")[0]
     is_empty = not (first if protocol in _OF_SERVERS else behind.strip().strip("/"))
-    return bool(separator) and (is_empty or first in _UNSET)
+    return is_empty or first in _UNSET
 
 
 def _require_set(path: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import NormalDist, stdev
+from statistics import stdev
 from typing import Any
 
 import plotly.graph_objects as go
 from optuna.trial import FrozenTrial, TrialState
-from scipy.stats import t
+from scipy.stats import binomtest, t
 
 from trainer.base.disk import replace_text
 from trainer.base.text import aligned
@@ -68,7 +68,9 @@ def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, yard
         return
     best, rows, baseline = complete[0], yardsticks.rows, yardsticks.baseline
     yield from _ties(complete, metric)
-    half = best["half"] if best["half"] is not None else _half_of_share(best["mean"], yardsticks)
+    # Equal values of few seeds do not mean that there is no error.
+    of_seeds = bool(best["half"])
+    half = best["half"] if of_seeds else _half_of_share(best["mean"], yardsticks)
     if half is None:
         if any(one["mean"] != best["mean"] for one in complete):
             on_rows = f" on {rows:,} validation rows" if rows else ""
@@ -78,7 +80,7 @@ def _remarks(complete: Sequence[Mapping[str, Any]], metric: str, sign: int, yard
             )
     elif close := sum(0 < abs(one["mean"] - best["mean"]) <= half for one in complete):
         count = "another trial is" if close == 1 else f"{close} other trials are"
-        of_rows = "" if best["half"] is not None else f" with {rows:,} validation rows"
+        of_rows = "" if of_seeds else f" with {rows:,} validation rows"
         yield (
             f"{count} within the error of the best {metric}, ± {format_decimal(half)} at {_CONFIDENCE:.0%}{of_rows};"
             " more seeds (`--seeds`) or rows may tell them apart"
@@ -122,11 +124,11 @@ def _half(values: Sequence[float]) -> float | None:
 
 
 def _half_of_share(share: float, of: Yardsticks) -> float | None:
-    """Return half of the width of the 95 % interval of a share of rows (normal approximation); None if it is none."""
+    """Return the longer side of the 95 % interval of a share of rows (Wilson 1927); None if it is no share."""
     if not of.rows or not of.is_share:
         return None
-    width: float = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * (max(share * (1 - share), 0) / of.rows) ** 0.5
-    return width
+    ends = binomtest(round(share * of.rows), of.rows).proportion_ci(_CONFIDENCE, "wilson")
+    return float(max(share - ends.low, ends.high - share))
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
