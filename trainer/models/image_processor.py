@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MODES = {1: "L", 3: "RGB"}  # Pillow modes by the model's number of channels
 _DEFAULT_MEAN = _DEFAULT_STD = 0.5
 _PROBES = ((37, 53), (53, 37), (131, 517))
-"""Heights and widths; they become equal if the processor resizes to one size. Only the last differ in multiples of 64."""
+"""Heights and widths, which become equal if the processor resizes to one size. The last differ in multiples of 64."""
 _TOLERANCE = 1e-5  # for normalised values, summed in another order
 
 

@@ -161,8 +161,8 @@ Minimal = dict[str, Any]
         *(
             (
                 f"checkpoint.mirror={place}",
-                "`checkpoint.mirror` must be text that is not blank, without a variable such as ${HOME}, or null, but is"
-                f' "{place}"; write two slashes behind the protocol, as in s3://bucket/run',
+                "`checkpoint.mirror` must be text that is not blank, without a variable such as ${HOME}, or null, but"
+                f' is "{place}"; write two slashes behind the protocol, as in s3://bucket/run',
             )
             for place in ("s3:/bucket/run", "file:/run")
         ),
