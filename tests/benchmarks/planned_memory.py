@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama, preferences": {
         "model": {"config": {**TINY_DECODERS["llama"], **_LARGER, "vocab_size": 997}, "tokenizer": "none"},
-        "task": TINY_TASKS["preference"].keys,
+        "task": {"type": "preference"},
     },
     "T5": {
         "model": {"config": {**TINY_T5, "d_model": 64, "d_ff": 128, "vocab_size": 997}, "tokenizer": "none"},

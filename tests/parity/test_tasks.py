@@ -73,7 +73,6 @@ FURTHER = {
     "masked_lm": ("tensor-sequence-accumulated", "context"),
     "causal_lm_packed": ("fsdp-accumulated",),
     "seq2seq_lm": ("tensor-sequence-accumulated",),
-    "reranker": ("fsdp-accumulated",),
     "token_classification": ("tensor-sequence-accumulated", "context"),
     "question_answering": ("tensor-sequence-accumulated", "context"),
     "multiple_choice": ("fsdp-accumulated", "context"),

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import train_tiny
 from tests.parity.cases import FEW_ROWS, assert_same_curve
-from tests.parity.test_tasks import LAYOUTS, assert_same_training, marks_of, recipe_of, reference, train
+from tests.parity.test_tasks import CUTS, LAYOUTS, assert_same_training, marks_of, recipe_of, reference, train
 
 QUICK = {"reranker": ("context",)}
 VARIANTS = ("reranker_pairs",)
@@ -25,7 +25,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
 @pytest.mark.parametrize(
     ("task", "layout"),
     [
-        pytest.param(task, name, marks=marks_of(task, name, QUICK.get(task, ()), task in VARIANTS))
+        pytest.param(task, name, marks=marks_of(name, QUICK.get(task, ()), CUTS[:1]))
         for task in TASKS
         for name in LAYOUTS
     ],
