@@ -78,6 +78,7 @@ class TestErrors:
         with pytest.raises(trainer.DataError, match=r"`task.text`.*words"):
             trainer.run(trainer.load_recipe(file))
 
+    @pytest.mark.slow
     def test_of_ranks_in_other_processes(self, tmp_path):
         file = write_tiny_run(tmp_path, task={"text": "words"})
         with pytest.raises(trainer.DataError, match=r"`task.text`.*words") as caught:

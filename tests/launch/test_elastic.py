@@ -77,7 +77,8 @@ def rank_of(rank: int, size: int, recipe: Path, *overrides: str, **variables: st
     return warm.start(["run", recipe, *overrides], **place | torchrun | variables)
 
 
-@pytest.mark.parametrize("signal", [None, pytest.param(SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", [None, SIGTERM])
 def test_a_rank_too_many_waits_for_the_others(signal, tmp_path):
     recipe, port, memory = recipe_of(tmp_path, 8, **ELASTIC), str(free_port()), tmp_path / "memory"
     memory.mkdir()

@@ -109,7 +109,7 @@ def assert_same(recipe: Path, whole: Metrics) -> None:
 @pytest.mark.parametrize(
     ("layout", "written"),
     [
-        ("hsdp", "dp_replicate 2 x dp_shard 2"),
+        pytest.param("hsdp", "dp_replicate 2 x dp_shard 2", marks=pytest.mark.slow),
         pytest.param("pipeline", "pp 2 x dp_replicate 2", marks=pytest.mark.nightly),
     ],
 )

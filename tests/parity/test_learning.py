@@ -52,12 +52,12 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 QUICK = (
     ("adamw", "fsdp-accumulated"),
-    ("adamw", "pipeline"),
     ("ema", "fsdp-accumulated"),
-    ("unfrozen", "fsdp-accumulated"),
     ("neftune", "pipeline"),
 )
 SLOW = (
+    ("adamw", "pipeline"),
+    ("unfrozen", "fsdp-accumulated"),
     *(("adamw", layout) for layout in ("zero2-accumulated", "tensor-sequence-accumulated")),
     ("adamw_8bit", "fsdp-accumulated"),
     ("muon", "fsdp-accumulated"),
