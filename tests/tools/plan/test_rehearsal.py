@@ -66,7 +66,7 @@ def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(keys, id=name, marks=pytest.mark.nightly if name == "ddp" else pytest.mark.slow)
+        pytest.param(keys, id=name, marks=pytest.mark.slow if name in ("fsdp", "pipeline") else pytest.mark.nightly)
         for name, keys in LAYOUTS.items()
     ],
 )
