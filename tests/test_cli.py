@@ -447,6 +447,26 @@ def test_ctrl_c_at_exit_shows_no_traceback() -> None:
     assert done.returncode == -signal.SIGINT
 
 
+def test_an_interrupt_that_compiled_code_drops_is_sent_again() -> None:
+    program = """
+import sys, time
+from trainer.__main__ import _interrupt_again
+
+class Dropping:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+sys.unraisablehook = _interrupt_again
+try:
+    Dropping()
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "")
+
+
 def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
     """Interrupts at many moments, from the first import on; a recipe of many keys makes the work long enough.
 

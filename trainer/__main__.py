@@ -7,8 +7,11 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 
 from trainer.base import collector
+
+_SECONDS = 0.05  # until an interrupt is sent again
 
 
 def main() -> int:
@@ -37,9 +40,19 @@ def _command_line() -> int:
         from trainer.cli import main as command_line
 
         guard()
+        sys.unraisablehook = _interrupt_again
         return command_line()
     except KeyboardInterrupt:
         return 130
+
+
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Send an interrupt again that compiled code of pydantic has dropped; show another exception as Python does."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # After this function, in which Python drops an exception, too.
+        Timer(_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _leave_current_folder() -> None:
