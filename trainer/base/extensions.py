@@ -99,15 +99,26 @@ def register(kind: Kind, name: str, value: Any, module: str) -> None:
     _registered[kind, name] = registration
 
 
-def consume(kind: Kind, consumer: Consumer) -> None:
+def consume(kind: Kind, consumer: Consumer, finish: Callable[[], object] | None = None) -> None:
     """Call `consumer` with each registration of a kind, earlier ones and later ones.
+
+    Args:
+        finish: is called once after the earlier ones, and after each later one.
 
     Raises:
         UsageError: The consumer refuses an earlier registration.
     """
+
+    def consume_one(registration: Registration) -> None:
+        consumer(registration)
+        if finish is not None:
+            finish()
+
     for registration in registered(kind):
         consumer(registration)
-    _consumers.setdefault(kind, []).append(consumer)
+    if finish is not None:
+        finish()
+    _consumers.setdefault(kind, []).append(consume_one)
 
 
 def registered(kind: Kind | None = None) -> list[Registration]:

@@ -73,8 +73,6 @@ def _add_section(name: str, registration: Registration, kind: type[Section]) -> 
     if registration.name in _SHIPPED[name]:
         raise UsageError(f"the {name} {registration.name!r} ships with trainer; register yours under another name")
     Recipe.model_fields[name].annotation = reduce(or_, {**_sections(name), registration.name: kind}.values())
-    # Pydantic compiles the fields of a model once, and compiles them again here.
-    Recipe.model_rebuild(force=True)
 
 
 def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
@@ -112,7 +110,6 @@ def _add_keys(registration: Registration) -> None:
         if not Recipe.model_fields[name].is_required():
             # The default was made before the section had the new keys.
             Recipe.model_fields[name].default = section()
-    Recipe.model_rebuild(force=True)
 
 
 def extended(registration: Registration) -> type[Section]:
@@ -141,7 +138,6 @@ def _add_metric(registration: Registration) -> None:
             item: Any = getitem(Literal, (*names, registration.name))
             field.annotation = list[item]
             sections[name].model_rebuild(force=True)
-    Recipe.model_rebuild(force=True)
 
 
 def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
@@ -156,7 +152,12 @@ def _is_set(recipe: Recipe, name: str) -> bool:
     return section is not None and key in type(section).model_fields and bool(section.changed(key))
 
 
-consume("task", _add_task)
-consume("optimizer", _add_optimizer)
-consume("keys", _add_keys)
-consume("metric", _add_metric)
+def _compile() -> None:
+    """Compile the recipe, which pydantic did when the class was made; once for all registrations of a kind."""
+    Recipe.model_rebuild(force=True)
+
+
+consume("task", _add_task, _compile)
+consume("optimizer", _add_optimizer, _compile)
+consume("keys", _add_keys, _compile)
+consume("metric", _add_metric, _compile)
