@@ -39,7 +39,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "features of a rank": ((2, 3, 32), {"cut_dim": -1, "part": 3}),
     "features inside of a word": ((2, 3, 10), {"cut_dim": -1, "part": 3}),
     "features before a new program": ((2, 3, 1023), {"cut_dim": -1, "part": 1}),
-    "positions of a rank": ((2, 3, 20), {"cut_dim": 1, "sequence": SimpleNamespace(start=7)}),
+    "positions of a rank": ((2, 3, 20), {"cut_dim": 1, "sequence": SimpleNamespace(start=7, dim=1)}),
     "shared": ((6, 20), {"shared_from": 0}),
     "shared, three dimensions": ((2, 6, 20), {"shared_from": 0}),
     "no rows": ((2, 0, 20), {}),
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "flat rows, features of a rank": ((1, 10, 18), {"flat": True, "cut_dim": -1, "part": 3}),
     "flat rows of a rank, padded": (
         (1, 10, 18),
-        {"flat": True, "cut_dim": 1, "sequence": SimpleNamespace(start=4)},
+        {"flat": True, "cut_dim": 1, "sequence": SimpleNamespace(start=4, dim=1)},
     ),
 }
 

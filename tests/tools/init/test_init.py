@@ -29,6 +29,7 @@ def _plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Make a plan, which takes seconds, in the tests that need one only."""
     if request.function not in (
         test_a_csv_becomes_a_recipe_that_trains,
+        test_keys_and_options_of_the_user_are_taken,
         test_a_file_without_names_and_rows_longer_than_the_model_are_noted,
     ):
         monkeypatch.setattr(
