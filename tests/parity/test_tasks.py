@@ -131,12 +131,22 @@ def assert_same_training(found: tuple[Curve, Curve], expected: tuple[Curve, Curv
     assert largest_difference(found[1], expected[1]) <= TOLERANCES["fp32"].sgd_weights
 
 
+def assert_accumulation_changes_nothing(task: str) -> None:
+    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}), num_rows=FEW_ROWS)
+    assert_same_curve(found, reference(task)[0])
+
+
+def assert_layout_is_one_process(ranks: RankPools, task: str, layout: str) -> None:
+    world_size, keys = LAYOUTS[layout]
+    for found in ranks(world_size).run(train, task, keys):
+        assert_same_training(found, reference(task))
+
+
 @pytest.mark.parametrize(
     "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
 )
 def test_accumulation_on_one_process_changes_nothing(task: str):
-    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}), num_rows=FEW_ROWS)
-    assert_same_curve(found, reference(task)[0])
+    assert_accumulation_changes_nothing(task)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +160,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
-    world_size, keys = LAYOUTS[layout]
-    for found in ranks(world_size).run(train, task, keys):
-        assert_same_training(found, reference(task))
+    assert_layout_is_one_process(ranks, task, layout)
 
 
 @pytest.mark.slow

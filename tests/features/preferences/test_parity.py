@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_TASKS, Curve, train_tiny
+from tests.helpers.training import TINY_TASKS, Curve
 from tests.helpers.turns import once
-from tests.parity.cases import FEW_ROWS, assert_same_curve
-from tests.parity.test_tasks import CUTS, LAYOUTS, assert_same_training, marks_of, recipe_of, reference, train
+from tests.parity.test_tasks import (
+    CUTS,
+    LAYOUTS,
+    assert_accumulation_changes_nothing,
+    assert_layout_is_one_process,
+    assert_same_training,
+    marks_of,
+    reference,
+    train,
+)
 
 QUICK = {"preference": ("fsdp-accumulated",), "reward_model": ("tensor-sequence-accumulated",)}
 VARIANTS = ("preference_orpo", "preference_kto")
@@ -21,8 +29,7 @@ TASKS = (*QUICK, *VARIANTS)
     "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
 )
 def test_accumulation_on_one_process_changes_nothing(task: str):
-    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}), num_rows=FEW_ROWS)
-    assert_same_curve(found, reference(task)[0])
+    assert_accumulation_changes_nothing(task)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +41,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
-    world_size, keys = LAYOUTS[layout]
-    for found in ranks(world_size).run(train, task, keys):
-        assert_same_training(found, reference(task))
+    assert_layout_is_one_process(ranks, task, layout)
 
 
 LORA = {"config": TINY_TASKS["preference"].model["config"], "tokenizer": "none", "dropout": 0.1,

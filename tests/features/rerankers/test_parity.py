@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import train_tiny
-from tests.parity.cases import FEW_ROWS, assert_same_curve
-from tests.parity.test_tasks import CUTS, LAYOUTS, assert_same_training, marks_of, recipe_of, reference, train
+from tests.parity.test_tasks import (
+    CUTS,
+    LAYOUTS,
+    assert_accumulation_changes_nothing,
+    assert_layout_is_one_process,
+    marks_of,
+)
 
 QUICK = {"reranker": ("context",)}
 VARIANTS = ("reranker_pairs",)
@@ -18,8 +22,7 @@ TASKS = (*QUICK, *VARIANTS)
     "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
 )
 def test_accumulation_on_one_process_changes_nothing(task: str):
-    found = train_tiny(recipe_of(task, training={"micro_batch_size": 5}), num_rows=FEW_ROWS)
-    assert_same_curve(found, reference(task)[0])
+    assert_accumulation_changes_nothing(task)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,4 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
     ],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
-    world_size, keys = LAYOUTS[layout]
-    for found in ranks(world_size).run(train, task, keys):
-        assert_same_training(found, reference(task))
+    assert_layout_is_one_process(ranks, task, layout)
