@@ -43,8 +43,8 @@ Kind = Literal[
     "run",
     "launch",
 ]
-"""`recipes`: a folder; `shape`: a rule of `trainer init`; `formats`: a JSON file of keys of other tools. Paths of a
-folder of this project are relative to `trainer/`.
+"""`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
+keys of other tools. Paths of a folder of this project are relative to `trainer/`.
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
 `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.

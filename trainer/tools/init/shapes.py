@@ -76,7 +76,7 @@ def shapes(columns: Sequence[Column], given: Mapping[str, Any] | None = None) ->
     `given` holds keys of the section `task`; the columns that `text` and `label` name are taken.
     """
     found = _Columns(columns, given or {})
-    return [shape for rule in _RULES for shape in rule(found)]
+    return [shape for rule in _rules() for shape in rule(found)]
 
 
 class _Columns:
@@ -106,12 +106,6 @@ def _of_images(columns: _Columns) -> Iterator[Shape]:
     if image is not None and labels:
         task = {"type": "image_classification", "image": image.name, "label": labels[0].name}
         yield Shape(task, f"`{image.name}` holds images", labels=labels[1:])
-
-
-def _of_features(columns: _Columns) -> Iterator[Shape]:
-    """Yield the shapes of registered rules, which yield sections `task` and reasons."""
-    for row in registered("shape"):
-        yield from (Shape(task, why) for task, why in resolved(row.value)(columns))
 
 
 def _of_questions(columns: _Columns) -> Iterator[Shape]:
@@ -400,7 +394,19 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
         yield f"the task does not read {listed(unread, _MOST_SHOWN)}"
 
 
-_RULES: tuple[Callable[[_Columns], Iterator[Shape]], ...] = (
-    _of_images, _of_features, _of_questions, _of_chats, _of_words, _of_choices, _of_embeddings, _of_sequences,
-    _of_completions, _of_labels, _of_texts,
+_Rule = Callable[[_Columns], Iterator[Shape]]
+_RULES: tuple[tuple[int, _Rule], ...] = (
+    (10, _of_images), (30, _of_questions), (40, _of_chats), (50, _of_words), (60, _of_choices), (70, _of_embeddings),
+    (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
+"""Rules by their places: of the tasks that columns allow, the first is proposed."""
+
+
+def _rules() -> list[_Rule]:
+    """Return all rules in order. The name of a registered one starts with its place; it yields arguments of `Shape`."""
+
+    def registered_rule(value: Any) -> _Rule:
+        return lambda columns: (Shape(*shape) for shape in resolved(value)(columns))
+
+    features = [(int(row.name.split()[0]), registered_rule(row.value)) for row in registered("shape")]
+    return [rule for _, rule in sorted([*_RULES, *features], key=lambda row: row[0])]
