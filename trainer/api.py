@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
-    from trainer.recipe.schema import ImageKeys, OptimizerKeys, TextKeys
-    from trainer.tasks.task import ImageTask, TextTask
+    from trainer.recipe.schema import OptimizerKeys, TaskKeys
+    from trainer.tasks.task import Task
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
     from trainer.use.export import Exported
@@ -280,8 +280,8 @@ def _is_rank() -> bool:
 class TaskRow:
     """A registered task: its keys in a recipe and its builder."""
 
-    keys: type[TextKeys] | type[ImageKeys]
-    build: Callable[[Any], TextTask | ImageTask] | str
+    keys: type[TaskKeys]
+    build: Callable[[Any], Task] | str
     pipeline_tag: str | None
 
 
@@ -295,8 +295,8 @@ class MetricRow:
 
 
 def register_task(
-    keys: type[TextKeys] | type[ImageKeys],
-    build: Callable[[Any], TextTask | ImageTask] | str,
+    keys: type[TaskKeys],
+    build: Callable[[Any], Task] | str,
     pipeline_tag: str | None = None,
 ) -> None:
     """Register a task. Recipes name it in `task.type`.

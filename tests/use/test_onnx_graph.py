@@ -22,6 +22,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
 from tests.use.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
 from trainer.base.errors import UsageError
+from trainer.models.image_samples import _GRAPH_SIZE
 from trainer.recipe.reading.trained import load_trained
 from trainer.training.certificate import NotTheTrainedModelError
 from trainer.training.folder_reader import open_onnx
@@ -156,7 +157,7 @@ def _sizes(**sizes: Any) -> dict[str, Any]:
 
 CROPPED = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
 UNCROPPED = {"size": {"shortest_edge": 32}, "do_center_crop": False}
-SAMPLE_SIZE = dict(zip(("height", "width"), onnx_graph._SAMPLE_IMAGE, strict=True))
+SAMPLE_SIZE = dict(zip(("height", "width"), _GRAPH_SIZE, strict=True))
 CONVNEXT = {"hidden_sizes": [4, 4, 4, 4], "depths": [1, 1, 1, 1], "image_size": 32}
 RESNET = {"embedding_size": 4, "hidden_sizes": [4, 4], "depths": [1, 1]}
 # The class of a processor, its settings, the model, and the sizes of the dimensions; None: the image decides.
@@ -200,7 +201,7 @@ def test_a_graph_reads_the_images_of_its_processor(tmp_path: Path, name: str) ->
     size = IMAGES[name][-1]
     model = _image_folder(tmp_path, name)
     inputs, free = _sample(tmp_path, model)
-    expected = (size, (0,)) if size else (onnx_graph._SAMPLE_IMAGE, (0, 2, 3))
+    expected = (size, (0,)) if size else (_GRAPH_SIZE, (0, 2, 3))
     assert (tuple(inputs["pixel_values"].shape[2:]), free) == expected
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
 from trainer.models.dropout import RefuseUnkeyedDropout
+from trainer.models.input_samples import samples_of
 from trainer.parallel.dropout import REMEDY, DropoutKeys, MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 
@@ -26,7 +27,6 @@ _LENGTHS = (16, 9)  # tokens of the two rows, or documents
 _TOLERANCE = 1e-4  # relative to the largest logit; rounding gives 1e-6
 _LANGUAGE_MODELS = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 _MOST_LAYERS = 8  # of a sample; includes every kind of layer in a model that alternates them
-_DEFAULT_IMAGE = 224  # pixels, if the configuration has no image size
 
 
 def check_invariance(
@@ -182,12 +182,12 @@ def _scores(output: Any) -> Tensor:
 
 
 def _inputs(model: Any, lengths: Sequence[int], auto_class_name: str = "") -> dict[str, Tensor]:
-    """Return rows of tokens `[rows, sequence]`, padded on the right, or images `[rows, channels, height, width]`.
+    """Return rows of tokens `[rows, sequence]`, padded on the right, or of other inputs.
 
     Rows of equal length have equal content in every call. The decoder that generates a text reads that of the encoder.
     """
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.stack([_image(model.config, length) for length in lengths])}
+    if samples := samples_of(model.main_input_name):
+        return samples.drawn(model.config, lengths)
     config = model.config.get_text_config()
     padding = _padding_token(config) or 0
     end = getattr(config, "eos_token_id", None)
@@ -226,10 +226,3 @@ def _padding_decided(model: Any) -> Iterator[None]:
 def _padding_token(config: Any) -> int | None:
     token = getattr(config, "pad_token_id", None)
     return token if isinstance(token, int) and token >= 0 else None
-
-
-def _image(config: Any, seed: int) -> Tensor:
-    size = getattr(config, "image_size", None) or _DEFAULT_IMAGE
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(getattr(config, "num_channels", 3), height, width, generator=generator)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.base.extensions import registered
 from trainer.ranks.environment import datasets_cache
-from trainer.recipe.schema import HubData, ImageKeys
+from trainer.recipe.schema import HubData
 
 if TYPE_CHECKING:
     from trainer.recipe.schema import Recipe
@@ -24,7 +24,6 @@ _VOCABULARY = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "spm.model", "source.spm", "tekken.json",
 )  # fmt: skip
-_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class LocalParts:
         data = recipe.data
         model = _Place("model.name_or_path", recipe.model.name_or_path, recipe.model.revision)
         tokenizer = model if recipe.model.tokenizer is None else _Place("model.tokenizer", recipe.model.tokenizer)
-        is_of_images = isinstance(recipe.task, ImageKeys)
+        other = recipe.task.other_inputs
         lacking: dict[_Place, list[str]] = {}
 
         def finds(place: _Place, files: tuple[str, ...], part: str) -> bool:
@@ -54,8 +53,8 @@ class LocalParts:
 
         has_model = finds(model, _CONFIGURATION, "configuration")
         finds(model, _WEIGHTS, "weights")
-        has_processor = not is_of_images or finds(model, _PROCESSOR, "image processor")
-        has_tokenizer = is_of_images or finds(tokenizer, _VOCABULARY, "tokenizer and lengths of rows")
+        has_part = other is None or finds(model, other.files, other.part)
+        has_tokenizer = other is not None or finds(tokenizer, _VOCABULARY, "tokenizer and lengths of rows")
         has_second = True
         for name, key in (row.name.split(".") for row in registered("second_model")):
             if (section := getattr(recipe, name)) is None:
@@ -63,12 +62,12 @@ class LocalParts:
             second = _Place(f"{name}.{key}", getattr(section, key), section.revision)
             has_second = finds(second, _CONFIGURATION, "configuration")
             finds(second, _WEIGHTS, "weights")
-            has_second = (is_of_images or finds(second, _VOCABULARY, "tokenizer")) and has_second
+            has_second = (other is not None or finds(second, _VOCABULARY, "tokenizer")) and has_second
         has_data = not isinstance(data, HubData) or _has_rows(data)
         if isinstance(data, HubData) and not has_data:
             lacking[_Place("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
         unchecked = tuple(place.unchecked(parts) for place, parts in lacking.items())
-        return cls(has_model, has_tokenizer, has_data and has_processor, unchecked, has_second)
+        return cls(has_model, has_tokenizer, has_data and has_part, unchecked, has_second)
 
     @property
     def has_preparation(self) -> bool:

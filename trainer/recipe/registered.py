@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Kind, Registration, consume, registered, resolved
-from trainer.recipe.schema import ImageKeys, OptimizerKeys, Recipe, Section, TaskKeys, TextKeys, file_schema
+from trainer.recipe.schema import OptimizerKeys, Recipe, Section, TaskKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
 __all__ = ["asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
@@ -20,8 +20,8 @@ def task_name(keys: type[Section]) -> str:
     Raises:
         UsageError: The keys do not follow the rules for tasks.
     """
-    if not (isinstance(keys, type) and issubclass(keys, TextKeys | ImageKeys)):
-        raise UsageError(f"the keys of a task must be a subclass of TextKeys or ImageKeys, but are {keys!r}")
+    if not (isinstance(keys, type) and issubclass(keys, TaskKeys)):
+        raise UsageError(f"the keys of a task must be a subclass of TaskKeys, such as TextKeys, but are {keys!r}")
     name = _literal(keys, "type", "task")
     metrics = keys.model_fields.get("metrics")
     if metrics is None or not metrics.get_default(call_default_factory=True):
@@ -45,7 +45,7 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
 
 def _literal(keys: type[Section], key: str, kind: str) -> str:
     """Return the only value of the key that names a kind of section."""
-    names = get_args(keys.model_fields[key].annotation)
+    names = get_args(keys.model_fields[key].annotation) if key in keys.model_fields else ()
     if len(names) != 1 or not isinstance(names[0], str):
         raise UsageError(f'`{key}` of {keys.__name__} must be Literal["NAME"], with the name of the {kind}')
     return names[0]

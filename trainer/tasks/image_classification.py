@@ -9,6 +9,7 @@ from typing import Any
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.exported import Card
 from trainer.tasks.image_column import read_images, require_images
+from trainer.tasks.preview import RowPreview
 from trainer.tasks.task import ImageTask
 from trainer.tasks.types import Dataset, Encoded, ImageProcessor
 
@@ -27,6 +28,10 @@ class ImageClassificationTask(RowClasses, ImageTask):
 
     auto_class_name = "AutoModelForImageClassification"
     card = Card("image-classification", processor="AutoImageProcessor", rows="[image]")
+
+    @property
+    def preview(self) -> RowPreview:
+        return RowPreview(dict(enumerate(self.class_names or ())), roles=("image",))
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from trainer.base.extensions import Registration, consume, resolved
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import TaskSection
 from trainer.tasks.exported import Card
-from trainer.tasks.task import ImageTask, Task, TextTask
+from trainer.tasks.task import Task
 
-_REGISTERED: dict[str, Callable[[Any], TextTask | ImageTask]] = {}
+_REGISTERED: dict[str, Callable[[Any], Task]] = {}
 """The builders of registered tasks."""
 _CARDS: dict[str, Card] = {}
 """The cards of registered tasks."""
@@ -32,14 +32,14 @@ def _add(row: Registration) -> None:
 consume("task", _add)
 
 
-def build_task(recipe: TaskSection) -> TextTask | ImageTask:
+def build_task(recipe: TaskSection) -> Task:
     """Build the task of a recipe's section `task`; `resolve` adds the labels of the training split."""
     build = _REGISTERED.get(recipe.type)
     task = _class_of(recipe.type).of(recipe) if build is None else build(recipe)
-    if not isinstance(task, TextTask | ImageTask):
+    if not isinstance(task, Task):
         raise UsageError(
-            f"the registered task {recipe.type} must be a `TextTask` or an `ImageTask` of `trainer.tasks.task`, but"
-            f" its builder returns a {type(task).__name__}; make it a subclass"
+            f"the registered task {recipe.type} must be a `Task`, such as a `TextTask` of `trainer.tasks.task`, but its"
+            f" builder returns a {type(task).__name__}; make it a subclass"
         )
     return task
 

@@ -1,7 +1,7 @@
 """The interface of tasks; code outside of this package does not depend on a particular task.
 
 A task is immutable. `build_task` may return a task without labels; `resolve` returns the task with labels. A new task
-is a subclass of `TextTask` or of `ImageTask`.
+is a subclass of `TextTask`, or of another one below `Task`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from trainer.recipe.sentence import SentenceFolder
 
 _KEYS = {
-    "metric_names": "metrics", "class_names": "labels", "settings": "generation", "label_column": "label",
-    "text_columns": "text", "text_column": "text", "words_column": "words", "image_column": "image",
-    "score_column": "score", "learns_temperature": "learn_temperature", "question_column": "question",
-    "context_column": "context", "answer_columns": "answers", "choice_columns": "choices", "query_column": "query",
+    "metric_names": "metrics", "class_names": "labels", "settings": "generation", "text_columns": "text",
+    "learns_temperature": "learn_temperature", "answer_columns": "answers", "choice_columns": "choices",
     "document_columns": "documents",
 }  # fmt: skip
-"""The keys of the recipe for fields of tasks with another name."""
+"""The keys of the recipe for fields of tasks with another name; a column `NAME_column` has the key `NAME`."""
+
+
+def _key_of(field: str) -> str:
+    return _KEYS.get(field, field.removesuffix("_column"))
 
 
 class Loss(ABC):
@@ -324,7 +326,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         """
         kind: Any = cls
         for field in fields(kind):
-            key = field.name if field.name in type(section).model_fields else _KEYS.get(field.name)
+            key = field.name if field.name in type(section).model_fields else _key_of(field.name)
             if key in type(section).model_fields and field.name not in given:
                 value = getattr(section, key)
                 value = (value,) if field.name.endswith("_columns") and isinstance(value, str) else value

@@ -25,7 +25,7 @@ from trainer.models.sentence_folder import embedding_notes
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.preparation import Preparation
@@ -35,8 +35,7 @@ from trainer.training.second_model import second_model
 
 _MOST_BYTES_OF_A_TOKEN = 16  # on average over a row
 MOST_ROWS = 10_000
-MOST_IMAGES = 200
-"""Rows of each split that a check prepares."""
+"""Rows of texts of each split that a check prepares."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ def check_parts(plan: RunPlan) -> Checked:
     problems = Problems()
     check_needs(recipe, problems)
     data = model = None
-    most = MOST_IMAGES if isinstance(recipe.task, ImageKeys) else MOST_ROWS
+    other = recipe.task.other_inputs
+    most = MOST_ROWS if other is None else other.most_checked
     if local.has_data:
         with problems.collect(), tempfile.TemporaryDirectory(prefix="trainer-") as cache:
             try:
@@ -110,7 +110,7 @@ def check_parts(plan: RunPlan) -> Checked:
 
 def _preparation(local: LocalParts, problems: Problems, recipe: Recipe) -> Preparation:
     """Return the preparation; for texts, with stand-ins for parts that are not here, or that cannot be read."""
-    if isinstance(recipe.task, ImageKeys):
+    if recipe.task.other_inputs is not None:
         return load_preparation(recipe)
     if not local.has_preparation:
         return _standing_in(recipe, local)

@@ -131,8 +131,8 @@ def _of_microbatch(
         labels = batch.labels[place]
         label = preview.label(labels, own)
         if "input_ids" not in own:
-            size = " x ".join(map(str, own["pixel_values"].shape))
-            yield ShownRow(row, label, (ShownText("image", 0, (Piece("input", size),)),))
+            size = " x ".join(map(str, next(iter(own.values())).shape))
+            yield ShownRow(row, label, (ShownText(preview.role(0), 0, (Piece("input", size),)),))
             continue
         texts = list(_texts(own, labels, data))
         if "decoder_input_ids" in own:

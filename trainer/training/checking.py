@@ -22,7 +22,7 @@ from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.training.describing import DescribedModels, describe_model
@@ -114,7 +114,7 @@ def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None 
     recipe, problems, checked = plan.recipe, found or Problems(), CheckedModel()
     with problems.collect():
         described = describe_model(recipe, with_folder(task or build_task(recipe.task), recipe))
-        if not isinstance(recipe.task, ImageKeys):
+        if recipe.task.other_inputs is None:
             with problems.collect():
                 require_fit(recipe, described.config)
         before = len(problems.messages)

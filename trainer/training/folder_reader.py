@@ -1,7 +1,7 @@
 """Open an exported folder as any user would, and write the outputs of its model.
 
 Another process runs this file as a script: `python folder_reader.py FOLDER_OF_A_REQUEST`. It must not import this
-project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on, or images. The reply is
+project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on. The reply is
 `reply.json` and `outputs-0.npz` and so on.
 """
 
@@ -79,18 +79,18 @@ def tokens_of(tokenizer: Any, texts: list[Any]) -> dict[str, Any]:
 
 
 def batches(folder: Path, request: dict[str, Any]) -> Any:
-    """Yield the inputs of each batch; images are prepared by the folder's own processor."""
+    """Yield the inputs of each batch; rows that are not texts are prepared by the folder's own processor."""
     processor = None
-    if request["images"]:
-        from transformers import AutoImageProcessor
+    if named := request["processor"]:
+        import transformers
 
-        processor = AutoImageProcessor.from_pretrained(request["folder"])
+        processor = getattr(transformers, named["name"]).from_pretrained(request["folder"])
     for number in range(request["num_batches"]):
         with np.load(folder / f"inputs-{number}.npz") as stored:
             inputs = dict(stored)
-        if processor is not None:  # arrays [height, width, channels]
-            prepared = processor(list(inputs.values()), input_data_format="channels_last", return_tensors="np")
-            inputs = {"pixel_values": np.asarray(prepared["pixel_values"], np.float32)}
+        if processor is not None:
+            prepared = processor(list(inputs.values()), **named["options"], return_tensors="np")
+            inputs = {name: np.asarray(prepared[name], np.float32) for name in named["inputs"]}
         yield inputs
 
 

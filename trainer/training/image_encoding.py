@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import PIL.Image
+from numpy.typing import NDArray
 
 from trainer.data.collate import Normalisation
 from trainer.data.encoding import RowEncoding
 from trainer.data.image_split import ImageRows, encode_images
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.models.image_processor import ImageProcessor
+from trainer.models.configuration import checkpoint_labels, load_config
+from trainer.models.image_processor import ImageProcessor, load_image_processor
+from trainer.recipe.schema import Model, Recipe
 from trainer.tasks.task import ImageTask, Task
 from trainer.training.preparation import Preparation
+
+
+def load_preparation(recipe: Recipe) -> ImagePreparation:
+    """Return the preparation for the recipe's model.
+
+    Raises:
+        UsageError: The model has no image processor, or it cannot be reached.
+    """
+    config = load_config(recipe.model, {})
+    processor = load_image_processor(recipe.model, config)
+    return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,26 @@ class ImagePreparation(Preparation):
     def normalisation(self) -> str:
         return str(self.batching)
 
+    @property
+    def other_processor(self) -> dict[str, Any]:
+        options = {"input_data_format": "channels_last"}
+        return {"name": "AutoImageProcessor", "options": options, "inputs": ["pixel_values"]}
+
+    def recording(self) -> ImagePreparation:
+        return replace(self, processor=_Recorder(self.processor))
+
+    def recorded(self, rows: Sequence[int], num_rows: int) -> list[NDArray[np.uint8]]:
+        assert isinstance(self.processor, _Recorder)
+        seen = self.processor.seen[-num_rows:]
+        return [seen[row] if seen[row].ndim == 3 else seen[row][:, :, None] for row in rows]
+
+    def prepares_for(self, model: Model, config: Any) -> bool:
+        own, other = self.processor, load_image_processor(model, config)
+        # Equal processors make equal pixels of one image, whatever their names are.
+        image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
+        constants = [(p.scale, p.mean, p.std) for p in (own, other)]
+        return constants[0] == constants[1] and np.array_equal(own(image), other(image))
+
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:
         assert isinstance(task, ImageTask)
         return encode_images(split, task, self.processor, cache)
@@ -44,3 +82,16 @@ class ImagePreparation(Preparation):
 
     def save(self, folder: Path) -> None:
         self.processor.save(folder)
+
+
+class _Recorder(ImageProcessor):
+    """An image processor that keeps the images which it has seen, in the channels of the model."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        # The fields of a processor that is made already; a new one would be probed again.
+        vars(self).update(vars(processor))
+        self.seen: list[NDArray[np.uint8]] = []
+
+    def pixels(self, image: Any) -> NDArray[np.uint8]:
+        self.seen.append(super().pixels(image))
+        return self.seen[-1]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from trainer.data.collate import Batching, TokenMasking
 from trainer.data.encoding import RowEncoding
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
+from trainer.recipe.schema import Model
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.task import Task
 from trainer.tasks.types import Tokenizer
@@ -51,6 +55,26 @@ class Preparation(ABC):
     def normalisation(self) -> str | None:
         """How `batching` changes the values of prepared rows, in words; None: not at all."""
         return None
+
+    @property
+    def other_processor(self) -> dict[str, Any] | None:
+        """The class of transformers with which other programs prepare rows: its name, `options` and `inputs`, as JSON.
+
+        None: they get prepared rows.
+        """
+        return None
+
+    def recording(self) -> Preparation:
+        """Return the preparation that keeps rows for `other_processor`, in the order of their preparation."""
+        return self
+
+    def recorded(self, rows: Sequence[int], num_rows: int) -> list[NDArray[Any]]:
+        """Return some of the last `num_rows` rows that were kept."""
+        raise NotImplementedError
+
+    def prepares_for(self, model: Model, config: Any) -> bool:
+        """Return whether another model, with its configuration, prepares rows that are not texts in the same way."""
+        raise NotImplementedError
 
     @abstractmethod
     def encode(self, split: Split, task: Task, cache: Path) -> EncodedSplit:

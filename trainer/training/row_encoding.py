@@ -1,7 +1,4 @@
-"""Preparation of rows for the model, by its tokenizer or its image processor, which an export includes.
-
-This is the only module that joins a kind of task, of data and of model.
-"""
+"""Preparation of rows for the model, by its tokenizer or another part, which an export includes."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import numpy as np
 
 from trainer.base.disk import numbered_errors
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
+from trainer.base.extensions import resolved
 from trainer.data.collate import Padding, TokenMasking
 from trainer.data.encoding import RowEncoding
 from trainer.data.sources import Split
@@ -30,7 +28,7 @@ from trainer.models.configuration import (
     vocabulary_size,
 )
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
-from trainer.recipe.schema import ImageKeys, Recipe
+from trainer.recipe.schema import Recipe
 from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
@@ -42,15 +40,11 @@ def load_preparation(recipe: Recipe) -> Preparation:
     """Return the preparation for the recipe's task and model.
 
     Raises:
-        UsageError: The model has no tokenizer or image processor, or it cannot be reached.
+        UsageError: The model has no such part as a tokenizer, or it cannot be reached.
     """
-    if isinstance(recipe.task, ImageKeys):
-        config = load_config(recipe.model, {})
-        from trainer.models.image_processor import load_image_processor
-        from trainer.training.image_encoding import ImagePreparation
-
-        processor = load_image_processor(recipe.model, config)
-        return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
+    if recipe.task.other_inputs is not None:
+        preparation: Preparation = resolved(recipe.task.other_inputs.preparation)(recipe)
+        return preparation
     problems = Problems()
     # Model, tokenizer and folder are checked each, so that the user sees all problems at once.
     with problems.collect():

@@ -20,7 +20,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.base.terminal import quiet
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
-from trainer.models.image_processor import image_size, load_image_processor, takes_images_of
+from trainer.models.input_samples import samples_of
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Model, Recipe
 from trainer.recipe.sentence import POOLED
@@ -30,7 +30,6 @@ from trainer.training.folder_reader import EMBEDDINGS, ONNX_NAME
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
 _SAMPLE_TARGET = 4  # tokens; another number than that of the inputs, or the exporter would tie both
-_SAMPLE_IMAGE = (96, 64)  # height and width, where images of any size are read
 
 _MOST_REASON = 300  # letters
 
@@ -132,17 +131,13 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
 def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Sequence[int]]:
     """Return inputs of a model by name, and the dimensions whose size the graph leaves free; empty: all.
 
-    Inputs are ids `[rows, tokens]`, `[rows, choices, tokens]`, or images. A model that writes texts also takes the
-    tokens of the target before each one, `[rows, target tokens]`.
+    Inputs are ids `[rows, tokens]`, `[rows, choices, tokens]`, or other ones. A model that writes texts also takes
+    the tokens of the target before each one, `[rows, target tokens]`.
     """
     parameters = inspect.signature(type(model).forward).parameters
-    if model.main_input_name == "pixel_values":
-        processor = load_image_processor(Model(name_or_path=str(folder)), model.config)
-        is_free = processor.size is None and takes_images_of(model, model.config, _SAMPLE_IMAGE)
-        size = _SAMPLE_IMAGE if is_free else processor.size or image_size(model.config) or _SAMPLE_IMAGE
-        pixels = torch.zeros(_SAMPLE[0], processor.num_channels, *size)
-        return {"pixel_values": pixels}, (0, 2, 3) if is_free else (0,)
     rows, choices, tokens = _SAMPLE
+    if samples := samples_of(model.main_input_name):
+        return samples.of_graph(folder, model, rows)
     shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
     names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
     values = {name: torch.zeros(shape, dtype=torch.long) for name in names}

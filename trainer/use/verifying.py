@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
@@ -30,7 +29,6 @@ from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
 from trainer.engine.forward import without_cache
 from trainer.models.added import add_module, write_added
-from trainer.models.image_processor import ImageProcessor
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.trained import load_trained
@@ -49,7 +47,6 @@ from trainer.training.certificate import (
     texts_of,
 )
 from trainer.training.folder_reader import EMBEDDINGS
-from trainer.training.image_encoding import ImagePreparation
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
@@ -111,7 +108,7 @@ def verify(
     Args:
         model: the trained model, whole and on the CPU, without an added module.
         added: the tensors of the added module, by their names in the model.
-        preparation: the folder with the configuration and the tokenizer or image processor of the training.
+        preparation: the folder with the configuration and the tokenizer, or another processor, of the training.
 
     Raises:
         NotTheTrainedModelError: outputs or tokens differ.
@@ -169,25 +166,8 @@ def _data(
     return data, trained
 
 
-class _Recorder(ImageProcessor):
-    """An image processor that keeps the images which it has seen, in the channels of the model."""
-
-    def __init__(self, processor: ImageProcessor) -> None:
-        # The fields of a processor that is made already; a new one would be probed again.
-        vars(self).update(vars(processor))
-        self.seen: list[NDArray[np.uint8]] = []
-
-    def pixels(self, image: Any) -> NDArray[np.uint8]:
-        self.seen.append(super().pixels(image))
-        return self.seen[-1]
-
-
 def _recording(recipe: Recipe) -> Preparation:
-    preparation = load_preparation(recipe)
-    if not isinstance(preparation, ImagePreparation):
-        return preparation
-    assert isinstance(preparation.processor, ImageProcessor)
-    return replace(preparation, processor=_Recorder(preparation.processor))
+    return load_preparation(recipe).recording()
 
 
 class _Expected:
@@ -243,7 +223,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
         "auto_class": task.auto_class_name,
         "outputs": list(expected.outputs[0]),
         "texts": texts,
-        "images": isinstance(data.preparation, ImagePreparation),
+        "processor": data.preparation.other_processor,
         "num_batches": len(expected.batches),
         "packages": ["torch", "transformers", *packages],
     }
@@ -257,12 +237,10 @@ def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Pat
         arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
         if kind == "onnx" and POOLED in batch.inputs:
             arrays[POOLED] = batch.inputs[POOLED].flatten(0, -2).numpy()
-        if isinstance(data.preparation, ImagePreparation):
-            assert isinstance(data.preparation.processor, _Recorder)
+        if data.preparation.other_processor:
             # The validation rows are prepared last.
-            seen = data.preparation.processor.seen[-len(evaluated.rows) :]
-            pixels = [seen[row] for row in batch.rows.tolist()]
-            arrays = {f"{index:06d}": one if one.ndim == 3 else one[:, :, None] for index, one in enumerate(pixels)}
+            rows = data.preparation.recorded(batch.rows.tolist(), len(evaluated.rows))
+            arrays = {f"{index:06d}": row for index, row in enumerate(rows)}
         np.savez(place / f"inputs-{number}.npz", **arrays)
 
 

@@ -161,7 +161,7 @@ def test_a_teacher_reads_the_images_of_the_student(tmp_path: Path, capsys: pytes
     transformers.ViTImageProcessorPil(**processor).save_pretrained(teacher)
     assert main(["check", str(recipe)]) == ExitCode.DONE
     transformers.ViTImageProcessorPil(**{**processor, "image_mean": [0.4] * 3}).save_pretrained(teacher)
-    assert "must read the images of the student" in problems(capsys, recipe)
+    assert "must read the inputs of the student" in problems(capsys, recipe)
 
 
 def test_tensor_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import PIL.Image
-
 from trainer.base.errors import Problems, RecipeError, UsageError
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import cast_forward
@@ -18,7 +15,6 @@ from trainer.features.distillation.teacher import Teacher
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.fill import build_model, check_weights
-from trainer.models.image_processor import load_image_processor
 from trainer.models.place import PlacedModel, tensor_cut
 from trainer.models.statistics import persistent_buffers
 from trainer.models.tensor_split import check_split
@@ -28,11 +24,10 @@ from trainer.parallel.placement import PIPELINE_AXIS, Placements
 from trainer.parallel.shards.boxes import tensor_part, whole_part
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.schema import ImageKeys, Model, Recipe
+from trainer.recipe.schema import Model, Recipe
 from trainer.tasks.classes import places_of
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import shown
-from trainer.training.image_encoding import ImagePreparation
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import require_fitting_rotations, require_positions
 from trainer.training.second_model import LoadedModel, SecondModel
@@ -155,16 +150,11 @@ def _require_all(recipe: Recipe, lacking: Any) -> None:
 
 def _require_same_inputs(recipe: Recipe, task: Task, preparation: Preparation, described: ModelDescription) -> None:
     config, name = described.config, described.recipe.name_or_path
-    if isinstance(recipe.task, ImageKeys):
-        assert isinstance(preparation, ImagePreparation)
-        own, other = preparation.processor, load_image_processor(described.recipe, config)
-        # Equal processors make equal pixels of one image, whatever their names are.
-        image = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8))
-        constants = [(p.scale, p.mean, p.std) for p in (own, other)]
-        if constants[0] != constants[1] or not np.array_equal(own(image), other(image)):
+    if (other := recipe.task.other_inputs) is not None:
+        if not preparation.prepares_for(described.recipe, config):
             raise UsageError(
-                f"`distillation.teacher` must read the images of the student, but the image processor of {name!r} makes"
-                " others (size, channels or normalisation); use a teacher with the same processor"
+                f"`distillation.teacher` must read the inputs of the student, but the {other.part} of {name!r} makes"
+                " others (size, channels or normalisation); use a teacher with the same one"
             )
         return
     require_positions(recipe, config, "`distillation.teacher`")

@@ -21,7 +21,6 @@ from trainer.recipe.schema import (
     Evaluation,
     FileData,
     Generation,
-    ImageKeys,
     Logging,
     Model,
     Parallel,
@@ -84,7 +83,7 @@ def _of_model_and_parallel(model: Model, parallel: Parallel) -> Iterator[Contrad
 
 
 def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradiction]:
-    reads_text = not isinstance(task, ImageKeys)
+    reads_text = task.other_inputs is None
     if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
         text = "is missing, and random weights (`model.config`) have no tokenizer; set it"
         yield clash(text, "model.tokenizer", "model.config")
@@ -96,7 +95,7 @@ def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradictio
 
 
 def _of_task_and_data(task: TaskSection, data: Data) -> Iterator[Contradiction]:
-    if isinstance(task, ImageKeys):
+    if task.other_inputs is not None:
         for key in data.changed("max_length", "group_by_length", "pad_to", "padding_free"):
             yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", f"data.{key}", "task.type")
     else:
@@ -137,7 +136,7 @@ def _divisor(number: int, most: int) -> int:
 
 def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Contradiction]:
     key, rows = "training.micro_batch_tokens", "training.micro_batch_size"
-    if training.micro_batch_tokens is not None and isinstance(task, ImageKeys):
+    if training.micro_batch_tokens is not None and task.other_inputs is not None:
         yield clash(f"applies to texts, but `task.type` is {task.type}; use `{rows}`", key, "task.type")
     elif training.micro_batch_tokens is not None and training.micro_batch_size and training.changed("micro_batch_size"):
         yield clash(f"is set, but `{rows}` is {training.micro_batch_size}; set one of them to null", key, rows)

@@ -37,6 +37,26 @@ class Traits:
 
 
 @dataclass(frozen=True)
+class OtherInputs:
+    """Inputs of a model that are not texts, and the part of the model that prepares them.
+
+    Attributes:
+        name: the main input of such a model.
+        part: the name of the part in messages; one of `files` holds it.
+        most_checked: the rows of each split that `trainer check` prepares.
+        preparation: the function from a recipe to its `Preparation`, as "module:function".
+        samples: the `InputSamples` of such a model, as "module:class".
+    """
+
+    name: str
+    part: str
+    files: tuple[str, ...]
+    most_checked: int
+    preparation: str
+    samples: str
+
+
+@dataclass(frozen=True)
 class Start:
     """The values of a first recipe: a shipped recipe with a small model, a model on the hub, and its learning rate."""
 
@@ -53,6 +73,7 @@ class TaskKeys(Section):
 
     traits: ClassVar[Traits] = Traits()
     start: ClassVar[Start] = Start()
+    other_inputs: ClassVar[OtherInputs | None] = None  # None: rows are texts
     # The class of the task, as "module:class"; empty: that of `tasks/` with the name of the section.
     implementation: ClassVar[str] = ""
     also_called: ClassVar[Sequence[str]] = ()  # names of other tools, with underscores
@@ -111,6 +132,14 @@ class TextKeys(TaskKeys):
 class ImageKeys(TaskKeys):
     """Keys that all tasks on images share."""
 
+    other_inputs = OtherInputs(
+        name="pixel_values",
+        part="image processor",
+        files=("preprocessor_config.json", "processor_config.json"),
+        most_checked=200,
+        preparation="trainer.training.image_encoding:load_preparation",
+        samples="trainer.models.image_samples:ImageSamples",
+    )
     type: str
     image: Name = "image"
     """Column of the image: encoded (PNG, JPEG, ...), the name of such a file, or values from 0 to 255 as lists

@@ -22,7 +22,7 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.writing import recipe_name
 from trainer.recipe.registered import task_sections
-from trainer.recipe.schema import FileData, ImageKeys
+from trainer.recipe.schema import FileData
 from trainer.recipe.schema.task_keys import Start
 from trainer.tools.check import MOST_ROWS, check_parts
 from trainer.tools.init.columns import Column, columns_of
@@ -239,7 +239,7 @@ def _most_tokens(draft: Draft) -> int | None:
     if "data.max_length" in draft.request.given:
         return None
     recipe, most = draft.resolved().recipe, _LENGTHS[-1]
-    if isinstance(recipe.task, ImageKeys):
+    if recipe.task.other_inputs is not None:
         return None
     model = recipe.model
     has_model, has_tokenizer = _is_here(draft)

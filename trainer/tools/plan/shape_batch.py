@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.models.input_samples import samples_of
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import BatchPlan
 from trainer.recipe.schema import Recipe
-from trainer.tasks.task import ImageTask, Task
+from trainer.tasks.task import Task
 from trainer.tools.plan.ledger import BATCH, Ledger
 
 
@@ -40,12 +41,10 @@ def blank_batch(recipe: Recipe, task: Task, config: Any, batch: BatchPlan, lengt
 
 def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, start: int) -> Microbatch:
     inputs: dict[str, Tensor] = {}
-    texts = recipe.task.texts_per_row
-    if isinstance(task, ImageTask):
-        shape: tuple[int, ...] = (rows,)
-        size = getattr(config, "image_size", None) or 224
-        height, width = (size, size) if isinstance(size, int) else size
-        inputs["pixel_values"] = torch.zeros(rows, config.num_channels, height, width)
+    texts, other = recipe.task.texts_per_row, recipe.task.other_inputs
+    shape: tuple[int, ...] = (rows,)
+    if samples := None if other is None else samples_of(other.name):
+        inputs |= samples.blank(config, rows)
     else:
         shape = (rows, texts, length) if texts else (rows, length)
         inputs["input_ids"] = torch.zeros(shape, dtype=torch.long)
