@@ -1,4 +1,4 @@
-"""The task and the optimizer of `docs/extending.md` train as they stand."""
+"""The task, the optimizer and the logging target of `docs/extending.md` train as they stand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def test_the_task_of_the_page(tmp_path: Path):
     assert math.isclose(error, shown, rel_tol=1e-4)
 
 
+def install(folder: Path, name: str) -> None:
+    """Install the package of the page with this name."""
+    write_blocks(folder, f"{name}/")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[trainer.extensions]\n{name} = {name}:register\n")
+
+
 def losses_of(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
@@ -70,11 +80,7 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_the_optimizer_of_the_page(tmp_path: Path):
-    write_blocks(tmp_path, "lion/")
-    info = tmp_path / "lion-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lion\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[trainer.extensions]\nlion = lion:register\n")
+    install(tmp_path, "lion")
     keys = {"name": "lion", "learning_rate": 1e-3, "weight_decay": 0.1}
     results = []
     for name, ranks in (("one", "1"), ("two", "2")):
@@ -109,3 +115,23 @@ def test_the_update_of_the_page_is_the_published_one(tmp_path: Path, monkeypatch
         expected -= 0.01 * ((0.9 * average + 0.1 * gradient).sign() + 0.1 * expected)
         average = 0.99 * average + 0.01 * gradient
     torch.testing.assert_close(weight.detach().double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_logging_target_of_the_page(tmp_path: Path):
+    install(tmp_path, "statsd")
+    recipe = write_tiny_run(tmp_path, logging={"every": "4 steps", "to": ["statsd"], "project": "tiny"})
+    command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "1"]
+    with socket.socket(type=socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.1", 0))
+        server.settimeout(5)
+        variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "STATSD_PORT": str(server.getsockname()[1])}
+        ended = finish(start(command, **variables), 300)
+        assert ended.returncode == 0, ended.stderr
+        sent = []
+        while len(sent) < 2:
+            text = server.recv(1000).decode()
+            sent += [float(value) for value in re.findall(r"^tiny\.train/loss:(.*)\|g$", text)]
+    assert sent == losses_of(tmp_path)
+    ended = finish(start([*command, 'logging.to=["csv"]'], **variables), 120)
+    assert '`logging.project` applies only to "wandb", "mlflow", "trackio", "statsd", but' in ended.stderr

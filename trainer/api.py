@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.base import extensions
 from trainer.base.errors import ExitCode, LaunchError, UsageError
+from trainer.base.logging_targets import LoggingTarget
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
@@ -323,6 +324,32 @@ def register_optimizer(keys: type[OptimizerKeys]) -> None:
         UsageError: The keys are not those of an optimizer, or the name is taken.
     """
     extensions.register("optimizer", optimizer_name(keys), keys, _calling_module())
+
+
+def register_logging(
+    word: str,
+    observer: str,
+    *,
+    has_project: bool = False,
+    writes: Sequence[str] = (),
+    no_telemetry: Mapping[str, str] | None = None,
+) -> None:
+    """Register a target of the metrics of runs. Recipes name it in `logging.to`.
+
+    Args:
+        word: Its word there.
+        observer: The text "module:name" of an `Observer` or of a function that returns one, which is imported when
+            needed.
+        has_project: Whether `logging.project` applies to it. If so, `observer` is called with the project, and with a
+            function that shows a note on the console.
+        writes: Entries of the run's folder that it opens in place, so that a link there could lead elsewhere.
+        no_telemetry: Environment variables that stop its package from reporting its use.
+
+    Raises:
+        UsageError: The word is taken.
+    """
+    target = LoggingTarget(observer, has_project, tuple(writes), dict(no_telemetry or {}))
+    extensions.register("logging", word, target, _calling_module())
 
 
 def register_metric(

@@ -39,7 +39,7 @@ SLOW = {
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_rank_that_was_killed": "it starts twice",
     "tests/models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter": "some 40 tests in the interpreter",
     "tests/models/test_compiled.py::test_with_inductor": "the compiler builds C++ for each graph",
-    "tests/observe/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs with all trackers, not forked",
+    "tests/features/trackers/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs, not forked",
     "tests/parallel/test_compiled_kernels.py::test_every_kernel": "some kernels of large heads take minutes",
     "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",

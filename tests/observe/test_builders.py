@@ -5,8 +5,8 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
+from trainer.features.csv_metrics.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.builders import build_observers
-from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.recipe.schema import Logging
 from trainer.tools.run_metrics import read_metrics

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.observe.samples import run_info, step_record
 from trainer.base.errors import UsageError
-from trainer.observe.csv_files import TRAINING_FILE_NAME, CsvFiles
+from trainer.features.csv_metrics.csv_files import TRAINING_FILE_NAME, CsvFiles
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.observer import Observers
 from trainer.observe.records import EvaluationRecord

@@ -1308,10 +1308,10 @@ _OBSERVE = [
     Defect(
         "earlier_rows_lost",
         "The CSV files of a resumed run lack the rows of earlier starts.",
-        "observe/csv_files.py",
+        "features/csv_metrics/csv_files.py",
         "in run_lines(self._folder / METRICS_FILE_NAME)",
         "in ()",
-        ("observe/test_csv_files.py",),
+        ("features/csv_metrics/test_csv_files.py",),
     ),
     Defect(
         "waiting_rank_reports_a_stall",

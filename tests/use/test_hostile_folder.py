@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.tiny_run import write_tiny_run
 from trainer.base.errors import ExitCode
-from trainer.checkpoint.owner import OWNER_FILE, WRITTEN_THROUGH
+from trainer.checkpoint.owner import OWNER_FILE, written_through
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
 
@@ -59,7 +59,7 @@ def test_nothing_is_written_through_a_link_at_a_scratch_name(tmp_path: Path, out
     assert (tmp_path / "run" / "model" / "README.md").exists()
 
 
-@pytest.mark.parametrize("name", [OWNER_FILE, *WRITTEN_THROUGH])
+@pytest.mark.parametrize("name", [OWNER_FILE, *written_through()])
 def test_a_link_where_a_run_writes_is_refused(tmp_path: Path, outside: Path, name: str, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(outside / "precious" if "." in name else outside)
@@ -73,7 +73,7 @@ def test_every_entry_of_a_run_is_replaced_or_refused_as_a_link(tmp_path: Path):
     assert start(tmp_path, "logging.profile.steps=[1, 1]", "evaluation.every=1 step") == ExitCode.DONE
     made = {path.name for path in (tmp_path / "run").iterdir()}
     replaced = {name for name in SCRATCH if "/" not in name} | {name.removeprefix(".saving-") for name in SCRATCH}
-    assert made <= replaced | set(WRITTEN_THROUGH)
+    assert made <= replaced | set(written_through())
 
 
 @pytest.mark.parametrize("content", KEYS)

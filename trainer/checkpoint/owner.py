@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.base.errors import TrainerError, UsageError, storage_error
+from trainer.base.logging_targets import logging_targets
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 
 OWNER_FILE = ".owner.json"
-WRITTEN_THROUGH = ("checkpoints", "mlflow.db", "profile", "ranks", "tensorboard", "wandb")
-"""The entries of a run's folder that a link could lead elsewhere; all other files and folders are replaced."""
 WAIT_SECONDS = 15.0
 """The time that a start waits for the previous owner, since a restarted rank can start before the old one ends."""
+
+
+def written_through() -> list[str]:
+    """Return the entries of a run's folder that a link could lead elsewhere; all others are replaced."""
+    of_targets = (name for target in logging_targets().values() for name in target.writes)
+    return sorted({"checkpoints", "profile", "ranks", *of_targets})
 
 
 class FolderOwner:
@@ -32,7 +37,7 @@ class FolderOwner:
             TrainerError: another process holds the lock, or the disk is full.
             UsageError: the folder cannot be written, or a link stands where the run would write.
         """
-        for place in (self._folder / name for name in WRITTEN_THROUGH):
+        for place in (self._folder / name for name in written_through()):
             if place.is_symlink():
                 raise UsageError(
                     f"`checkpoint.folder` must hold no link where the run writes, but {place} leads to"

@@ -1,4 +1,4 @@
-"""Output of a run: terminal, files, TensorBoard and tracking services.
+"""Output of a run: terminal and files; features add others.
 
 Observers use only the records in `records.py`, no model, engine or process group.
 """

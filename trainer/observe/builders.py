@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TextIO
+from typing import TextIO
 
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import resolved
+from trainer.base.logging_targets import logging_targets
 from trainer.observe.console import open_console
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.observer import Observer, Observers
 from trainer.recipe.schema import Logging
-
-# Texts, so that a run imports its own destinations only.
-_FILES = {"csv": "csv_files:CsvFiles", "tensorboard": "tensorboard:TensorBoard"}
-_SERVICES = {"wandb": "wandb:WandbService", "mlflow": "mlflow:MLflowService", "trackio": "trackio:TrackioService"}
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:
@@ -27,15 +24,9 @@ def build_observers(logging: Logging, stream: TextIO) -> Observers:
         UsageError: a destination needs a package that is not installed.
     """
     console = open_console(stream) if "console" in logging.to else Observer()
-    built: list[Observer] = [_resolved(name)() for word, name in _FILES.items() if word in logging.to]
-    services = [_resolved(name) for word, name in _SERVICES.items() if word in logging.to]
-    if services:
-        from trainer.observe.tracking import Tracker
-
-        built += [Tracker(service(logging.project), console.note) for service in services]
-    built += [resolved(row.value)() for row in registered("logging") if row.name in logging.to]
-    return Observers([MetricsFile(), *built, console])
-
-
-def _resolved(name: str) -> Any:
-    return resolved(f"trainer.observe.{name}")
+    built: list[Observer] = [MetricsFile()]
+    for word, target in logging_targets().items():
+        if word in logging.to:
+            arguments = (logging.project, console.note) if target.has_project else ()
+            built.append(resolved(target.observer)(*arguments))
+    return Observers([*built, console])

@@ -18,6 +18,7 @@ from trainer.observe.records import (
     RunInfo,
     StepRecord,
 )
+from trainer.ranks.environment import forbid_telemetry
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,15 @@ class NumberObserver(Observer):
 
 @contextmanager
 def packages_of(destination: str) -> Iterator[None]:
-    """Import the packages of a word of `logging.to` inside this context; the extra has the same name.
+    """Import the packages of a word of `logging.to` inside this context, with their usage reports off.
+
+    The extra of this project with these packages has the same name.
 
     Raises:
         UsageError: a package is not installed.
     """
+    # Again, since a target of an entry point is registered after the start; a package reads it when it is imported.
+    forbid_telemetry()
     try:
         yield
     except ImportError as error:

@@ -12,10 +12,13 @@ import socket
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import LaunchError, RecipeError, UsageError
+from trainer.base.logging_targets import logging_targets
 
 Launcher = Literal[
     "none",
@@ -30,14 +33,11 @@ Launcher = Literal[
     "variables",  # RANK, WORLD_SIZE and the others, without a mark of any launcher
 ]
 
-NO_TELEMETRY: Mapping[str, str] = {
-    "DO_NOT_TRACK": "true",  # donottrack.sh; huggingface_hub and MLflow read it
+_NO_TELEMETRY: Mapping[str, str] = {
+    "DO_NOT_TRACK": "true",  # donottrack.sh; huggingface_hub reads it
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, for a data set from another host
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "WANDB_ERROR_REPORTING": "false",  # W&B's client reports its own errors to W&B, also for a private server
 }
-"""Variables that stop libraries from reporting their use; see `docs/tracking.md`."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable with the network interface for gloo."""
@@ -241,16 +241,21 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return user_cache(environ) / "trainer"
 
 
+def no_telemetry() -> dict[str, str]:
+    """Return the variables that stop libraries from reporting their use; see `docs/tracking.md`."""
+    return reduce(or_, (target.no_telemetry for target in logging_targets().values()), dict(_NO_TELEMETRY))
+
+
 def forbid_telemetry(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set `NO_TELEMETRY` for this process and its children; libraries read it when they are imported."""
-    environ.update(NO_TELEMETRY)
+    """Set `no_telemetry` for this process and its children; libraries read it when they are imported."""
+    environ.update(no_telemetry())
 
 
-def mlflow_settings() -> tuple[str, str]:
-    """Return MLflow's variables with the place and the experiment of a run; empty: not set. Shorten its time limits."""
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # else minutes for a server that is away
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # seconds
-    return os.environ.get("MLFLOW_TRACKING_URI", ""), os.environ.get("MLFLOW_EXPERIMENT_NAME", "")
+def library_settings(*names: str, defaults: Mapping[str, str]) -> list[str]:
+    """Return variables that a library reads; empty: not set. Set further ones where the user has not."""
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    return [os.environ.get(name, "") for name in names]
 
 
 def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Kind, Registration, consume, registered, resolved
-from trainer.recipe.schema import OptimizerKeys, Recipe, Section, TaskKeys, file_schema
+from trainer.recipe.schema import Logging, OptimizerKeys, Recipe, Section, TaskKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
 __all__ = ["asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
@@ -75,14 +75,15 @@ def _add_section(name: str, registration: Registration, kind: type[Section]) -> 
     Recipe.model_fields[name].annotation = reduce(or_, {**_sections(name), registration.name: kind}.values())
 
 
-def _metric_names(section: type[TaskKeys]) -> tuple[str, ...]:
-    (literal,) = get_args(section.model_fields["metrics"].annotation)
+def _words(section: type[Section], key: str) -> tuple[str, ...]:
+    (literal,) = get_args(section.model_fields[key].annotation)
     return get_args(literal)
 
 
 # Read before any registration reaches the schema, which happens at the end of this module.
 _SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer")}
-_SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _metric_names(section))
+_SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _words(section, "metrics"))
+_SHIPPED_LOGGING = _words(Logging, "to")
 
 
 def _add_task(registration: Registration) -> None:
@@ -132,12 +133,23 @@ def _add_metric(registration: Registration) -> None:
                 f"the metric {registration.name!r} is for the task {name!r}, which is unknown; tasks are"
                 f" {', '.join(sections)}"
             )
-        field, names = sections[name].model_fields["metrics"], _metric_names(sections[name])
-        if registration.name not in names:
-            # `Literal[...]` with names that only a running program knows.
-            item: Any = getitem(Literal, (*names, registration.name))
-            field.annotation = list[item]
-            sections[name].model_rebuild(force=True)
+        _add_word(sections[name], "metrics", registration.name)
+
+
+def _add_word(section: type[Section], key: str, word: str) -> None:
+    """Allow a further word in a list of words."""
+    words = _words(section, key)
+    if word not in words:
+        # `Literal[...]` with names that only a running program knows.
+        item: Any = getitem(Literal, (*words, word))
+        section.model_fields[key].annotation = list[item]
+        section.model_rebuild(force=True)
+
+
+def _add_logging_target(registration: Registration) -> None:
+    if registration.name in _SHIPPED_LOGGING:
+        raise UsageError(f"the logging {registration.name!r} ships with trainer; register yours under another name")
+    _add_word(Logging, "to", registration.name)
 
 
 def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
@@ -161,3 +173,4 @@ consume("task", _add_task, _compile)
 consume("optimizer", _add_optimizer, _compile)
 consume("keys", _add_keys, _compile)
 consume("metric", _add_metric, _compile)
+consume("logging", _add_logging_target, _compile)

@@ -231,7 +231,7 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (
             ["logging.project=reviews"],
-            '`logging.project` applies only to "wandb", "mlflow" and "trackio", but `logging.to` has none of them;'
+            '`logging.project` applies only to "wandb", "mlflow", "trackio", but `logging.to` has none of them;'
             " add one, or set this key to null",
         ),
         (

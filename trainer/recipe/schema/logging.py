@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainer.base.logging_targets import logging_targets
 from trainer.recipe.schema.fields import Interval, IntervalField, text_pattern
 from trainer.recipe.schema.section import Contradiction, Section, clash
 
@@ -31,21 +32,18 @@ class Logging(Section):
 
     every: IntervalField = Interval(10, "steps")
     """How often training metrics are shown and written."""
-    to: list[Literal["console", "jsonl", "csv", "html", "tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        default=["console", "jsonl"]
-    )
+    to: list[Literal["console", "jsonl"]] = Field(default=["console", "jsonl"])
     """`metrics.jsonl` is always written. `html` keeps `report.html` up to date."""
     profile: Profile | None = None
     """Steps to profile into the folder `profile` of the run; null: none."""
     project: Project | None = Field(default=None)
-    """Project of W&B and Trackio, experiment of MLflow; null: the service's setting."""
+    """Project of a tracking service, experiment of MLflow; null: the service's setting."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        if self.project is not None and not {"wandb", "mlflow", "trackio"} & set(self.to):
-            text = (
-                'applies only to "wandb", "mlflow" and "trackio", but `logging.to` has none of them; add one, or set'
-                " this key to null"
-            )
+        able = [word for word, target in logging_targets().items() if target.has_project]
+        if self.project is not None and not {*able} & {*self.to}:
+            names = ", ".join(f'"{word}"' for word in able) or "tracking services"
+            text = f"applies only to {names}, but `logging.to` has none of them; add one, or set this key to null"
             yield clash(text, "logging.project", "logging.to")
         if self.profile is not None:
             first, last = self.profile.steps

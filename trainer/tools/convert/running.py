@@ -13,7 +13,6 @@ from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.sources import Item, Tool
 
 _TA, _DS = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED
-_LOGGERS: tuple[str, ...] = get_args(get_args(Logging.model_fields["to"].annotation)[0])
 METRICS = {"matthews_correlation": "matthews", "spearmanr": "spearman", "pearsonr": "pearson"}
 """Names of metrics that differ from those of a recipe."""
 
@@ -182,9 +181,10 @@ def _named_loggers(draft: Draft) -> dict[str, Item]:
 
 def _loggers(draft: Draft) -> None:
     named = _named_loggers(draft)
-    known = {name: item for name, item in named.items() if name in _LOGGERS}
+    words: tuple[str, ...] = get_args(get_args(Logging.model_fields["to"].annotation)[0])
+    known = {name: item for name, item in named.items() if name in words}
     if known:
-        to = [name for name in _LOGGERS if name in (*Logging().to, *known)]
+        to = [name for name in words if name in (*Logging().to, *known)]
         draft.take("logging.to", to, *{item.key: item for item in known.values()}.values())
     project = draft.sources.written(_DS, "wandb.project")
     if project is not None and "wandb" in known:
@@ -194,5 +194,5 @@ def _loggers(draft: Draft) -> None:
     for name, item in named.items():
         if name not in known:
             others = [other for other, its in named.items() if its is item and other in known]
-            text = f"{name} is not supported: {', '.join(_LOGGERS)}"
+            text = f"{name} is not supported: {', '.join(words)}"
             draft.say(item, Outcome.NONE, text + (f"; `logging.to` has {', '.join(others)}" if others else ""))

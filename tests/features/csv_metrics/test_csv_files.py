@@ -9,8 +9,8 @@ import pytest
 
 from tests.observe.samples import run_info, step_record
 from trainer.base.errors import TrainerError
-from trainer.observe import csv_files
-from trainer.observe.csv_files import EVALUATION_FILE_NAME, LOGGED_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
+from trainer.features.csv_metrics import csv_files
+from trainer.features.csv_metrics.csv_files import EVALUATION_FILE_NAME, LOGGED_FILE_NAME, TRAINING_FILE_NAME, CsvFiles
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile, run_lines
 from trainer.observe.observer import Observers
 from trainer.observe.records import EvaluationRecord, LoggedRecord

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
+from trainer.features.trackers.tensorboard import TensorBoard
 from trainer.observe.records import EvaluationRecord
-from trainer.observe.tensorboard import TensorBoard
 
 
 def read(folder: Path) -> EventAccumulator:

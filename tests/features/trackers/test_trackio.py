@@ -11,9 +11,9 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
+from trainer.features.trackers.tracking import IDS_FILE_NAME, Tracker
+from trainer.features.trackers.trackio import TrackioService
 from trainer.observe.records import EvaluationRecord
-from trainer.observe.tracking import IDS_FILE_NAME, Tracker
-from trainer.observe.trackio import TrackioService
 
 IS_INSTALLED = find_spec("trackio") is not None  # it needs an older pillow than the pinned one
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.observe.mlflow import MLflowService
-from trainer.observe.tracking import Tracker
+from trainer.features.trackers.mlflow import MLflowService
+from trainer.features.trackers.tracking import Tracker
 
 pytestmark = [
     pytest.mark.slow,

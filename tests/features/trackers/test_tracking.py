@@ -12,9 +12,9 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import ExitCode, TrainerError, UsageError
-from trainer.observe import tracking
+from trainer.features.trackers import tracking
+from trainer.features.trackers.tracking import IDS_FILE_NAME, Point, Tracker
 from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo
-from trainer.observe.tracking import IDS_FILE_NAME, Point, Tracker
 
 
 class FakeService:
@@ -117,7 +117,7 @@ def test_ids_that_the_storage_does_not_give_are_no_mistake_of_the_user(tmp_path,
     def fail(path: Path) -> bytes:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("trainer.observe.tracking.read_plain", fail)
+    monkeypatch.setattr("trainer.features.trackers.tracking.read_plain", fail)
     with pytest.raises(TrainerError, match=r"tracking\.json` must name .*but cannot be read .* start again") as raised:
         started(FakeService(), tmp_path, 4)
     assert raised.value.exit_code == code

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import UsageError
+from trainer.features.trackers.tracking import END_SECONDS, Point, Tracker, best_values, tracked_config
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
-from trainer.observe.tracking import END_SECONDS, Point, best_values, tracked_config
-from trainer.ranks.environment import forbid_telemetry
 
 if TYPE_CHECKING:
     import wandb
@@ -53,7 +52,6 @@ class WandbService:
     word = "wandb"
 
     def __init__(self, project: str | None) -> None:
-        forbid_telemetry()
         with packages_of(self.word):
             import wandb
         self._wandb = wandb
@@ -115,3 +113,7 @@ class WandbService:
     def close(self) -> None:
         """End the library's own process, `wandb-core`."""
         self._wandb.teardown()
+
+
+def tracker(project: str | None, note: Callable[[str], None]) -> Tracker:
+    return Tracker(WandbService(project), note)

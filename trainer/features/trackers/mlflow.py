@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.base.batches import batches
 from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves, without_secrets
+from trainer.features.trackers.tracking import Point, Tracker, best_values, tracked_config
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
-from trainer.observe.tracking import Point, best_values, tracked_config
-from trainer.ranks.environment import forbid_telemetry, mlflow_settings
+from trainer.ranks.environment import library_settings
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
+_PLACE = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+_SHORT_LIMITS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # else minutes for a server that is away
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
+}
 _DEFAULT_EXPERIMENT = "Default"  # MLflow's own default
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "SCHEDULED"}  # SCHEDULED: the run continues later
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # maximum numbers of one request
@@ -35,8 +40,7 @@ class MLflowService:
     word = "mlflow"
 
     def __init__(self, experiment: str | None) -> None:
-        forbid_telemetry()
-        self._uri, experiment_name = mlflow_settings()
+        self._uri, experiment_name = library_settings(*_PLACE, defaults=_SHORT_LIMITS)
         with packages_of(self.word):
             import mlflow.tracking
             import sqlalchemy  # noqa: F401  the local store needs it, and mlflow-skinny does not install it
@@ -116,3 +120,7 @@ class MLflowService:
 
     def close(self) -> None:
         """Do nothing: no connection stays open."""
+
+
+def tracker(experiment: str | None, note: Callable[[str], None]) -> Tracker:
+    return Tracker(MLflowService(experiment), note)

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.features.trackers.tracked import offline_runs
 from tests.helpers.processes import ROOT, environment
-from tests.helpers.tracked import offline_runs
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import TrainerError, UsageError
-from trainer.observe import wandb as wandb_room
+from trainer.features.trackers import wandb as wandb_room
+from trainer.features.trackers.tracking import Tracker
+from trainer.features.trackers.wandb import WandbService
 from trainer.observe.records import EvaluationRecord
-from trainer.observe.tracking import Tracker
-from trainer.observe.wandb import WandbService
 
 # Its import takes seconds, so each worker would wait for it at the collection.
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")]
@@ -128,7 +128,8 @@ def test_its_process_does_not_outlive_a_run_that_is_killed(tmp_path):
     code = (
         "import os, sys, psutil; from pathlib import Path\n"
         "from tests.observe.samples import run_info, step_record\n"
-        "from trainer.observe.tracking import Tracker; from trainer.observe.wandb import WandbService\n"
+        "from trainer.features.trackers.tracking import Tracker\n"
+        "from trainer.features.trackers.wandb import WandbService\n"
         "tracker = Tracker(WandbService(None), print); tracker.start(run_info(Path(sys.argv[1])))\n"
         "tracker.step(step_record(1))\n"
         "print(*[child.pid for child in psutil.Process().children() if 'wandb-core' in child.name()], flush=True)\n"

@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.features.trackers.tracked import offline_runs
 from tests.helpers import processes
 from tests.helpers.tiny_run import write_tiny_run
-from tests.helpers.tracked import offline_runs
 from tests.helpers.turns import once
-from trainer.observe.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
+from trainer.features.csv_metrics.csv_files import EVALUATION_FILE_NAME, TRAINING_FILE_NAME
 from trainer.observe.metrics_file import METRICS_FILE_NAME
-from trainer.ranks.environment import NO_TELEMETRY, forbid_telemetry
+from trainer.ranks.environment import forbid_telemetry, no_telemetry
 from trainer.tools.run_metrics import Metrics, read_metrics
 
 IN_NO_NETWORK = ["unshare", "--map-root-user", "--net"]
@@ -49,9 +49,9 @@ def watch(folder: Path) -> tuple[Path, dict[str, Any]]:
     for name in list(variables):
         if name in MARKS_OF_TESTS or (name.startswith(("MLFLOW_", "WANDB_")) and name != "WANDB_MODE"):
             del variables[name]
-    variables |= {name: OPPOSITES[value] for name, value in NO_TELEMETRY.items()}
+    variables |= {name: OPPOSITES[value] for name, value in no_telemetry().items()}
     (folder / "elsewhere").mkdir()
-    program = processes.ROOT / "tests" / "helpers" / "watched_run.py"
+    program = processes.ROOT / "tests" / "features" / "trackers" / "watched_run.py"
     runs = [json.dumps([*words, "training.stop_at_step=5"]), json.dumps(words)]
     prefix = no_network()
     done = subprocess.run(
@@ -125,6 +125,6 @@ def _column(file: Path, name: str) -> dict[int, float]:
 
 
 def test_what_the_user_has_set_does_not_allow_it():
-    environ = dict.fromkeys(NO_TELEMETRY, "allow")
+    environ = dict.fromkeys(no_telemetry(), "allow")
     forbid_telemetry(environ)
-    assert environ == NO_TELEMETRY
+    assert environ == no_telemetry()

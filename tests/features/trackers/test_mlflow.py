@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.features.trackers.test_tracking import wait_for
 from tests.observe.samples import end_record, run_info, step_record
-from tests.observe.test_tracking import wait_for
 from trainer.base.errors import TrainerError, UsageError
-from trainer.observe.mlflow import MLflowService
+from trainer.features.trackers.mlflow import MLflowService
+from trainer.features.trackers.tracking import IDS_FILE_NAME, Tracker
 from trainer.observe.records import EvaluationRecord
-from trainer.observe.tracking import IDS_FILE_NAME, Tracker
 
 # Its import takes a second, so each worker would wait for it at the collection.
 pytestmark = [

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
 from trainer.base.errors import UsageError
+from trainer.features.trackers.tracking import Point, Tracker, best_values, tracked_config
 from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
-from trainer.observe.tracking import Point, best_values, tracked_config
-from trainer.ranks.environment import forbid_telemetry
 
 _DEFAULT_PROJECT = "trainer"
 
@@ -30,7 +29,6 @@ class TrackioService:
     word = "trackio"
 
     def __init__(self, project: str | None) -> None:
-        forbid_telemetry()
         with packages_of(self.word):
             import trackio
         self._trackio = trackio
@@ -72,3 +70,7 @@ class TrackioService:
     def close(self) -> None:
         """Keep Trackio from finishing the run a second time when Python exits."""
         self._trackio.context_vars.current_run.set(None)
+
+
+def tracker(project: str | None, note: Callable[[str], None]) -> Tracker:
+    return Tracker(TrackioService(project), note)

@@ -1,0 +1,1 @@
+"""CSV files of the metrics of a run."""

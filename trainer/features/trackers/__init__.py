@@ -1,0 +1,1 @@
+"""Logging to TensorBoard and to tracking services: Weights & Biases, MLflow and Trackio."""
