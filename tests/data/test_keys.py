@@ -20,6 +20,7 @@ from trainer.data import cache as cache_module
 from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
+from trainer.features.question_answering.section import QuestionAnswering
 from trainer.models.image_processor import ImageProcessor
 from trainer.recipe.schema import (
     CausalLM,
@@ -27,7 +28,6 @@ from trainer.recipe.schema import (
     ImageClassification,
     MaskedLM,
     MultipleChoice,
-    QuestionAnswering,
     Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,

@@ -256,13 +256,6 @@ def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSpl
     return split
 
 
-def tiny_windows(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return windows of questions: the rows of `tiny_split` with random positions of the answers as labels."""
-    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
-    split.arrays["labels"] = np.sort(random.integers(0, split.lengths[:, None], (num_rows, 2)), axis=1)
-    return split
-
-
 def tiny_choices(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return rows of two or three choices, of 3 to 17 random tokens each, with the index of the right one."""
     split, random = tiny_tuples(num_rows), np.random.default_rng(1)
@@ -390,12 +383,6 @@ TINY_TASKS = {
         {"type": "causal_lm", "text": "text", "packing": "documents", "vocabulary_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
-        Padding(0),
-    ),
-    "question_answering": TinyTask(
-        {"type": "question_answering"},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_windows,
         Padding(0),
     ),
     "multiple_choice": TinyTask(

@@ -28,7 +28,6 @@ TASKS = (
     "seq2seq_lm",
     "seq2seq_lm_bart",
     "token_classification",
-    "question_answering",
     "multiple_choice",
     "weighted_classification",
     "multi_label",
@@ -74,7 +73,6 @@ FURTHER = {
     "causal_lm_packed": ("fsdp-accumulated",),
     "seq2seq_lm": ("tensor-sequence-accumulated",),
     "token_classification": ("tensor-sequence-accumulated", "context"),
-    "question_answering": ("tensor-sequence-accumulated", "context"),
     "multiple_choice": ("fsdp-accumulated", "context"),
 }
 """Layouts in which `make test-all` trains a task, where its labels or its rows are cut in another way than others'."""

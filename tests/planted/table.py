@@ -793,18 +793,18 @@ _TASKS = [
     Defect(
         "sign_of_no_answer",
         "No answer is preferred where the best answer has the higher score.",
-        "tasks/question_answering.py",
+        "features/question_answering/question_answering.py",
         "found.no_answer - best.score > self.null_threshold",
         "best.score - found.no_answer > self.null_threshold",
-        ("tasks/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
+        ("features/question_answering/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
     ),
     Defect(
         "no_answer_of_the_surest_window",
         "The score for no answer is the highest of all windows, not the lowest.",
-        "tasks/question_answering.py",
+        "features/question_answering/question_answering.py",
         'float(arrays["no_answer"][own].min())',
         'float(arrays["no_answer"][own].max())',
-        ("tasks/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
+        ("features/question_answering/test_question_answering.py::test_answers_are_the_best_of_all_windows",),
     ),
     Defect(
         "packed_documents_see_each_other",
@@ -1444,7 +1444,7 @@ _TRAINING = [
         "order = torch.arange(num_rows) if whole else None",
         (
             "use/test_predict.py::test_predictions_are_those_of_a_pipeline",
-            "training/test_questions.py::test_any_number_of_ranks_gives_the_same_metrics",
+            "features/question_answering/test_runs.py::test_any_number_of_ranks_gives_the_same_metrics",
         ),
     ),
 ]

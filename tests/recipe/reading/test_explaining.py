@@ -113,8 +113,8 @@ Minimal = dict[str, Any]
         (
             "task.type=classification",
             '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
-            ' "image_classification", "embedding", "seq2seq_lm", "token_classification", "question_answering",'
-            ' "multiple_choice", "preference", "reward_model", "reranker", but is'
+            ' "image_classification", "embedding", "seq2seq_lm", "token_classification", "multiple_choice",'
+            ' "preference", "reward_model", "question_answering", "reranker", but is'
             ' "classification"; did you mean "sequence_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
@@ -209,7 +209,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
             {},
             '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
             ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification",'
-            ' "question_answering", "multiple_choice", "preference", "reward_model", "reranker"',
+            ' "multiple_choice", "preference", "reward_model", "question_answering", "reranker"',
         ),
         (
             "data",

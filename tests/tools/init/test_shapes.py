@@ -13,8 +13,6 @@ from trainer.tools.init.shapes import Shape, notes, shapes
 
 CLASSES = "sequence_classification"
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-SQUAD = {"id": "1", "title": "t", "context": "a b c", "question": "q", "answers": {"text": ["b"], "answer_start": [2]}}
-UNANSWERED = SQUAD | {"answers": {"text": [], "answer_start": []}}
 
 
 def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
@@ -52,8 +50,6 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
         (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, anchor="a", positive="b", negative="c"), {"texts": ["anchor", "positive", "negative"]}),
-        ([SQUAD], {"type": "question_answering", "answers": "answers"}),
-        ([SQUAD, UNANSWERED], {"type": "question_answering", "unanswerable": True}),
         (rows_of(3, tokens=["a", "b"], ner_tags=["O", "B-X"]), {"words": "tokens", "tags": "ner_tags"}),
         (rows_of(3, text="t", spans=[{"start": 0, "end": 1, "label": "A"}]), {"text": "text", "spans": "spans"}),
         (rows_of(3, question="q", choices=["a", "b"], answer=(0, 1)), {"type": "multiple_choice", "label": "answer"}),

@@ -27,7 +27,6 @@ from trainer.recipe.schema.task import (
     Embedding,
     ImageClassification,
     MultipleChoice,
-    QuestionAnswering,
     SequenceClassification,
     SequenceRegression,
     TaskSection,

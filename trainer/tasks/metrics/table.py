@@ -10,7 +10,6 @@ import numpy as np
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Registration, consume, resolved
-from trainer.tasks.metrics import squad
 from trainer.tasks.metrics.generated_text import TEXT_METRICS
 from trainer.tasks.metrics.metric import Metric, Values
 
@@ -106,11 +105,6 @@ METRICS: dict[str, Metric] = {
     "recall_at_10": Metric(_recall_at(10)),
     "mrr": Metric(_mrr),
     **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
-    "exact_match": Metric(squad.exact_match),
-    "token_f1": Metric(squad.token_f1),
-    "has_answer_exact_match": Metric(squad.has_answer_exact_match),
-    "has_answer_f1": Metric(squad.has_answer_f1),
-    "no_answer_f1": Metric(squad.no_answer_f1),
 }
 
 

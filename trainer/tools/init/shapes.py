@@ -108,26 +108,6 @@ def _of_images(columns: _Columns) -> Iterator[Shape]:
         yield Shape(task, f"`{image.name}` holds images", labels=labels[1:])
 
 
-def _of_questions(columns: _Columns) -> Iterator[Shape]:
-    question, context = columns.get(_TEXT, "question"), columns.get(_TEXT, "context")
-    if question is None or context is None:
-        return
-    answers = columns.get(("object", "objects"), "answers", "answer")
-    start = columns.get(("integer", "number"), "answer_start")
-    text = columns.get(_TEXT, "answer_text", "answer", "answers")
-    if answers is None and (start is None or text is None):
-        return
-    keys: dict[str, Any] = {"question": question.name, "context": context.name}
-    if answers is not None:
-        keys["answers"] = answers.name
-        empty = any(isinstance(value, dict) and not value.get("text") for value in answers.values)
-        if empty:
-            keys["unanswerable"] = True
-    elif start is not None and text is not None:
-        keys["answers"] = [text.name, start.name]
-    yield Shape({"type": "question_answering", **keys}, "answers as parts of a context, as in SQuAD")
-
-
 def _of_chats(columns: _Columns) -> Iterator[Shape]:
     chat = columns.get(("chat",), "messages", "conversations", "conversation", "chat")
     chat = chat or next((column for column in columns.all if column.kind == "chat"), None)
@@ -396,7 +376,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (10, _of_images), (30, _of_questions), (40, _of_chats), (50, _of_words), (60, _of_choices), (70, _of_embeddings),
+    (10, _of_images), (40, _of_chats), (50, _of_words), (60, _of_choices), (70, _of_embeddings),
     (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError
+from trainer.features.question_answering.squad import accepted_answers
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.tasks.exported import Card
-from trainer.tasks.metrics.squad import accepted_answers
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.task import TextTask

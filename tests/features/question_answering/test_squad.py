@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tasks.metrics import squad
+from trainer.features.question_answering import squad
 
 # prediction, accepted answers, exact match and F1 by the arithmetic of the official scripts
 CASES = [
@@ -29,10 +29,10 @@ def test_means_over_all_questions_and_over_those_with_or_without_an_answer():
     predictions, accepted = ["cat", "big dog", "bird", ""], [["cat"], ["dog"], [""], [""]]
     assert squad.exact_match(predictions, accepted) == 50
     assert squad.token_f1(predictions, accepted) == pytest.approx(100 * (1 + 2 / 3 + 0 + 1) / 4)
-    assert squad.has_answer_exact_match(predictions, accepted) == 50
-    assert squad.has_answer_f1(predictions, accepted) == pytest.approx(100 * (1 + 2 / 3) / 2)
-    assert squad.no_answer_f1(predictions, accepted) == 50
-    assert squad.no_answer_f1(["cat"], [["cat"]]) == 0
+    assert squad.HAS_ANSWER_EXACT_MATCH.compute(predictions, accepted) == 50
+    assert squad.HAS_ANSWER_F1.compute(predictions, accepted) == pytest.approx(100 * (1 + 2 / 3) / 2)
+    assert squad.NO_ANSWER_F1.compute(predictions, accepted) == 50
+    assert squad.NO_ANSWER_F1.compute(["cat"], [["cat"]]) == 0
 
 
 def test_squad_2_omits_answers_that_normalise_to_nothing():

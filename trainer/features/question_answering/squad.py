@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from trainer.tasks.metrics.metric import Metric
+
 Accepted: TypeAlias = Sequence[str]
 """The accepted answers of a question; `[""]` if it has none."""
 
@@ -52,11 +54,6 @@ def _among(
     return value
 
 
-has_answer_exact_match = _among(exact_match, answered=True)
-has_answer_f1 = _among(token_f1, answered=True)
-no_answer_f1 = _among(token_f1, answered=False)
-
-
 def _mean(score: Callable[[str, str], float], predictions: Iterable[str], accepted: Iterable[Accepted]) -> float:
     scores = [max(score(p, answer) for answer in answers) for p, answers in zip(predictions, accepted, strict=True)]
     return 100.0 * sum(scores) / max(1, len(scores))
@@ -73,3 +70,10 @@ def _overlap(prediction: str, answer: str) -> float:
         # No words in common is right only if both sides have none.
         return float(answer == "" and not predicted)
     return 2 * common / (len(predicted) + len(expected))
+
+
+EXACT_MATCH = Metric(exact_match)
+TOKEN_F1 = Metric(token_f1)
+HAS_ANSWER_EXACT_MATCH = Metric(_among(exact_match, answered=True))
+HAS_ANSWER_F1 = Metric(_among(token_f1, answered=True))
+NO_ANSWER_F1 = Metric(_among(token_f1, answered=False))

@@ -1,10 +1,10 @@
-"""Makes the questions: `train.jsonl` and `validation.jsonl` beside this file.
+"""Makes the questions of `qa_sample`: `train.jsonl` and `validation.jsonl` beside that recipe.
 
 Each context is a documentation string of Python's standard library. Patterns find facts in it, such as the exception
 that a function raises. A fact gives a question, and its answer is a span of the context. Some questions have no
 answer. The files are the same at every run with Python 3.11.7:
 
-    python recipes/questions/make_questions.py
+    python tests/features/question_answering/make_questions.py
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER.parent / "sample"))
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "trainer" / "features" / "question_answering" / "recipes"
+sys.path.insert(0, str(ROOT / "recipes" / "sample"))
 
-from make_sample import PYTHON, _draw, _without_near_copies  # noqa: E402  # beside this folder
+from make_sample import PYTHON, _draw, _without_near_copies  # noqa: E402
 
 OTHERS = {"test", "tests", "site-packages", "idlelib", "lib2to3"}
 SHORTEST, LONGEST = 60, 420  # characters of a context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import ExitCode, RecipeError
+from trainer.features.question_answering.squad import exact_match, token_f1
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tasks.metrics.squad import exact_match, token_f1
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.assembly import assemble
 from trainer.training.process_group import open_mesh
@@ -142,7 +143,8 @@ def test_keys_that_do_not_fit(override: str, problem: str):
         load_recipe("qa_sample", [override])
 
 
-SAMPLE = Path(__file__).parents[2] / "recipes" / "questions"
+ROOT = Path(__file__).parents[3]
+SAMPLE = ROOT / "trainer" / "features" / "question_answering" / "recipes"
 
 
 def test_the_readme_of_the_sample_states_the_facts():
@@ -165,9 +167,11 @@ def test_the_readme_of_the_sample_states_the_facts():
 def test_the_script_makes_the_questions_again(tmp_path: Path):
     if sys.version_info[:3] != (3, 11, 7):
         pytest.skip("made with Python 3.11.7")
-    for script in ("sample/make_sample.py", "questions/make_questions.py"):
-        (tmp_path / script).parent.mkdir()
-        (tmp_path / script).write_bytes((SAMPLE.parent / script).read_bytes())
-    subprocess.run([sys.executable, str(tmp_path / "questions" / "make_questions.py")], check=True, timeout=120)
+    here, made = tmp_path / Path(__file__).relative_to(ROOT).parent, tmp_path / SAMPLE.relative_to(ROOT)
+    for folder in (here, made, tmp_path / "recipes"):
+        folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "recipes" / "sample", tmp_path / "recipes" / "sample")
+    script = shutil.copy(Path(__file__).with_name("make_questions.py"), here)
+    subprocess.run([sys.executable, script], check=True, timeout=120)
     for name in ("train.jsonl", "validation.jsonl"):
-        assert (tmp_path / "questions" / name).read_bytes() == (SAMPLE / name).read_bytes()
+        assert (made / name).read_bytes() == (SAMPLE / name).read_bytes()

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering, RobertaToken
 from tests.helpers.training import TINY_BERT, VOCABULARY
 from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import EntryWriter, open_entry
-from trainer.recipe.schema import QuestionAnswering
+from trainer.features.question_answering.section import QuestionAnswering
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 

@@ -1,0 +1,1 @@
+"""Extractive question answering: answers as spans of a context, as in SQuAD."""
