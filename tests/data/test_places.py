@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import datasets
 import pytest
 
 from trainer.base.errors import DataError, UsageError
 from trainer.data.cache import open_or_write
 from trainer.data.sources import load_splits
-from trainer.recipe.schema import DataMap, FileData
+from trainer.recipe.schema import FileData
 
 CSV = 'text,label\n"two\nlines",a\nb,b\n\n"three\n\nlines",c\nd,d\n'
 
@@ -42,37 +40,6 @@ def test_lines_of_json_with_empty_lines_and_of_held_out_rows(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(rows))
     plain = load_splits(FileData(source="files", train=str(tmp_path / "b.jsonl"))).train
     assert "row 5 of" in fails(plain, 5), "the line is the row"
-
-
-ALIKE, TYPED = {"column": "text", "values": {"a": 1}}, {"column": "text", "type": "text"}
-
-
-@pytest.mark.parametrize(
-    ("good", "bad", "section", "condition"),
-    [
-        ({"label": "a"}, {"label": None}, {}, "label != null"),
-        ({"label": "a"}, {"label": None}, {"where": ["text != x"]}, 'text != x", "label != null'),
-        ({"label": "a"}, {"label": " "}, {}, r"label != \" \""),
-        ({"label": 1.5}, {"label": float("nan")}, {}, "label < Infinity"),
-        ({" r ": "a"}, {" r ": None}, {"columns": {"text": "text", "label": " r "}}, r"\" r \" != null"),
-        ({}, {"text": None}, {"columns": {"label": ALIKE}}, "text != null"),
-        ({}, {"text": ""}, {"columns": {"label": TYPED}}, None),
-        ({}, {}, {"columns": {"label": "[{text}]"}}, None),
-        ({"label": "a"}, {"label": "x"}, {}, None),
-    ],
-)
-def test_an_error_names_the_condition_that_leaves_the_row_out(tmp_path, good, bad, section, condition):
-    rows = [{"text": "a", **good}, {"text": "a", **bad}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = FileData(source="files", train=str(tmp_path / "a.jsonl"), map=section)
-    found = fails(load_splits(data).train, 2)
-    if condition is None:
-        assert found.endswith("is null")
-        return
-    line = f'["{condition}"]'
-    assert found.endswith(f"; to leave such rows out, set `data.map.where` to {line}")
-    kept = DataMap.model_validate({**section, "where": json.loads(line)})
-    assert len(load_splits(data.model_copy(update={"map": kept})).train.rows) == 1
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

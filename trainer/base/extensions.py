@@ -38,6 +38,7 @@ Kind = Literal[
     "second_model",
     "tier",
     "source",
+    "rows",
     "card",
     "logging",
     "run",
@@ -48,7 +49,8 @@ keys of other tools. Paths of a folder of this project are relative to `trainer/
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
 `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.
-`logging`: a `LoggingTarget` by its word in `logging.to`; `run` and `launch`: context managers for `around`."""
+`rows`: the `RowTransform` of all recipes, by its key; `logging`: a `LoggingTarget` by its word in `logging.to`; `run`
+and `launch`: context managers for `around`."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
 from trainer.base.text import listed
 from trainer.data.formats.base import NULLS, CellKind, Files, TextOptions, json_chats, reason
 from trainer.data.formats.table import Format, reader_of
-from trainer.data.mapped_rows import map_rows
 from trainer.data.readers import (
     RowPlaces,
     common_format,
@@ -33,8 +32,8 @@ from trainer.data.readers import (
     reading,
     refuse_datasets_cache,
 )
-from trainer.data.row_map import fix_of_row, kinds_of_sources
-from trainer.recipe.schema import Data, DataMap, FileData, FolderData, HubData
+from trainer.data.row_transform import RowTransform, transform_of
+from trainer.recipe.schema import Data, FileData, FolderData, HubData
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +51,7 @@ class Split:
         show: gets the number of rows that are prepared, and of all rows.
         sources: the number of rows of each source of a mixture; empty: there is one source.
         folders: the folders in which rows may name image files.
-        section: the map that made the rows, which could leave some out; None: there is none for these rows alone.
+        transform: made the rows, and could leave some out; None: there is none for these rows alone.
     """
 
     rows: Dataset
@@ -64,7 +63,7 @@ class Split:
     show: Callable[[int, int], None] | None = None
     sources: tuple[int, ...] = ()
     folders: tuple[Path, ...] = ()
-    section: DataMap | None = None
+    transform: RowTransform | None = None
 
     @contextlib.contextmanager
     def explains_rows(self) -> Iterator[None]:
@@ -76,7 +75,7 @@ class Split:
         try:
             yield
         except (DataError, RecipeError) as error:
-            if self.places is None and self.section is None:
+            if self.places is None and self.transform is None:
                 raise
             messages = error.problems if isinstance(error, RecipeError) else (str(error),)
             raise type(error)(*map(self._explained, messages)) from error
@@ -95,12 +94,12 @@ class Split:
     def _fix(self, message: str) -> str | None:
         """Return how to leave out the row of a message on a null or a blank text; None: it is on another fault."""
         cell = re.match(rf"column `(.+?)`, row (\d+) of {re.escape(self.where)} ", message)
-        if self.section is None or cell is None or cell[1] not in self.rows.column_names:
+        if self.transform is None or cell is None or cell[1] not in self.rows.column_names:
             return None
         # Not as Python objects, which would open an image.
         value = self.rows.select_columns([cell[1]]).with_format("arrow")[int(cell[2]) - 1].column(0)[0].as_py()
         is_text = isinstance(value, str) and (not value.strip() or "must be a finite number" in message)
-        return fix_of_row(self.section, cell[1], value) if value is None or value != value or is_text else None
+        return self.transform.fix(cell[1], value) if value is None or value != value or is_text else None
 
     def first(self, number: int | None) -> Split:
         """Return the split with its first rows only; None: with all."""
@@ -213,28 +212,27 @@ def _named_splits(
                 names = ", ".join(f"`{one}`" for one in found)
                 raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
             split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
-            splits[key] = _mapped(split, data.map, columns, notes)
+            splits[key] = _transformed(split, transform_of(data), columns, notes)
     others = [f"`{one}`" for one in found if one != data.train]
     if isinstance(data.validation, float) and others:
         notes.append(f"`data.validation` is a share of `{data.train}`; other splits of {name}: {listed(others, 6)}")
     return _with_train(splits, notes, problems)
 
 
-def _mapped(split: Split, section: DataMap, columns: Sequence[str], notes: list[str], key: str = "data.map") -> Split:
-    """Return a split as the section `key` makes it, and append notes for the user.
+def _transformed(split: Split, transform: RowTransform, columns: Sequence[str], notes: list[str]) -> Split:
+    """Return a split with the rows of the task, and append notes for the user.
 
     Raises:
-        DataError: a column is missing, a value cannot be mapped, or no row is left.
+        DataError: a column is missing, a value cannot be used, or no row is left.
     """
     with split.explains_rows():
-        rows, chosen, own = map_rows(split.rows, section, columns, split.where, key)
+        rows, chosen, own = transform.whole(split.rows, columns, split.where)
     notes.extend(own)
-    section_of_all = section if key == "data.map" else None
+    split = replace(split, rows=rows, transform=transform)
     if chosen is None:
-        return replace(split, rows=rows, section=section_of_all)
+        return split
     places = replace(split.places, chosen=chosen) if split.places else None
-    where = f"the filtered rows of {split.where}"
-    return replace(split, rows=rows, where=where, places=places, section=section_of_all)
+    return replace(split, where=f"the filtered rows of {split.where}", places=places)
 
 
 def _with_train(splits: Mapping[str, Split], notes: Sequence[str], problems: Problems) -> Splits:
@@ -277,7 +275,7 @@ def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Data
     try:
         splits: Mapping[str, Dataset] = load()
         first = next(iter(splits.values()))
-        of_sources = kinds_of_sources(data.map, kinds)
+        of_sources = transform_of(data).kinds(kinds)
         if first.info.builder_name == "csv" and any(_is_guessed(first.features.get(name)) for name in of_sources):
             texts = {
                 name: datasets.Value("string") if _is_guessed(kind) else kind for name, kind in first.features.items()
@@ -350,7 +348,7 @@ def _load_files(
     if read_train is not None:
         del names["data.train"]
         with problems.collect():
-            splits["data.train"] = _mapped(read_train(columns), data.map, columns, notes)
+            splits["data.train"] = _transformed(read_train(columns), transform_of(data), columns, notes)
     splits |= _read_splits(data, names, columns, kinds, problems, most_rows, notes)
     return _with_train(splits, notes, problems)
 
@@ -385,28 +383,28 @@ def _read_splits(
                 if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
                     notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
                 entries = _entries(data, key, paths, bound)
-                read = [_read_entry(file_format, Files(own, text, key, bound), notes) for own, _, _ in entries]
-                of_sources = [kinds_of_sources(section, kinds) for *_, section in entries]
+                read = [_read_entry(file_format, Files(own, text, key, bound), notes) for own, _ in entries]
+                of_sources = [transform.kinds(kinds) for _, transform in entries]
                 typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
                 read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
                 mapped = [
-                    _mapped(split, section, columns, notes, of)
-                    for split, (_, of, section) in zip(read, entries, strict=True)
+                    _transformed(split, transform, columns, notes)
+                    for split, (_, transform) in zip(read, entries, strict=True)
                 ]
                 is_mixed = data.mixture is not None
                 splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
     return splits
 
 
-def _entries(data: FileData, key: str, paths: list[Path], bound: int | None) -> list[tuple[list[Path], str, DataMap]]:
-    """Return the parts of a split that are read apart: their files, and their map of columns with its key."""
-    if key != "data.train" or (data.maps is None and (data.mixture is None or bound is not None)):
-        return [(paths, "data.map", data.map)]
+def _entries(data: FileData, key: str, paths: list[Path], bound: int | None) -> list[tuple[list[Path], RowTransform]]:
+    """Return the parts of a split that are read apart: their files, and the transform of their rows."""
+    transform = transform_of(data)
+    of_entries = transform.of_entries(data) if key == "data.train" else None
+    if of_entries is None and (key != "data.train" or data.mixture is None or bound is not None):
+        return [(paths, transform)]
     named = [data.train] if isinstance(data.train, str) else data.train
-    maps = [("data.map", data.map)] * len(named)
-    if data.maps is not None:
-        maps = [(f"data.maps[{place}]", section) for place, section in enumerate(data.maps)]
-    return [(files_of(entry, key), of, section) for entry, (of, section) in zip(named, maps, strict=True)]
+    transforms = [transform] * len(named) if of_entries is None else of_entries
+    return [(files_of(entry, key), of_entry) for entry, of_entry in zip(named, transforms, strict=True)]
 
 
 def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
@@ -429,7 +427,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
 
     Args:
         read: the entries, as they are in their files.
-        mapped: the same, with their mapped rows.
+        mapped: the same, with the rows of the task.
         columns: the columns that the task reads; others are left out, if entries have other ones.
         is_mixed: whether they are the sources of a mixture.
 
@@ -447,7 +445,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         paths += split.places.paths
         own = split.places.chosen
         chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
-    sections = [split.section for split in mapped]
+    transforms = [split.transform for split in mapped]
     places, is_whole = read[0].places, all(split.is_whole for split in read)
     assert places is not None
     return Split(
@@ -458,7 +456,7 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
         # A part of the rows cannot tell the sizes of the sources.
         sources=tuple(map(len, parts)) if is_mixed and is_whole else (),
         folders=tuple(folder for split in read for folder in split.folders),
-        section=sections[0] if sections.count(sections[0]) == len(sections) else None,
+        transform=transforms[0] if transforms.count(transforms[0]) == len(transforms) else None,
     )
 
 

@@ -11,7 +11,7 @@ from trainer.base.extensions import Kind, Registration, consume, registered, res
 from trainer.recipe.schema import Logging, OptimizerKeys, Recipe, Section, TaskKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
-__all__ = ["asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
+__all__ = ["all_of", "asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -98,16 +98,20 @@ def _add_optimizer(registration: Registration) -> None:
 def _add_keys(registration: Registration) -> None:
     """Add the fields of a section to the recipe, or to the section of it, that the registered key names.
 
-    A section with several kinds gets them in the kind that is the base of the fields.
+    A section with several kinds gets them in the kinds that are, or derive from, the base of the fields.
     """
     keys: type[Section] = resolved(registration.value)
     name, section = registration.name.rpartition(".")[0], extended(registration)
+    kinds = get_args(Recipe.model_fields[name].annotation) if name else ()
+    sections = [kind for kind in kinds if issubclass(kind, section)] or [section]
     for key, field in keys.model_fields.items():
         if key in keys.__annotations__:
             field.description = descriptions(keys)[key]
-            section.model_fields[key] = field
+            for kind in sections:
+                kind.model_fields[key] = field
     if name:
-        section.model_rebuild(force=True)
+        for kind in sections:
+            kind.model_rebuild(force=True)
         if not Recipe.model_fields[name].is_required():
             # The default was made before the section had the new keys.
             Recipe.model_fields[name].default = section()
@@ -155,6 +159,11 @@ def _add_logging_target(registration: Registration) -> None:
 def asked_for(kind: Kind, recipe: Recipe) -> list[Any]:
     """Return the values of a kind that are registered under keys of the recipe with another value than by default."""
     return [resolved(row.value) for row in registered(kind) if _is_set(recipe, row.name)]
+
+
+def all_of(kind: Kind) -> dict[str, Any]:
+    """Return the registered values of a kind by name."""
+    return {row.name: resolved(row.value) for row in registered(kind)}
 
 
 def _is_set(recipe: Recipe, name: str) -> bool:

@@ -22,7 +22,7 @@ from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.terminal import say
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row
-from trainer.data.row_map import RowMap
+from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
 from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Data
@@ -119,7 +119,7 @@ def _pairs(request: Request, data: Data, query: str, document: str) -> Iterator[
     number, found, text = 0, None, text_options(data)
     for chunk in read_chunks(request.input, file_format, request.chunk_rows, 0, request.where, text=text):
         rows = [row for row in chunk if not isinstance(row, DataError)]
-        found = found or RowMap.of_input(data.map, (query, document), rows, request.where)
+        found = found or transform_of(data).of_input(rows, (query, document), request.where)
         for row in found.of_rows(rows, number, request.where) if found else rows:
             number += 1
             yield _text(row, query, number, request.where), _text(row, document, number, request.where)

@@ -61,7 +61,7 @@ class RowSource:
     """The training split of one recipe; its methods are called in this order."""
 
     def read(self, recipe: Recipe, columns: Sequence[str]) -> Split:
-        """Return the first rows of the split, before `data.map`; a task reads these columns.
+        """Return the first rows of the split, before a `RowTransform`; a task reads these columns.
 
         Raises:
             TrainerError: the rows cannot be read.

@@ -20,7 +20,7 @@ from trainer.base.terminal import say, say_json
 from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
 from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import Format, format_of, reader_of
-from trainer.data.row_map import RowMap
+from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data, FileData, Recipe
 
@@ -132,7 +132,7 @@ class InputRows:
     _data: Data
     _columns: tuple[str, ...]  # which the task reads
     _check: Callable[[Dataset, int], None]  # raises the error of rows that cannot be encoded; takes the first's index
-    _map: RowMap | None = None  # that of the first chunk
+    _transform: SourceTransform | None = None  # that of the first chunk
 
     @property
     def _format(self) -> Format:
@@ -157,8 +157,8 @@ class InputRows:
             errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
             chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
             sound = [chunk.rows[place] for place in chunk.sound]
-            if sound and self._map is None:
-                self._map = RowMap.of_input(self._data.map, self._columns, sound, request.where)
+            if sound and self._transform is None:
+                self._transform = transform_of(self._data).of_input(sound, self._columns, request.where)
             # If bad rows are skipped, only the first chunk shows the columns: a later row that lacks one is bad itself.
             if not (skips and (first or not sound)):
                 self._check_columns(chunk.rows)
@@ -170,8 +170,8 @@ class InputRows:
             raise DataError(f"`--input` must hold at least one row, but {request.where} is empty")
 
     def _check_columns(self, rows: Sequence[Row]) -> None:
-        mapped = () if self._map is None else self._map.columns
-        present = dict.fromkeys([*(name for row in rows for name in row), *mapped])
+        made = () if self._transform is None else self._transform.columns
+        present = dict.fromkeys([*(name for row in rows for name in row), *made])
         for name in self._columns:
             if name not in present:
                 raise DataError(
@@ -205,7 +205,8 @@ class InputRows:
         import datasets
         import pyarrow
 
-        rows = self._map.of_rows(rows, first_row, self._request.where) if self._map else rows
+        if self._transform is not None:
+            rows = self._transform.of_rows(rows, first_row, self._request.where)
         try:
             # Only the columns of the task; the others are written back and never converted.
             columns = {name: [row.get(name) for row in rows] for name in self._columns}
@@ -282,14 +283,14 @@ class Output:
             say(f"resumes after {self.num_done:,} rows of {self._folder}", err=True)
 
     def _facts(self) -> dict[str, Any]:
-        request, recipe = self._request, self._recipe.model_dump(mode="json")
+        request, data, recipe = self._request, self._recipe.data, self._recipe.model_dump(mode="json")
         return {
             "input": file_digest(request.input),
             "model": _folder_digest(Path(self._recipe.model.name_or_path or ""), self._folder),
             "versions": versions() | {"source": source_digest()},
             "options": [request.keep, request.top, request.chunk_rows, request.columns],
             "task": recipe["task"],
-            "data": [recipe["data"].get("max_length"), recipe["data"]["map"], asdict(text_options(self._recipe.data))],
+            "data": [recipe["data"].get("max_length"), transform_of(data).facts, asdict(text_options(data))],
             "precision": recipe["precision"],
             "seed": recipe["training"]["seed"],
         }

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
-from trainer.data.mapped_rows import map_of, map_part
-from trainer.data.row_map import RowMap
+from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.features.streams.index import first_rows
@@ -40,7 +39,7 @@ class StreamSource(RowSource):
     """The stream of `data.train`."""
 
     _sources: tuple[Sequence[Shard], ...] = ()
-    _row_map: RowMap | None = None
+    _transform: SourceTransform | None = None
     _split: Stream | None = None
 
     def read(self, recipe: Recipe, columns: Sequence[str]) -> Split:
@@ -51,9 +50,9 @@ class StreamSource(RowSource):
             self._sources = tuple(find_shards(part, data.format) for part in parts)
             for shard, first_row, rows in first_rows([shard for source in self._sources for shard in source]):
                 where = f"`{shard}`"
-                found = self._row_map = map_of(rows, data.map, columns, where)
-                if found is None or not found.conditions or len(map_part(found, rows, first_row, where)):
-                    break  # else `data.map.where` keeps none of these
+                found = self._transform = transform_of(data).of_source(rows, columns, where)
+                if found is None or not found.drops_rows or len(found.of_table(rows, first_row, where)):
+                    break  # else the transform keeps none of these
         self._features = rows.features
         return Split(rows, where, is_whole=False)
 
@@ -63,7 +62,7 @@ class StreamSource(RowSource):
         Raises:
             UsageError: a key counts epochs.
         """
-        drops_rows = self._row_map is not None and self._row_map.conditions
+        drops_rows = self._transform is not None and self._transform.drops_rows
         if task.keeps_rows and task.packer(recipe.data.max_length) is None and not drops_rows:
             return
         why = "because task or map change the number of rows, so the number of steps of an epoch of a stream is unknown"
@@ -91,7 +90,7 @@ class StreamSource(RowSource):
             run=recipe.checkpoint.folder,
             behind=1 + -(-rows_ahead // data.shuffle_window),
         )
-        encoder = WindowEncoder(preparation.encoding(task, encoded), self._features, self._row_map)
+        encoder = WindowEncoder(preparation.encoding(task, encoded), self._features, self._transform)
         self._split = Stream(self._sources, settings, encoder, encoded, len(first.rows), cache)
         return self._split
 

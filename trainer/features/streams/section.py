@@ -46,7 +46,7 @@ class StreamKeys(FileData):
         if isinstance(self.validation, float):
             text = f"is {self.validation}, but a stream (`{_KEY}`) has no rows to hold out; name a file, or null"
             yield clash(text, "data.validation", _KEY)
-        if self.maps is not None:
+        if getattr(self, "maps", None) is not None:
             text = f"is given, but a stream (`{_KEY}`) has one map; write the files alike, or set that to false"
             yield clash(text, "data.maps", _KEY)
         if self.group_by_length:

@@ -28,9 +28,8 @@ from trainer.base.digests import digest_of
 from trainer.base.errors import DataError, TrainerError, storage_error
 from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.encoding import RowEncoding, encode_rows, write_source
-from trainer.data.mapped_rows import map_part
 from trainer.data.order import IndexArray
-from trainer.data.row_map import RowMap
+from trainer.data.row_transform import SourceTransform
 from trainer.data.split import Encoded, EncodedSplit
 from trainer.data.workers import one_thread_of_tokenizers
 from trainer.features.streams.index import RowReader, ShardIndex, index_of
@@ -54,36 +53,32 @@ class WindowEncoder:
 
     Attributes:
         features: the types of the columns of the source, from the first rows.
-        row_map: makes the columns of the task; None: they are those of the source.
+        transform: makes the columns of the task; None: they are those of the source.
     """
 
     encoding: RowEncoding
     features: Features
-    row_map: RowMap | None
+    transform: SourceTransform | None
 
     @property
     def keeps_rows(self) -> bool:
         """Whether a window has as many encoded rows as rows."""
-        drops_rows = self.row_map is not None and self.row_map.conditions
+        drops_rows = self.transform is not None and self.transform.drops_rows
         return self.encoding.task.keeps_rows and self.encoding.packer() is None and not drops_rows
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the source that are read."""
-        if self.row_map is None:
-            return tuple(dict.fromkeys(self.encoding.task.columns))
-        read = [*self.row_map.sources, *(condition.column for condition in self.row_map.conditions)]
-        if self.row_map.keeps_others:
-            read += [name for name in self.encoding.task.columns if name not in self.row_map.columns]
-        return tuple(dict.fromkeys(read))
+        wanted = self.encoding.task.columns
+        return tuple(dict.fromkeys(wanted)) if self.transform is None else self.transform.reads(wanted)
 
     def encode(self, rows: Dataset, first_row: int, where: str) -> Encoded:
         """Return encoded rows, of a shard that messages call `where` from its row `first_row` on."""
-        if self.row_map is not None:
-            rows = map_part(self.row_map, rows, first_row, where)
+        if self.transform is not None:
+            rows = self.transform.of_table(rows, first_row, where)
             if not len(rows):
                 return {}
-            if self.row_map.conditions:
+            if self.transform.drops_rows:
                 where, first_row = f"the filtered rows of {where} from row {first_row + 1} on", 0
         return encode_rows(rows, first_row, lambda rows, first_row: self.encoding.encode(rows, where, first_row))
 
@@ -127,11 +122,11 @@ class StreamedSplit:
         encoding = encoder.encoding
         self._settings = settings
         self._shards = [shard for source in shards for shard in source]
-        made = encoder.row_map
+        transform = encoder.transform
         facts: dict[str, Any] = {
             "window": settings.window,
             **encoding.facts,
-            "map": repr(made and (made.columns, made.conditions, made.keeps_others)),
+            "map": repr(transform and transform.facts),
         }
         names = [
             [(Path(one.shard.place).name, one.shard.size, one.num_rows, one.checksum) for one in source]

@@ -131,20 +131,20 @@ TRAINING_ARGUMENTS = {
 }
 """All of these, and arguments of run_glue.py, run_classification.py, run_mlm.py and run_image_classification.py."""
 
-SPELLINGS = _sections("spellings")["keys"]
-"""Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
 
-
-def _formats() -> dict[str, Table]:
-    found = _sections("formats")
+def _with_features() -> dict[str, Table]:
+    found = _sections("formats") | _sections("spellings")
     for row in registered("formats"):
-        for tool, rows in _sections(row.value).items():
-            found[tool] |= rows
+        for name, rows in _sections(row.value).items():
+            found[name] |= rows
     return found
 
 
-FORMATS = _formats()
+FORMATS = _with_features()
 """Tables of formats that `trainer convert` refuses, by the name of the tool; features add their keys."""
+
+SPELLINGS = FORMATS.pop("keys")
+"""Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
 
 
 def _normal(spelling: str) -> str:

@@ -111,7 +111,8 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     """
     data = values["data"]
     if not evaluates:
-        kept = {key: data[key] for key in ("max_length", "map", *_TEXT_KEYS) if key in data}
+        of_rows = [row.name.removeprefix("data.") for row in registered("rows")]
+        kept = {key: data[key] for key in ("max_length", *of_rows, *_TEXT_KEYS) if key in data}
         values["data"] = {"source": "files", "train": str(folder / CONFIG), **kept}  # any file: it is not read
         return []
     key = "data.validation="

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.recipe.schema.checkpoint import Checkpoint
-from trainer.recipe.schema.data import Data, FileData, FolderData, HubData
-from trainer.recipe.schema.data_map import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
+from trainer.recipe.schema.data import Data, DataKeys, FileData, FolderData, HubData
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern
 from trainer.recipe.schema.language import CausalLM, Generation, MaskedLM, Seq2SeqLM

@@ -17,7 +17,6 @@ from pydantic import Field
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.recipe.paths import KeyPath, is_url, shown_value
-from trainer.recipe.schema.data_map import DataMap
 from trainer.recipe.schema.fields import HeldOut, HubOrPathField, Name, PathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
@@ -26,9 +25,9 @@ _OF_PARTS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-esc
 _OTHER_NAMES = {"ansi": "cp1252"}  # of editors on Windows
 
 
-class _DataKeys(Section):
-    map: DataMap = DataMap()
-    """Columns that the task reads, made from those of the source: in all splits, and in files to predict."""
+class DataKeys(Section):
+    """Keys of all sources."""
+
     max_length: int = Field(128, ge=1)
     """Maximum tokens of a text; longer ones are truncated, with a note. Texts of `causal_lm` and packed rows read this
     many tokens and continue in the next row."""
@@ -53,14 +52,13 @@ class _DataKeys(Section):
         return None
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from self.map.contradictions()
         try:
             date.fromisoformat(self.date or "2000-01-01")
         except ValueError:
             yield clash(f"must be a date such as 2026-01-31, but is {shown_value(self.date)}", "data.date")
 
 
-class HubData(_DataKeys):
+class HubData(DataKeys):
     """A data set on the hub, or a local folder with the same structure."""
 
     source: Literal["hub"]
@@ -79,7 +77,7 @@ class HubData(_DataKeys):
         yield from hub_or_folder("data.name", self.name, self.revision)
 
 
-class FileData(_DataKeys):
+class FileData(DataKeys):
     """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip, or indexed data sets of Megatron.
 
     Empty lines of JSON Lines and CSV files are skipped. Texts and names of classes in CSV files stay as they are
@@ -102,9 +100,6 @@ class FileData(_DataKeys):
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
     mixture: list[Annotated[float, Field(gt=0)]] | None = None
     """Share of each entry of `train` in an epoch, such as [0.7, 0.3]; null: every row once."""
-    maps: list[DataMap] | None = None
-    """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then for validation and prediction.
-    null: `map` is for all."""
     validation: HeldOut | PathField | Annotated[list[PathField], Field(min_length=1)] | None = None
     """File or files of the validation split, or the share of `train` to hold out, such as 0.1."""
 
@@ -125,14 +120,9 @@ class FileData(_DataKeys):
                 entries = "one entry; list at least two files or patterns there"
             text = f"has the weights {self.mixture}, but `data.train` has {entries}"
             yield clash(text, "data.mixture", "data.train")
-        if self.maps is not None and len(self.maps) != number:
-            text = f"has {len(self.maps)} maps, but `data.train` has entries: {number}; give each one map, perhaps {{}}"
-            yield clash(text, "data.maps", "data.train")
-        for place, section in enumerate(self.maps or []):
-            yield from section.contradictions(("data", "maps", place))
 
 
-class FolderData(_DataKeys):
+class FolderData(DataKeys):
     """A folder that `save_to_disk` of `datasets` wrote; one without named splits is the split `train`."""
 
     source: Literal["folder"]

@@ -148,10 +148,10 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
     Raises:
         UsageError: none fits.
     """
-    has_map = any(key.startswith("data.map") for key in request.given)
+    may_map = "map" in FileData.model_fields and not any(key.startswith("data.map") for key in request.given)
     found: dict[str, Shape] = {}  # the likeliest of each type
     for shape in shapes(columns, request.given_columns):
-        if shape.columns is None or not has_map:
+        if shape.columns is None or may_map:
             found.setdefault(shape.type, shape)
     if (kind := request.given.get("task.type")) is not None:
         return found.get(kind, Shape({"type": kind}, "as given"))

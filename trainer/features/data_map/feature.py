@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 from trainer.base.digests import digest_of, file_digest
 from trainer.base.errors import DataError
 from trainer.base.nulls import item_of
-from trainer.data import row_map
-from trainer.data.formats.base import or_again
+from trainer.data.formats.base import CellKind, Row, or_again
 from trainer.data.hashing import hash_rows
-from trainer.data.row_map import RowMap
-from trainer.recipe import row_texts
-from trainer.recipe.schema import DataMap
+from trainer.data.row_transform import RowTransform
+from trainer.features.data_map import row_map, texts
+from trainer.features.data_map.row_map import RowMap, fix_of_row, kinds_of_sources
+from trainer.features.data_map.section import DataMap, map_of, maps_of
+from trainer.recipe.schema import Data, FileData
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,45 +29,79 @@ _AT_ONCE, _FIRST = 1000, 20
 _IN_MEMORY_BYTES = 1 << 26
 
 
-def map_rows(
-    rows: Dataset, section: DataMap, wanted: Sequence[str], where: str, key: str = "data.map"
-) -> tuple[Dataset, NDArray[np.int64] | None, list[str]]:
-    """Return the mapped rows, the index of each in `rows` if some are left out, and notes for the user.
+class SourceMap(RowMap):
+    """The map of a source; see `SourceTransform`."""
 
-    Args:
-        wanted: the columns that the task reads; others may be left out.
+    @property
+    def drops_rows(self) -> bool:
+        return bool(self.conditions)
 
-    Raises:
-        DataError: a column is missing, a value cannot be mapped, or no row is left.
-    """
-    found = map_of(rows, section, wanted, where, key)
-    if found is None:
-        return rows, None, []
-    notes, chosen = list(found.notes), None
-    if found.conditions:
-        chosen = _chosen(found, rows, where)
-        notes.append(f"{len(rows) - len(chosen):,} of {len(rows):,} rows of {where} are left out by `{key}.where`")
-        if not len(chosen):
-            raise DataError(f"`{key}.where` must keep a row, but no row of {where} fulfils {section.where}; change it")
-        if len(chosen) == len(rows):
-            chosen = None
-        else:
-            rows = rows.select(chosen)
-    return _with_columns(found, rows, chosen, where), chosen, notes
+    @property
+    def facts(self) -> object:
+        return self.columns, self.conditions, self.keeps_others
+
+    def reads(self, wanted: Sequence[str]) -> tuple[str, ...]:
+        kept = [name for name in wanted if name not in self.columns] if self.keeps_others else []
+        return tuple(dict.fromkeys([*self.sources, *(condition.column for condition in self.conditions), *kept]))
+
+    def of_table(self, rows: Dataset, first_row: int, where: str) -> Dataset:
+        numbers = np.arange(first_row, first_row + len(rows))
+        if self.conditions:
+            numbers = _chosen(self, rows, where, first_row) + first_row
+            rows = rows.select(numbers - first_row)
+        return _with_columns(self, rows, numbers, where) if len(rows) else rows
 
 
-def map_of(rows: Dataset, section: DataMap, wanted: Sequence[str], where: str, key: str = "data.map") -> RowMap | None:
-    """Return the map of a source that begins with `rows`; the arguments and errors are those of `map_rows`."""
-    return RowMap.of(section, wanted, _first_values(rows), where, key)
+@dataclass(frozen=True)
+class DataTransform(RowTransform):
+    """A map of a recipe, or of an entry of `data.train`, under its key."""
 
+    section: DataMap
+    key: str = "data.map"
 
-def map_part(found: RowMap, rows: Dataset, first_row: int, where: str) -> Dataset:
-    """Return the mapped rows of a part of a source, perhaps none; `first_row` is the index of the first one."""
-    numbers = np.arange(first_row, first_row + len(rows))
-    if found.conditions:
-        numbers = _chosen(found, rows, where, first_row) + first_row
-        rows = rows.select(numbers - first_row)
-    return _with_columns(found, rows, numbers, where) if len(rows) else rows
+    @classmethod
+    def of(cls, data: Data) -> DataTransform:
+        return cls(map_of(data))
+
+    @classmethod
+    def of_entries(cls, data: FileData) -> Sequence[DataTransform] | None:
+        maps = maps_of(data)
+        return None if maps is None else [cls(one, f"data.maps[{place}]") for place, one in enumerate(maps)]
+
+    @property
+    def facts(self) -> object:
+        return self.section.model_dump(mode="json")
+
+    def kinds(self, kinds: Mapping[str, CellKind]) -> Mapping[str, CellKind]:
+        return kinds_of_sources(self.section, kinds)
+
+    def of_source(self, rows: Dataset, wanted: Sequence[str], where: str) -> SourceMap | None:
+        return SourceMap.of(self.section, wanted, _first_values(rows), where, self.key)
+
+    def of_input(self, rows: Sequence[Row], wanted: Sequence[str], where: str) -> SourceMap | None:
+        return SourceMap.of_input(self.section, wanted, rows, where)
+
+    def whole(
+        self, rows: Dataset, wanted: Sequence[str], where: str
+    ) -> tuple[Dataset, NDArray[np.int64] | None, list[str]]:
+        found = self.of_source(rows, wanted, where)
+        if found is None:
+            return rows, None, []
+        notes, chosen = list(found.notes), None
+        if found.conditions:
+            chosen, key = _chosen(found, rows, where), f"{self.key}.where"
+            notes.append(f"{len(rows) - len(chosen):,} of {len(rows):,} rows of {where} are left out by `{key}`")
+            if not len(chosen):
+                wrong = f"no row of {where} fulfils {self.section.where}"
+                raise DataError(f"`{key}` must keep a row, but {wrong}; change it")
+            if len(chosen) == len(rows):
+                chosen = None
+            else:
+                rows = rows.select(chosen)
+        return _with_columns(found, rows, chosen, where), chosen, notes
+
+    def fix(self, column: str, value: Any) -> str | None:
+        return fix_of_row(self.section, column, value) if self.key == "data.map" else None
 
 
 def _first_values(rows: Dataset) -> dict[str, Sequence[Any]]:
@@ -135,7 +171,7 @@ def _made(made: RowMap, rows: Dataset, chosen: NDArray[np.int64] | None, where: 
     if rows.data.nbytes <= _IN_MEMORY_BYTES:
         return write(keep_in_memory=True, new_fingerprint=digest_of(where))
     # A changed version of the map must not read files of an older one.
-    code = [file_digest(Path(str(module.__file__))) for module in (row_map, row_texts)]
+    code = [file_digest(Path(str(module.__file__))) for module in (row_map, texts)]
     columns = {name: mapped if isinstance(mapped, str) else repr(mapped) for name, mapped in made.columns.items()}
     key = digest_of([columns, hash_rows(rows), code])
     folder = Path(datasets.config.HF_DATASETS_CACHE)

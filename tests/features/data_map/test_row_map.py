@@ -10,11 +10,12 @@ import datasets
 import pytest
 
 from trainer.base.errors import DataError, RecipeError
-from trainer.data import mapped_rows
-from trainer.data.row_map import RowMap
 from trainer.data.sources import load_splits
+from trainer.features.data_map import feature
+from trainer.features.data_map.row_map import RowMap
+from trainer.features.data_map.section import DataMap
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.schema import DataMap, FileData, FolderData
+from trainer.recipe.schema import FileData, FolderData
 
 ROWS = [
     {"title": "one", "body": "more", "stars": 5, "language": "en"},
@@ -45,7 +46,7 @@ def mapped(columns: dict[str, Any] | None = None, where: list[str] = (), rows=RO
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_columns_are_renamed_chosen_cast_made_and_looked_up(in_folder, monkeypatch, in_memory):
     if not in_memory:
-        monkeypatch.setattr(mapped_rows, "_IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(feature, "_IN_MEMORY_BYTES", 0)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", in_folder)
     columns = {
         "text": "{title}[: {body}]",
@@ -409,3 +410,37 @@ def test_a_condition_on_a_value_that_is_too_deep_is_named():
     assert row_map is not None
     with pytest.raises(DataError, match=r"`data\.map\.where`: column `a`, row 1 of x\.jsonl"):
         row_map.keeps(columns, [0], "x.jsonl")
+
+
+ALIKE, TYPED = {"column": "text", "values": {"a": 1}}, {"column": "text", "type": "text"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "section", "condition"),
+    [
+        ({"label": "a"}, {"label": None}, {}, "label != null"),
+        ({"label": "a"}, {"label": None}, {"where": ["text != x"]}, 'text != x", "label != null'),
+        ({"label": "a"}, {"label": " "}, {}, r"label != \" \""),
+        ({"label": 1.5}, {"label": float("nan")}, {}, "label < Infinity"),
+        ({" r ": "a"}, {" r ": None}, {"columns": {"text": "text", "label": " r "}}, r"\" r \" != null"),
+        ({}, {"text": None}, {"columns": {"label": ALIKE}}, "text != null"),
+        ({}, {"text": ""}, {"columns": {"label": TYPED}}, None),
+        ({}, {}, {"columns": {"label": "[{text}]"}}, None),
+        ({"label": "a"}, {"label": "x"}, {}, None),
+    ],
+)
+def test_an_error_names_the_condition_that_leaves_the_row_out(tmp_path, good, bad, section, condition):
+    rows = [{"text": "a", **good}, {"text": "a", **bad}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = FileData(source="files", train=str(tmp_path / "a.jsonl"), map=section)
+    split = load_splits(data).train
+    with pytest.raises(DataError) as caught, split.explains_rows():
+        raise DataError(f"column `label`, row 2 of {split.where} is null")
+    found = str(caught.value)
+    if condition is None:
+        assert found.endswith("is null")
+        return
+    line = f'["{condition}"]'
+    assert found.endswith(f"; to leave such rows out, set `data.map.where` to {line}")
+    kept = DataMap.model_validate({**section, "where": json.loads(line)})
+    assert len(load_splits(data.model_copy(update={"map": kept})).train.rows) == 1

@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from trainer.base.errors import DataError
 from trainer.base.nulls import given
 from trainer.base.text import blanks_hint, listed, number_in
 from trainer.data.formats.base import CellKind, json_chats
-from trainer.recipe.row_texts import Comparison, Template, text_of
-from trainer.recipe.schema import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
+from trainer.features.data_map.section import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
+from trainer.features.data_map.texts import Comparison, Template, text_of
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 """A batch of rows, by column."""
@@ -71,7 +71,7 @@ class RowMap:
         where: str,
         key: str = "data.map",
         predicts: bool = False,
-    ) -> RowMap | None:
+    ) -> Self | None:
         """Return the map of a source; None if it leaves the rows as they are.
 
         Args:
@@ -104,7 +104,7 @@ class RowMap:
     @classmethod
     def of_input(
         cls, section: DataMap, wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str
-    ) -> RowMap | None:
+    ) -> Self | None:
         """Return the map of a file to predict, given its first rows; see `of`."""
         names = dict.fromkeys(name for row in rows for name in row)
         return cls.of(section, wanted, {name: [row.get(name) for row in rows] for name in names}, where, predicts=True)

@@ -1,16 +1,17 @@
-"""The section `data.map`: the columns of a task, made from those of the source."""
+"""The keys `map` and `maps` of the section `data` of a recipe, and their rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from trainer.features.data_map.texts import Comparison, Template
 from trainer.recipe.paths import KeyPath, dotted
-from trainer.recipe.row_texts import Comparison, Template
+from trainer.recipe.schema import Data, DataKeys, FileData
 from trainer.recipe.schema.fields import Name, NameKey
-from trainer.recipe.schema.section import Contradiction, Section
+from trainer.recipe.schema.section import Contradiction, Section, clash
 
 
 class MadeMessage(Section):
@@ -113,6 +114,42 @@ class DataMap(Section):
                 for place, message in enumerate(mapped):
                     if message.role != "turns" and (problem := _problem(Template.parse, message.content)):
                         yield Contradiction(((*base, "columns", name, place, "content"),), problem)
+
+
+class MapKeys(DataKeys):
+    """The map of a recipe."""
+
+    map: DataMap = DataMap()
+    """Columns that the task reads, made from those of the source: in all splits, and in files to predict."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        yield from self.map.contradictions()
+
+
+class FileMapKeys(FileData):
+    """The maps of files of several shapes."""
+
+    maps: list[DataMap] | None = None
+    """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then for validation and prediction.
+    null: `map` is for all."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        number = len(self.train) if isinstance(self.train, list) else 1
+        if self.maps is not None and len(self.maps) != number:
+            text = f"has {len(self.maps)} maps, but `data.train` has entries: {number}; give each one map, perhaps {{}}"
+            yield clash(text, "data.maps", "data.train")
+        for place, section in enumerate(self.maps or []):
+            yield from section.contradictions(("data", "maps", place))
+
+
+def map_of(data: Data) -> DataMap:
+    """Return the map of a recipe."""
+    return cast(MapKeys, data).map
+
+
+def maps_of(data: FileData) -> list[DataMap] | None:
+    """Return the map of each entry of `data.train`; None: all have that of the recipe."""
+    return cast(FileMapKeys, data).maps
 
 
 def is_template(text: str) -> bool:
