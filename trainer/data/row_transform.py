@@ -77,9 +77,9 @@ class RowTransform:
         """The facts that change with the transform, for predictions that continue."""
         return None
 
-    def kinds(self, kinds: Mapping[str, CellKind]) -> Mapping[str, CellKind]:
+    def kinds(self, kinds: Mapping[str, CellKind]) -> dict[str, CellKind]:
         """Return the kinds of the columns of a CSV file, given those of the columns that the task reads."""
-        return kinds
+        return dict(kinds)
 
     def of_source(self, rows: Dataset, wanted: Sequence[str], where: str) -> SourceTransform | None:
         """Return the transform of the source that begins with `rows`; None: it leaves them as they are.

@@ -72,7 +72,7 @@ class DataTransform(RowTransform):
     def facts(self) -> object:
         return self.section.model_dump(mode="json")
 
-    def kinds(self, kinds: Mapping[str, CellKind]) -> Mapping[str, CellKind]:
+    def kinds(self, kinds: Mapping[str, CellKind]) -> dict[str, CellKind]:
         return kinds_of_sources(self.section, kinds)
 
     def of_source(self, rows: Dataset, wanted: Sequence[str], where: str) -> SourceMap | None:
