@@ -11,17 +11,20 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trainer.base.errors import UsageError
 
 GROUP = "trainer.extensions"
+
+Row = TypeVar("Row")
 
 Kind = Literal[
     "task",
@@ -146,6 +149,22 @@ def resolved(value: Any) -> Any:
         return value
     module, _, name = value.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+class Table(UserDict[str, Row]):
+    """Rows by name. A row that is the text "module:name" is imported when it is read."""
+
+    def __init__(self, rows: Mapping[str, Row | str]) -> None:
+        super().__init__()
+        for name, row in rows.items():
+            self[name] = row
+
+    def __getitem__(self, name: str) -> Row:
+        row: Row = resolved(self.data[name])
+        return row
+
+    def __setitem__(self, name: str, row: Row | str) -> None:
+        super().__setitem__(name, row)  # type: ignore[assignment]  # a text until it is read
 
 
 def load() -> None:

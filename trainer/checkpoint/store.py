@@ -16,8 +16,8 @@ from pathlib import Path
 
 from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_folder, replace_text
 from trainer.base.errors import storage_error
+from trainer.base.waiting import wait_until
 from trainer.checkpoint.format import Facts, WrittenFile, read_facts, seal
-from trainer.ranks.roll_call import wait_until
 
 _FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _REMOVED, _LATEST = ".removed-", "latest"

@@ -19,7 +19,6 @@ from trainer.engine.products import plain_products
 from trainer.engine.results import EvalResult
 from trainer.models.attention import FLAT, padding_known
 from trainer.models.dropout import RefuseUnkeyedDropout
-from trainer.models.embedding_noise import add_noise
 from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
 from trainer.models.place import PlacedModel
 from trainer.models.rotary import CheapRotation
@@ -49,6 +48,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
             the layers of the model, or its compiler; or the layers cannot work without padding.
     """
     if plan.recipe.model.neftune_alpha is not None:
+        from trainer.models.embedding_noise import add_noise
+
         add_noise(built, plan.recipe.model.neftune_alpha)
     if plan.recipe.data.padding_free:
         from trainer.models.layer_hooks import flatten_layers

@@ -32,7 +32,6 @@ from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
-from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -125,6 +124,8 @@ def plan_start(
                 f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only their"
                 " launcher can restart them; drop --max-restarts, and let the launcher or the batch system restart"
             )
+        from trainer.recipe.elastic import plan_on_ranks
+
         plan_on_ranks(recipe, environment)
         if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
             _check_devices(environment.local_world_size)

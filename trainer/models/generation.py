@@ -69,8 +69,6 @@ def set_generation(
         UsageError: a setting of the checkpoint cannot be obeyed.
     """
     described: Any = model
-    if not described.can_generate():
-        return
     found, configs = copy.deepcopy(described.generation_config), (described.config, described.config.get_text_config())
     if settings is not None:
         _require_obeyed(found)

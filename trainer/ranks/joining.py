@@ -25,10 +25,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError, TrainerError, UsageError
 from trainer.base.terminal import say
 from trainer.base.text import for_terminal, listed
+from trainer.base.waiting import wait_until
 from trainer.ranks.environment import GLOO_INTERFACE, LaunchEnvironment, gloo_interface, use_gloo_interface
 from trainer.ranks.interfaces import address_of, interface_of, interfaces, is_loopback, listening_address, route_to
 from trainer.ranks.messages import decode, encode
-from trainer.ranks.roll_call import RollCall, enter, ranks_missing, two_processes, wait_until
+from trainer.ranks.roll_call import RollCall, enter, ranks_missing, two_processes
 
 Result = TypeVar("Result")
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
-from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainer.base.errors import TrainerError
+from trainer.base.waiting import wait_until
 
-_LONGEST_PAUSE_SECONDS = 0.25  # between two questions to the store
 _ARRIVED = "arrived"
 
 
@@ -100,20 +98,6 @@ def ranks_missing(store: Store, key: str, size: int) -> list[int]:
 def enter(store: Store, key: str, rank: int) -> None:
     """Append the entry of a rank to `key`."""
     store.append(key, f"{rank} ")  # type: ignore[attr-defined]  # torch's stub omits it
-
-
-def wait_until(condition: Callable[[], bool], until: float) -> bool:
-    """Poll a condition until that time of the monotonic clock; returns whether it held.
-
-    torch's own wait takes twice its timeout and logs a warning.
-    """
-    pause = 0.002
-    while not condition():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return True
 
 
 def two_processes(rank: int) -> TrainerError:

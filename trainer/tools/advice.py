@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
 from trainer.base.terminal import say
@@ -186,6 +185,8 @@ def _gibibytes(environment: LaunchEnvironment) -> float:
     """Return the memory of this rank's device; ranks on CPUs share that of the machine."""
     if torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / 2**30
+    from trainer.base.cgroup import machine_memory_bytes
+
     return float(machine_memory_bytes()) / environment.local_world_size / 2**30
 
 

@@ -329,9 +329,11 @@ def assemble(
     for model in own:
         tokenizer = data.preparation.text_tokenizer
         ends = task.end_tokens(tokenizer) if tokenizer else ()
-        from trainer.models.generation import set_generation
+        transformer: Any = model
+        if transformer.can_generate():
+            from trainer.models.generation import set_generation
 
-        set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
+            set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
         if adapt is not None:
             adapt(model)
     # Before `build_engine`, which changes the modules of the model.

@@ -31,11 +31,9 @@ from trainer.observe.records import (
 from trainer.parallel.copying import is_busy
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch, positions
-from trainer.parallel.shards.replicas import check_replicas
 from trainer.ranks.stopping import SAVE, STOP, StopRequest
 from trainer.recipe.schema import Interval, Recipe
 from trainer.recipe.strategies import STRATEGIES
-from trainer.training.bad_steps import describe, examine, remedy
 from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.rank_numbers import RankNumbers
 from trainer.training.run_tool import Elapsed, RunTools
@@ -124,6 +122,8 @@ class Loop:
         for batch in self.loader:
             asked = self._begin_step(batch)
             if self._due(self.recipe.training.check_replicas):
+                from trainer.parallel.shards.replicas import check_replicas
+
                 check_replicas(self.engine.held(), self.engine.placements, self.mesh, self.progress.step)
             if self._due(self.recipe.logging.every):
                 self._log()
@@ -203,6 +203,8 @@ class Loop:
 
     def _skip_bad_step(self, result: StepResult, begun: _BegunStep) -> None:
         """Report a step that was not taken, and end the run after too many of them."""
+        from trainer.training.bad_steps import describe, examine, remedy
+
         rows = self.loader.row_ids(begun.number - 1)
         record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1

@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError
 from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
-from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
 from trainer.engine.precision import set_precision
 from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
@@ -28,7 +27,6 @@ from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import Layout, RunPlan, plan_run
 from trainer.recipe.schema import Recipe
-from trainer.training.agreement import check_agreement, run_facts
 
 if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
@@ -64,6 +62,7 @@ def meet_ranks(
     timeout = plan.recipe.parallel.join_timeout.seconds
     from trainer.observe.callbacks import names_of
     from trainer.ranks.joining import join_ranks
+    from trainer.training.agreement import check_agreement, run_facts
 
     rendezvous = join_ranks(environment, timeout)
     # Callbacks too: agreements on their answers are collectives, which all ranks must have.
@@ -132,11 +131,15 @@ def process_group(
     if rendezvous is not None and device.type == "cuda":
         _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
     if plan.strategy.zero_stage:
+        from trainer.engine.deepspeed_package import ready_deepspeed
+
         # Together, and before the group: a rank without the package would leave the others waiting.
         together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank))
     if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return
+    from trainer.engine.deepspeed_package import linear_restored
+
     # One process alone may need a group too, because FSDP and DeepSpeed call collectives; its store is in memory.
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
     timeout = collective_timeout(plan.recipe)

@@ -348,3 +348,15 @@ def reason(error: BaseException) -> str:
         return problem
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def leaves(column: Any) -> Iterator[Any]:
+    """Yield the columns of values within a column of lists or objects."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(column.type):
+        yield from (leaf for inner in column.flatten() for leaf in leaves(inner))
+    elif pyarrow.types.is_list(column.type):
+        yield from leaves(column.flatten())
+    else:
+        yield column

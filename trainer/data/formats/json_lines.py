@@ -23,10 +23,10 @@ from trainer.data.formats.base import (
     Row,
     TextOptions,
     chat_features,
+    leaves,
     load_with_datasets,
     open_text,
 )
-from trainer.data.formats.parquet import leaves
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -17,6 +17,7 @@ from trainer.data.formats.base import (
     Reader,
     Row,
     TextOptions,
+    leaves,
     load_with_datasets,
     reason,
     require_own_names,
@@ -120,18 +121,6 @@ def _with_dictionaries(path: Path) -> Any:
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     texts = [one for one in columns if one.physical_type == "BYTE_ARRAY" and one.has_dictionary_page]
     return ParquetFile(path, read_dictionary=list({one.path_in_schema for one in texts}))
-
-
-def leaves(column: Any) -> Iterator[Any]:
-    """Yield the columns of values within a column of lists or objects."""
-    import pyarrow
-
-    if pyarrow.types.is_struct(column.type):
-        yield from (leaf for inner in column.flatten() for leaf in leaves(inner))
-    elif pyarrow.types.is_list(column.type):
-        yield from leaves(column.flatten())
-    else:
-        yield column
 
 
 def _longest(column: Any) -> int:

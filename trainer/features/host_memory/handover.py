@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.base.waiting import wait_until
 from trainer.checkpoint.format import share_name
 from trainer.checkpoint.store import CheckpointStore
 from trainer.features.host_memory.folder import (
@@ -31,7 +32,6 @@ from trainer.features.host_memory.folder import (
 from trainer.features.host_memory.peers import Peers
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.joining import Rendezvous
-from trainer.ranks.roll_call import wait_until
 
 _USED_SECONDS = 10.0  # for processes of an earlier start to end: data workers outlive a killed rank, with its lock
 _Move = tuple[int, int, int]  # the rank of a share, its sender and its receiver

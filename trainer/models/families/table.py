@@ -8,33 +8,27 @@ from typing import Any, TypeVar
 from torch import nn
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, consume, resolved
-from trainer.models.families.albert import ALBERT
-from trainer.models.families.bart import BART
-from trainer.models.families.bert import BERT, ELECTRA, ROBERTA, XLM_ROBERTA
-from trainer.models.families.deberta import DEBERTA_V2
-from trainer.models.families.distilbert import DISTILBERT
+from trainer.base.extensions import Registration, Table, consume, resolved
 from trainer.models.families.family import ModelFamily, matches, relative_name
-from trainer.models.families.gpt2 import GPT2
-from trainer.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from trainer.models.families.modernbert import MODERNBERT
-from trainer.models.families.resnet import RESNET
-from trainer.models.families.t5 import T5
-from trainer.models.families.vit import VIT
-from trainer.parallel.pipeline.stand_ins import Absent
 
 Value = TypeVar("Value")
 
 CHECKPOINTING, COMPILE, SHARDING = "`activation_checkpointing`", "`compile`", "`parallel.strategy` fsdp or hsdp"
 """Keys that need the layers of a model, for messages."""
 
-FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family
-    for family in (
-        BERT, ROBERTA, XLM_ROBERTA, ELECTRA, ALBERT, DEBERTA_V2, DISTILBERT, MODERNBERT, GPT2, LLAMA, MISTRAL, QWEN2,
-        QWEN3, T5, BART, VIT, RESNET,
-    )
-}  # fmt: skip
+FAMILIES = Table[ModelFamily](
+    {
+        name: f"trainer.models.families.{row}"
+        for name, row in {
+            "bert": "bert:BERT", "roberta": "bert:ROBERTA", "xlm-roberta": "bert:XLM_ROBERTA",
+            "electra": "bert:ELECTRA", "albert": "albert:ALBERT", "deberta-v2": "deberta:DEBERTA_V2",
+            "distilbert": "distilbert:DISTILBERT", "modernbert": "modernbert:MODERNBERT", "gpt2": "gpt2:GPT2",
+            "llama": "llama:LLAMA", "mistral": "llama:MISTRAL", "qwen2": "llama:QWEN2", "qwen3": "llama:QWEN3",
+            "t5": "t5:T5", "bart": "bart:BART", "vit": "vit:VIT", "resnet": "resnet:RESNET",
+        }.items()
+    }
+)  # fmt: skip
+"""The families by model type; a run imports its own."""
 
 # Taken before extensions add their rows.
 _SHIPPED = frozenset(FAMILIES)
@@ -100,6 +94,8 @@ def layers_of(model: nn.Module, needed_by: str = "this recipe") -> dict[str, nn.
     pattern = layers_pattern(config)
     if pattern is None:
         raise _of_no_family(config, needed_by)
+    from trainer.parallel.pipeline.stand_ins import Absent
+
     base: Any = model.base_model
     layers = {
         name: module

@@ -19,7 +19,6 @@ import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
 from trainer.base.text import leaves, without_secrets
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
@@ -121,12 +120,13 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
-    if tool := _other_tool(node):
+    if found := _other_tool(node):
+        tool, is_converted = found
         command = f"trainer convert {shlex.quote(shown_path(file))}"
         fix = (
-            f"the counterparts of its keys: {command}"
-            if tool in FORMATS
-            else f"convert it with: {command} --output recipe.json"
+            f"convert it with: {command} --output recipe.json"
+            if is_converted
+            else f"the counterparts of its keys: {command}"
         )
         raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; {fix}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
@@ -140,16 +140,23 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     return merged(base, own), problems + base_problems
 
 
-def _other_tool(node: Node) -> str | None:
-    """Return the tool that most keys of a file belong to, if it has none of the sections that every recipe needs."""
+def _other_tool(node: Node) -> tuple[str, bool] | None:
+    """Return the tool that most keys of a file belong to, and whether `trainer convert` reads it.
+
+    None: no tool, or the file has a section that every recipe needs.
+    """
     if {"task", "model", "data", "extends"} & node.members.keys():
         return None
     own = set(node.members) - Recipe.model_fields.keys()
+    if not own:
+        return None
+    from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
+
     tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
     tables |= {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
     known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
     best = max(known, key=known.__getitem__)
-    return best if 2 * known[best] > len(own) else None
+    return (best, best not in FORMATS) if 2 * known[best] > len(own) else None
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.base.errors import RecipeError
 from trainer.recipe.paths import KeyPath, shown_key, shown_value
 from trainer.recipe.reading.parser import MAX_DEPTH, Node, Origin, Problem, parse, printable, unusable_text
-from trainer.recipe.reading.suggesting import suggestion
 
 
 def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
@@ -37,6 +36,8 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
 def _malformed(override: str) -> str | None:
     key, equals, _ = override.partition("=")
     if key.startswith("-"):
+        from trainer.recipe.reading.suggesting import suggestion
+
         meant = suggestion(key.lstrip("-"))
         return f"is not an option; as a key it {meant}" if meant else "is neither an option nor an override key=value"
     if not equals:

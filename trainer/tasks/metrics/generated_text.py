@@ -5,13 +5,14 @@ The packages are optional; tasks call `require_packages` before the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
+from trainer.tasks.metrics.metric import Metric
 
 _ROUGE, _SACREBLEU = ("rouge_score.rouge_scorer", "rouge-score"), ("sacrebleu", "sacrebleu")
 """The module and the package of a metric."""
@@ -38,12 +39,10 @@ def chrf(generated: Sequence[str], targets: Sequence[str]) -> float:
     return float(_module(_SACREBLEU).corpus_chrf(list(generated), [list(targets)]).score)
 
 
-TEXT_METRICS: dict[str, Callable[..., float]] = {
-    **{kind: partial(rouge, kind) for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
-    "bleu": bleu,
-    "chrf": chrf,
-}
-"""The functions of generated texts and targets, by metric."""
+_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+ROUGE1, ROUGE2, ROUGEL, ROUGELSUM = (Metric(partial(rouge, kind)) for kind in _KINDS)
+BLEU, CHRF = Metric(bleu), Metric(chrf)
+_PACKAGES = {**dict.fromkeys(_KINDS, _ROUGE), "bleu": _SACREBLEU, "chrf": _SACREBLEU}
 
 
 def require_packages(metrics: Iterable[str]) -> None:
@@ -53,8 +52,7 @@ def require_packages(metrics: Iterable[str]) -> None:
         UsageError: a package is not installed.
     """
     for metric in metrics:
-        if metric in TEXT_METRICS:
-            package = _ROUGE if metric.startswith("rouge") else _SACREBLEU
+        if package := _PACKAGES.get(metric):
             try:
                 _module(package)
             except ImportError as error:

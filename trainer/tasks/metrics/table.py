@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, consume, resolved
-from trainer.tasks.metrics.generated_text import TEXT_METRICS
+from trainer.base.extensions import Registration, Table, consume, resolved
 from trainer.tasks.metrics.metric import Metric, Values
 
 # scikit-learn and scipy each take half a second to import, so the first evaluation imports them, not the start.
@@ -87,32 +86,35 @@ def _mrr(ranks: Values, queries: Values) -> float:
     return float(np.mean(inverse))
 
 
-METRICS: dict[str, Metric] = {
-    "accuracy": Metric(_accuracy),
-    "f1": Metric(_f1("binary")),
-    "f1_macro": Metric(_f1("macro")),
-    "f1_micro": Metric(_f1("micro")),
-    "precision": Metric(_share),
-    "recall": Metric(_share),
-    "matthews": Metric(_matthews),
-    "pearson": Metric(_correlation("pearsonr")),
-    "spearman": Metric(_correlation("spearmanr")),
-    "mse": Metric(_mse, greater_is_better=False),
-    "token_accuracy": Metric(_share),
-    "perplexity": Metric(_perplexity, greater_is_better=False),
-    "recall_at_1": Metric(_recall_at(1)),
-    "recall_at_5": Metric(_recall_at(5)),
-    "recall_at_10": Metric(_recall_at(10)),
-    "mrr": Metric(_mrr),
-    **{name: Metric(compute) for name, compute in TEXT_METRICS.items()},
-}
+_OF_TEXTS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf")
+METRICS = Table[Metric](
+    {
+        "accuracy": Metric(_accuracy),
+        "f1": Metric(_f1("binary")),
+        "f1_macro": Metric(_f1("macro")),
+        "f1_micro": Metric(_f1("micro")),
+        "precision": Metric(_share),
+        "recall": Metric(_share),
+        "matthews": Metric(_matthews),
+        "pearson": Metric(_correlation("pearsonr")),
+        "spearman": Metric(_correlation("spearmanr")),
+        "mse": Metric(_mse, greater_is_better=False),
+        "token_accuracy": Metric(_share),
+        "perplexity": Metric(_perplexity, greater_is_better=False),
+        "recall_at_1": Metric(_recall_at(1)),
+        "recall_at_5": Metric(_recall_at(5)),
+        "recall_at_10": Metric(_recall_at(10)),
+        "mrr": Metric(_mrr),
+        **{name: f"trainer.tasks.metrics.generated_text:{name.upper()}" for name in _OF_TEXTS},
+    }
+)
 
 
 def _add(row: Registration) -> None:
     if row.name in _SHIPPED:
         raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
-    found = resolved(row.value)
-    METRICS[row.name] = Metric(resolved(found.compute), found.greater_is_better)
+    found = row.value  # a text of a folder names a `Metric`
+    METRICS[row.name] = found if isinstance(found, str) else Metric(resolved(found.compute), found.greater_is_better)
 
 
 _SHIPPED = frozenset(METRICS)
