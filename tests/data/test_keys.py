@@ -21,6 +21,7 @@ from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
 from trainer.features.question_answering.section import QuestionAnswering
+from trainer.features.token_classification.section import TokenClassification
 from trainer.models.image_processor import ImageProcessor
 from trainer.recipe.schema import (
     CausalLM,
@@ -31,7 +32,6 @@ from trainer.recipe.schema import (
     Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,
-    TokenClassification,
 )
 from trainer.tasks.registry import build_task
 

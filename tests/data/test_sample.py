@@ -34,7 +34,7 @@ def word_pairs(text):
 
 
 def test_size_and_shape(train, validation):
-    assert sum(path.stat().st_size for path in SAMPLE.glob("*.jsonl")) <= 1_900_000
+    assert sum(path.stat().st_size for path in SAMPLE.glob("*.jsonl")) <= 700_000
     assert len(train) >= 2000
     assert len(validation) >= 400
     assert {tuple(row) for row in train + validation} == {("text", "label")}
@@ -70,40 +70,6 @@ def test_the_tokenizer_is_whole_and_small(tokenizer, train):
     unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
     assert unknown == 0, "every character of the training rows is in the vocabulary"
     assert max(map(len, ids)) <= tokenizer.model_max_length
-
-
-def entities_of(words: list[str], tags: list[str]) -> set[tuple[int, int, str]]:
-    starts = [index for index, tag in enumerate(tags) if tag.startswith("B-")]
-    rest = [itertools.takewhile(lambda tag: tag.startswith("I-"), tags[start + 1 :]) for start in starts]
-    return {(start, start + len(list(inside)), tags[start]) for start, inside in zip(starts, rest, strict=True)}
-
-
-def test_a_dictionary_does_not_find_the_entities():
-    train, validation = rows_of("entities_train"), rows_of("entities_validation")
-    tags_of: dict[str, Counter[str]] = {}
-    for word, tag in ((word, tag) for row in train for word, tag in zip(row["words"], row["tags"], strict=True)):
-        tags_of.setdefault(word, Counter())[tag] += 1
-    found = expected = both = 0
-    for row in validation:
-        tags = [tags_of[word].most_common(1)[0][0] if word in tags_of else "O" for word in row["words"]]
-        gold, of_dictionary = entities_of(**row), entities_of(row["words"], tags)
-        found, expected, both = found + len(of_dictionary), expected + len(gold), both + len(gold & of_dictionary)
-    readme = (SAMPLE / "README.md").read_text(encoding="utf-8")
-    assert f"entity F1 of **{2 * both / (found + expected):.2f}**" in readme
-    assert f"`entities_train.jsonl` ({len(train):,} rows) and `entities_validation.jsonl` ({len(validation)})" in readme
-
-
-@pytest.mark.nightly
-def test_the_script_makes_the_entities_again(tmp_path, monkeypatch):
-    if sys.version_info[:3] != (3, 11, 7):
-        pytest.skip("made with Python 3.11.7")
-    for name in ("make_sample.py", "make_entities.py"):
-        (tmp_path / name).write_bytes((SAMPLE / name).read_bytes())
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "make_sample", raising=False)
-    runpy.run_path(str(tmp_path / "make_entities.py"), run_name="__main__")
-    for split in ("train", "validation"):
-        assert (tmp_path / f"entities_{split}.jsonl").read_bytes() == (SAMPLE / f"entities_{split}.jsonl").read_bytes()
 
 
 @pytest.mark.nightly

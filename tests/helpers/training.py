@@ -230,18 +230,6 @@ def tiny_duplicates(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
-def tiny_tags(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return the rows of `tiny_split` with random classes of about half of their tokens; every fifth row has none."""
-    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
-    rows = np.repeat(np.arange(num_rows), split.lengths)
-    labels = random.integers(0, NUM_CLASSES, len(rows))
-    labels[(random.random(len(rows)) < 0.5) | (rows % 5 == 0)] = IGNORED_LABEL
-    split.tokens["labels"] = labels
-    split.tokens["word_numbers"] = np.zeros(len(rows), np.int64)  # columns that the model does not take
-    split.scalars["row_numbers"] = np.arange(num_rows)
-    return split
-
-
 def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSplit:
     """Return rows of 3 to 17 random tokens that are labelled with their next tokens, the same on every rank.
 
@@ -366,12 +354,6 @@ TINY_TASKS = {
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
     "seq2seq_lm_bart": TinyTask(
         {"type": "seq2seq_lm"}, {"config": TINY_BART, "tokenizer": "none"}, tiny_targets, Padding(0)
-    ),
-    "token_classification": TinyTask(
-        {"type": "token_classification", "words": "words", "tags": "tags"},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_tags,
-        Padding(0),
     ),
     "causal_lm": TinyTask(
         {"type": "causal_lm", "text": "text"},

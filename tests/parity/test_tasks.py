@@ -27,7 +27,6 @@ TASKS = (
     "embedding_duplicates",
     "seq2seq_lm",
     "seq2seq_lm_bart",
-    "token_classification",
     "multiple_choice",
     "weighted_classification",
     "multi_label",
@@ -72,7 +71,6 @@ FURTHER = {
     "masked_lm": ("tensor-sequence-accumulated", "context"),
     "causal_lm_packed": ("fsdp-accumulated",),
     "seq2seq_lm": ("tensor-sequence-accumulated",),
-    "token_classification": ("tensor-sequence-accumulated", "context"),
     "multiple_choice": ("fsdp-accumulated", "context"),
 }
 """Layouts in which `make test-all` trains a task, where its labels or its rows are cut in another way than others'."""

@@ -777,18 +777,22 @@ _TASKS = [
     Defect(
         "words_without_a_label_counted",
         "The mean loss of words counts tokens without a label.",
-        "tasks/token_classification.py",
+        "features/token_classification/token_classification.py",
         "return (labels != IGNORED_LABEL).sum()",
         "return labels.new_tensor(labels.numel())",
-        ("tasks/test_token_classification.py::TestMetrics::test_the_loss_is_the_sum_over_labels",),
+        (
+            "features/token_classification/test_token_classification.py::TestMetrics::test_the_loss_is_the_sum_over_labels",
+        ),
     ),
     Defect(
         "shared_words_labelled_twice",
         "A word in two windows has a label in both.",
-        "tasks/token_classification.py",
+        "features/token_classification/token_classification.py",
         "owned = word >= 0 and owner_of[token] == window",
         "owned = word >= 0",
-        ("tasks/test_token_classification.py::test_windows_label_each_word_once_where_it_has_most_context",),
+        (
+            "features/token_classification/test_token_classification.py::test_windows_label_each_word_once_where_it_has_most_context",
+        ),
     ),
     Defect(
         "sign_of_no_answer",

@@ -21,7 +21,6 @@ def harmonic(number: int) -> float:
     ("recipe", "metric", "expected", "within"),
     [
         ("embedding_sample", "mrr", harmonic(60), 0.05),
-        ("ner_sample", "f1", 0.0, 0.0),
     ],
 )
 def test_of_samples(tmp_path: Path, recipe: str, metric: str, expected: float, within: float):

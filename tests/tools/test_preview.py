@@ -17,7 +17,7 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_DECODERS, tiny_recipe, tiny_training
 from trainer.cli import main
 from trainer.models.quantized_parts import weights_of_parts
-from trainer.observe.preview_records import Piece, ShownText
+from trainer.observe.preview_records import ShownText
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
@@ -78,11 +78,6 @@ def test_hidden_tokens_are_shown_as_they_were():
     assert "".join(piece.text for piece in row.texts[0].pieces).startswith(
         "[CLS] the optional parameter newscmprio can be"
     )
-
-
-def test_words_of_entities_have_their_tags():
-    (row,) = trainer.preview("ner_sample", rows=1).rows
-    assert Piece("trained", " json", "B-CLASS") in row.texts[0].pieces
 
 
 def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

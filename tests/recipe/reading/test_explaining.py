@@ -113,8 +113,8 @@ Minimal = dict[str, Any]
         (
             "task.type=classification",
             '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
-            ' "image_classification", "embedding", "seq2seq_lm", "token_classification", "multiple_choice",'
-            ' "preference", "reward_model", "question_answering", "reranker", but is'
+            ' "image_classification", "embedding", "seq2seq_lm", "multiple_choice", "preference",'
+            ' "reward_model", "question_answering", "reranker", "token_classification", but is'
             ' "classification"; did you mean "sequence_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
@@ -208,8 +208,8 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
             "task",
             {},
             '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
-            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "token_classification",'
-            ' "multiple_choice", "preference", "reward_model", "question_answering", "reranker"',
+            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "multiple_choice",'
+            ' "preference", "reward_model", "question_answering", "reranker", "token_classification"',
         ),
         (
             "data",

@@ -29,7 +29,6 @@ from trainer.recipe.schema.task import (
     SequenceClassification,
     SequenceRegression,
     TaskSection,
-    TokenClassification,
 )
 from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.schema.training import Training

@@ -93,8 +93,6 @@ METRICS = Table[Metric](
         "f1": Metric(_f1("binary")),
         "f1_macro": Metric(_f1("macro")),
         "f1_micro": Metric(_f1("micro")),
-        "precision": Metric(_share),
-        "recall": Metric(_share),
         "matthews": Metric(_matthews),
         "pearson": Metric(_correlation("pearsonr")),
         "spearman": Metric(_correlation("spearmanr")),

@@ -25,19 +25,6 @@ def windows(num_tokens: int, size: int, stride: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, num_tokens)) for start in range(0, num_tokens - stride, size - stride)]
 
 
-def owners(num_tokens: int, size: int, stride: int) -> list[int]:
-    """Return for each token the window with the most context on its shorter side; ends of the text do not count."""
-    best = [-1] * num_tokens
-    found = [0] * num_tokens
-    for window, (start, end) in enumerate(windows(num_tokens, size, stride)):
-        for token in range(start, end):
-            left = token - start if start > 0 else num_tokens
-            right = end - 1 - token if end < num_tokens else num_tokens
-            if min(left, right) > best[token]:
-                best[token], found[token] = min(left, right), window
-    return found
-
-
 def cut_columns(
     columns: Mapping[str, list[int]], content: tuple[int, int], window: tuple[int, int]
 ) -> dict[str, list[int]]:

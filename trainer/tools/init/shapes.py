@@ -117,20 +117,6 @@ def _of_chats(columns: _Columns) -> Iterator[Shape]:
         yield Shape({"type": "causal_lm", "messages": chat.name, **keys}, f"`{chat.name}` holds chats")
 
 
-def _of_words(columns: _Columns) -> Iterator[Shape]:
-    words = columns.get(("texts",), "words", "tokens")
-    tags = columns.get(("texts", "numbers"), "tags", "ner_tags", "pos_tags", "labels")
-    if words and tags:
-        yield Shape(
-            {"type": "token_classification", "words": words.name, "tags": tags.name}, "a tag for each word of a list"
-        )
-    text, spans = columns.get(_TEXT, "text"), columns.get(("objects",), "spans", "entities")
-    if text and spans:
-        yield Shape(
-            {"type": "token_classification", "text": text.name, "spans": spans.name}, "entities as spans of a text"
-        )
-
-
 def _of_choices(columns: _Columns) -> Iterator[Shape]:
     choices = columns.get(("texts", "object"), "choices", "options", "endings")
     context = columns.get(_TEXT, "context", "question", "sentence", "article", "ctx")
@@ -376,7 +362,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (10, _of_images), (40, _of_chats), (50, _of_words), (60, _of_choices), (70, _of_embeddings),
+    (10, _of_images), (40, _of_chats), (60, _of_choices), (70, _of_embeddings),
     (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.base.errors import DataError
+from trainer.features.token_classification.entities import OUTSIDE, scheme_of, tags_of_span
+from trainer.features.token_classification.words import TokenisedText
 from trainer.tasks.text.columns import dtype_in_list, shown
-from trainer.tasks.text.entities import OUTSIDE, scheme_of, tags_of_span
-from trainer.tasks.text.words import TokenisedText
 
 _KEYS = ("start", "end", "label")
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.tasks.text.entities import Indices
+from trainer.features.token_classification.entities import Indices
 from trainer.tasks.types import EncodedRows, EvaluatedSplit, Tokenizer
 
 WORD, ROW = "word_numbers", "row_numbers"

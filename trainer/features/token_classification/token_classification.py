@@ -19,9 +19,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.features.token_classification.entities import (
+    OUTSIDE,
+    Indices,
+    TagScheme,
+    continuation,
+    entity_metrics,
+    scheme_of,
+)
+from trainer.features.token_classification.section import TokenClassification
+from trainer.features.token_classification.spans import holds_spans, read_spans, tags_of_words
+from trainer.features.token_classification.words import (
+    ROW,
+    WORD,
+    TokenisedText,
+    is_first,
+    joined,
+    num_words_of,
+    of_words,
+    read_words,
+)
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import TaskKeys, TokenClassification
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.classes import NamedClasses, holds_names
 from trainer.tasks.exported import Card
 from trainer.tasks.metrics.table import METRICS
@@ -37,10 +57,7 @@ from trainer.tasks.text.columns import (
     require_text,
     shown,
 )
-from trainer.tasks.text.entities import OUTSIDE, Indices, TagScheme, continuation, entity_metrics, scheme_of
-from trainer.tasks.text.spans import holds_spans, read_spans, tags_of_words
-from trainer.tasks.text.windows import cut_columns, owners, require_fast, shared_tokens, windows
-from trainer.tasks.text.words import ROW, WORD, TokenisedText, is_first, joined, num_words_of, of_words, read_words
+from trainer.tasks.text.windows import cut_columns, require_fast, shared_tokens, windows
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 _OF_ENTITIES = ("f1", "precision", "recall")
@@ -201,7 +218,7 @@ class TokenClassificationTask(NamedClasses, TextTask):
         names = self._known_class_names if labels is not None else ()
         # By class: the label of the later tokens of a word.
         further = [names.index(continuation(name, names)) if self.label_all else IGNORED_LABEL for name in names]
-        owner_of = owners(text.end - text.start, size, stride)
+        owner_of = _owners(text.end - text.start, size, stride)
         for window, (start, end) in enumerate(windows(text.end - text.start, size, stride)):
             numbers, own = [], []
             for token in range(start, end):
@@ -386,4 +403,17 @@ def _entities(
             "words": slice(start, end),
         }
         found[row].append(entity)
+    return found
+
+
+def _owners(num_tokens: int, size: int, stride: int) -> list[int]:
+    """Return for each token the window with the most context on its shorter side; ends of the text do not count."""
+    best = [-1] * num_tokens
+    found = [0] * num_tokens
+    for window, (start, end) in enumerate(windows(num_tokens, size, stride)):
+        for token in range(start, end):
+            left = token - start if start > 0 else num_tokens
+            right = end - 1 - token if end < num_tokens else num_tokens
+            if min(left, right) > best[token]:
+                best[token], found[token] = min(left, right), window
     return found

@@ -1,4 +1,4 @@
-"""Makes the sample of entities: `entities_train.jsonl` and `entities_validation.jsonl` beside this file.
+"""Makes the rows of `ner_sample`: `train.jsonl` and `validation.jsonl` beside that recipe.
 
 Each row is a sentence from a documentation string of Python's standard library, as words. The tags (IOB2) mark names of
 modules, classes and exceptions that the library defines, and other identifiers. A dictionary of names is not enough:
@@ -9,7 +9,7 @@ modules, classes and exceptions that the library defines, and other identifiers.
 
 The files are the same whenever it is run, given Python 3.11.7:
 
-    python recipes/sample/make_entities.py
+    python tests/features/token_classification/make_entities.py
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 
-from make_sample import FOLDER, PYTHON, VALIDATION_SHARE, Row, _draw, _paths, _rows, _without_near_copies
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "trainer" / "features" / "token_classification" / "recipes"
+sys.path.insert(0, str(ROOT / "recipes" / "sample"))
+
+from make_sample import PYTHON, VALIDATION_SHARE, Row, _draw, _paths, _rows, _without_near_copies  # noqa: E402
 
 COPIES = 3  # of a training sentence, with other names
 HELD_OUT = 0.5  # share of the names that the training rows do not have
@@ -108,7 +113,7 @@ def main() -> None:
         splits[sentence.split].append((_draw(sentence.row.text), _line(sentence.words, sentence.tags)))
     for name, rows in splits.items():
         lines = [line for _, line in sorted(rows)]
-        (FOLDER / f"entities_{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _renamed(sentence: Sentence, copy: int, names: Names) -> tuple[list[str], list[str]]:

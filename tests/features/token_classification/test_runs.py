@@ -25,7 +25,8 @@ from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.whole_split import Evaluator, cat_padded
 
-SAMPLE = Path(__file__).parents[2] / "recipes" / "sample"
+ROOT = Path(__file__).parents[3]
+SAMPLE = ROOT / "recipes" / "sample"
 MODEL = {**TINY_BERT, "vocab_size": 3000, "max_position_embeddings": 128, "initializer_range": 0.2}
 TAGS = ["O", *(f"{part}-{kind}" for kind in ("CLASS", "EXCEPTION", "IDENTIFIER", "MODULE") for part in "BI")]
 WORDS = {"type": "token_classification", "words": "words", "tags": "tags", "labels": TAGS}
@@ -36,7 +37,11 @@ STEPS = 4
 def rows_of(number: int) -> list[dict[str, Any]]:
     """Return rows of the sample as words with tags, and as texts with spans."""
     rows = []
-    lines = (SAMPLE / "entities_train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (ROOT / "trainer" / "features" / "token_classification" / "recipes" / "train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     for line in [line for line in lines if '"B-' in line][:number]:
         row = json.loads(line)
         start, spans = 0, []

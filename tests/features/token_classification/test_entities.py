@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.tasks.text.entities import continuation, scheme_of, tags_of_span
+from trainer.features.token_classification.entities import continuation, scheme_of, tags_of_span
 
 IOB2 = ["O", "B-A", "I-A", "B-B", "I-B"]
 IOBES = ["O", "B-A", "I-A", "E-A", "S-A", "B-B", "I-B", "E-B", "S-B"]

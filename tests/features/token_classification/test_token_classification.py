@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
-from trainer.recipe.schema import TokenClassification
+from trainer.features.token_classification.section import TokenClassification
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 
