@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.helpers.families import CONFIGS
@@ -33,10 +32,8 @@ from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.boxes import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, plan_run
 from trainer.recipe.schema import Recipe
-from trainer.recipe.sentence import DenseLayer
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.classes import NamedClasses
-from trainer.tasks.embedding import EmbeddingTask
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.text.masking import Masking
@@ -160,29 +157,10 @@ def tiny_recipe(**sections: Any) -> Recipe:
 
 
 def tiny_task(recipe: Recipe) -> Task:
-    """Return the recipe's task. A classification task without names has three classes.
-
-    An embedding with a learned temperature has two dense layers too, as folders of sentence-transformers have.
-    """
-    task = build_task(recipe.task)
-    if isinstance(task, EmbeddingTask) and task.learns_temperature:
-        return replace(task, dense=_dense_layers(recipe.model.config["hidden_size"]))
+    """Return the recipe's task. A classification task without names has three classes."""
+    task = _tiny_of(recipe).completed(build_task(recipe.task), recipe)
     unnamed = isinstance(task, NamedClasses) and task.class_names is None
     return task.with_classes(tuple("abc"), None) if unnamed else task
-
-
-@cache
-def _dense_layers(hidden_size: int) -> tuple[DenseLayer, ...]:
-    sizes, generator = ((hidden_size, 10), (10, 6)), torch.Generator().manual_seed(0)
-    layers = []
-    for number, (before, after) in enumerate(sizes):
-        weights = {"linear.weight": torch.randn(after, before, generator=generator) / 4}
-        weights |= {} if number else {"linear.bias": torch.randn(after, generator=generator)}
-        file = Path(tempfile.mkdtemp()) / "model.safetensors"
-        save_file(weights, file)
-        activation = f"torch.nn.modules.activation.{'GELU' if number else 'Tanh'}"
-        layers.append(DenseLayer(str(file), f"{number + 2}_Dense", before, after, not number, activation))
-    return tuple(layers)
 
 
 def tiny_masking(recipe: Recipe) -> Masking | None:
@@ -221,13 +199,6 @@ def tiny_tuples(num_rows: int = NUM_ROWS, texts_per_row: int = 3, has_scores: bo
         content_hash="tiny tuples",
         texts_per_row=texts_per_row,
     )
-
-
-def tiny_duplicates(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return the rows of `tiny_tuples` with numbers of their texts, as if half of the texts stood in other rows too."""
-    split, random = tiny_tuples(num_rows), np.random.default_rng(2)
-    split.arrays["labels"] = random.integers(0, 75, (num_rows, 3))
-    return split
 
 
 def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSplit:
@@ -299,6 +270,7 @@ class TinyTask:
     model: dict[str, Any]  # the recipe's `model`
     split: Callable[[int], EncodedSplit]
     batching: Batching
+    completed: Callable[[Task, Recipe], Task] = lambda task, recipe: task
 
 
 _TEXT_MODEL = {"config": TINY_BERT, "tokenizer": "none"}
@@ -331,25 +303,6 @@ TINY_TASKS = {
     ),
     "masked_lm": TinyTask(
         {"type": "masked_lm", "text": "text"}, _TEXT_MODEL, partial(tiny_split, has_classes=False), Padding(0)
-    ),
-    "embedding": TinyTask(
-        {"type": "embedding", "texts": ["a", "b", "c"]},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_tuples,
-        Padding(0),
-    ),
-    "embedding_duplicates": TinyTask(
-        {
-            "type": "embedding",
-            "texts": ["a", "b", "c"],
-            "mask_duplicates": True,
-            "dimensions": [6, 5],
-            "learn_temperature": True,
-            "temperature": 0.5,
-        },
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_duplicates,
-        Padding(0),
     ),
     "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
     "seq2seq_lm_bart": TinyTask(

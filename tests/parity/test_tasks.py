@@ -23,13 +23,11 @@ TASKS = (
     "masked_lm",
     "causal_lm",
     "causal_lm_packed",
-    "embedding",
-    "embedding_duplicates",
     "seq2seq_lm",
     "seq2seq_lm_bart",
-    "multiple_choice",
     "weighted_classification",
     "multi_label",
+    "multiple_choice",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
@@ -54,7 +52,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 VARIANTS = (
-    "embedding_duplicates",
     "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",
@@ -66,7 +63,6 @@ CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
 CUTS = ("fsdp-accumulated", "tensor-sequence-accumulated", "context", "pipeline")
 FURTHER = {
     **dict.fromkeys(VARIANTS, CUTS[:1]),
-    "embedding": (*CUTS, "zero3-tensor"),
     "causal_lm": (*CUTS, "zero3-tensor", "tensor-context", "fsdp-tensor-pipeline"),
     "masked_lm": ("tensor-sequence-accumulated", "context"),
     "causal_lm_packed": ("fsdp-accumulated",),

@@ -570,10 +570,10 @@ _MODELS = [
     Defect(
         "learned_temperature_not_read",
         "A learned temperature in a folder is not read.",
-        "models/sentence_folder.py",
-        "temperature=folder.temperature() if keys.learns_temperature else None",
-        "temperature=None",
-        ("models/test_sentence_folder.py",),
+        "features/embeddings/folder.py",
+        "folder.temperature() if recipe.task.learn_temperature else None",
+        "None",
+        ("features/embeddings/test_folder.py",),
     ),
     Defect(
         "stage_drops_a_layer",
@@ -695,10 +695,10 @@ _TASKS = [
     Defect(
         "dimension_weights_dropped",
         "Each size of nested embeddings has the weight 1.",
-        "tasks/embedding.py",
+        "features/embeddings/embedding.py",
         "parts = [weight * self._losses(",
         "parts = [self._losses(",
-        ("tasks/test_embedding.py",),
+        ("features/embeddings/test_embedding.py",),
     ),
     Defect(
         "reference_of_preferences_ignored",

@@ -17,16 +17,6 @@ def harmonic(number: int) -> float:
     return sum(1 / rank for rank in range(1, number + 1)) / number
 
 
-@pytest.mark.parametrize(
-    ("recipe", "metric", "expected", "within"),
-    [
-        ("embedding_sample", "mrr", harmonic(60), 0.05),
-    ],
-)
-def test_of_samples(tmp_path: Path, recipe: str, metric: str, expected: float, within: float):
-    assert_baseline(tmp_path, recipe, metric, expected, within)
-
-
 def assert_baseline(tmp_path: Path, recipe: str, metric: str, expected: float, within: float) -> None:
     data = prepare_data(load_recipe(recipe).recipe, 60, tmp_path)
     assert data.evaluated is not None

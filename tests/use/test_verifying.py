@@ -59,9 +59,8 @@ def answered_here(request: dict[str, Any], place: Path) -> dict[str, Any]:
         (write_tiny_run, SEQUENCE_PAIR, "transformers"),
         (write_tiny_run, MASKED_LM, "transformers"),
         (write_tiny_image_run, None, "transformers"),
-        (write_tiny_run, EMBEDDING, "`SentenceTransformer`"),
     ],
-    ids=["classes", "masks", "images", "embeddings"],
+    ids=["classes", "masks", "images"],
 )
 def test_a_sound_folder_has_a_certificate(tmp_path, here, write, task, by):
     assert_certified(tmp_path, write, task, by)

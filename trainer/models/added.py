@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.base.disk import save_tensors
 from trainer.models.forward_context import replace_forward
-from trainer.recipe.sentence import POOLED
+from trainer.parallel.microbatch import POOLED
 
 ADDED = "added"
 """The name of the module in the model."""

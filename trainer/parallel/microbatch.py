@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 """The label of positions without a label, such as padding: the default of `torch.nn.functional.cross_entropy`."""
 
+POOLED = "pooled_tokens"
+"""The input that is 1 for the tokens to pool and 0 for those of a prompt, which no model of transformers takes."""
+
 
 @dataclass(frozen=True)
 class Microbatch:

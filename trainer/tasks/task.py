@@ -27,12 +27,10 @@ from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, I
 
 if TYPE_CHECKING:
     from trainer.parallel.tensor.cross_entropy import VocabularyCut
-    from trainer.recipe.sentence import SentenceFolder
 
 _KEYS = {
     "metric_names": "metrics", "class_names": "labels", "settings": "generation", "text_columns": "text",
-    "learns_temperature": "learn_temperature", "answer_columns": "answers", "choice_columns": "choices",
-    "document_columns": "documents",
+    "answer_columns": "answers", "choice_columns": "choices", "document_columns": "documents",
 }  # fmt: skip
 """The keys of the recipe for fields of tasks with another name; a column `NAME_column` has the key `NAME`."""
 
@@ -442,10 +440,6 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         Raises:
             UsageError: the model does not fit the task.
         """
-        return self
-
-    def in_sentence_folder(self, folder: SentenceFolder) -> Self:
-        """Return the task with the embedding of the model's folder of sentence-transformers."""
         return self
 
     def added_module(self) -> nn.Module | None:

@@ -21,7 +21,6 @@ from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
 from trainer.models.configuration import load_config
 from trainer.models.hub_files import local_files_only
-from trainer.models.sentence_folder import embedding_notes
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
@@ -29,7 +28,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.training.checking import CheckedModel, check_model, check_needs
 from trainer.training.preparation import Preparation
-from trainer.training.row_encoding import TextPreparation, load_preparation, tokenizer_of
+from trainer.training.row_encoding import TextPreparation, load_preparation, model_folder, tokenizer_of
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
 from trainer.training.second_model import second_model
 
@@ -94,7 +93,8 @@ def check_parts(plan: RunPlan) -> Checked:
                 require_fitting_rows(data.train, plan.batch)
     if local.has_model:
         with problems.collect():
-            notes += embedding_notes(recipe)
+            folder = model_folder(recipe)
+            notes += folder.notes if folder else ()
         with problems.collect():
             model = check_model(plan, data.task if data else None, problems)
             notes += model.notes

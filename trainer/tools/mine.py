@@ -24,8 +24,9 @@ from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, 
 from trainer.data.formats.base import Row
 from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
-from trainer.models.sentence_folder import sentence_folder
 from trainer.recipe.schema import Data
+from trainer.tasks.registry import build_task
+from trainer.training.row_encoding import model_folder
 from trainer.use.prediction_files import Request
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
         TrainerError: a user error.
     """
     recipe = trained.resolved.recipe
-    if recipe.task.sentences is None or recipe.task.sentences.scores_pairs:
+    task = build_task(recipe.task)
+    if task.card.program != "sentence-transformers":
         raise UsageError(
             f"`trainer mine` needs an embedding model, but `task.type` is {recipe.task.type}; name another RUN"
         )
@@ -83,7 +85,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
             "`--output` must name another file than `--input`, because it lacks other columns and pairs without"
             f" negatives, but both are {output}; name another"
         )
-    query, document, *_ = recipe.task.sentences.texts
+    query, document, *_ = task.columns
     pairs = list(dict.fromkeys(_pairs(request, recipe.data, query, document)))
     devices = _devices(processes)
     miner, model = _sentence_transformers(trained)
@@ -153,7 +155,7 @@ def _sentence_transformers(trained: Trained) -> tuple[Any, Any]:
     Raises:
         UsageError: the package is not installed, or the folder is not one of sentence-transformers.
     """
-    if sentence_folder(trained.resolved.recipe) is None:  # without modules.json, it would guess a pooling
+    if model_folder(trained.resolved.recipe) is None:  # without modules.json, it would guess a pooling
         raise UsageError(
             f"`RUN` must hold a model of sentence-transformers, but {trained.folder} has no modules.json; name a folder"
             " that trainer exported"

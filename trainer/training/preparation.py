@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,19 @@ from trainer.data.encoding import RowEncoding
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.recipe.schema import Model
-from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.task import Task
 from trainer.tasks.types import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The parts of a task in the folder of its model, and notes on their differences from the recipe."""
+
+    notes: tuple[str, ...]
+
+    def completed(self, task: Task) -> Task:
+        """Return the task with these parts."""
+        return task
 
 
 class Preparation(ABC):
@@ -26,14 +37,14 @@ class Preparation(ABC):
         labels: names of a fine-tuned checkpoint's classes, in order; None: it has none.
         notes: notes on the preparation for the user.
         config: the configuration of transformers.
-        sentence_folder: the model's folder of sentence-transformers; None: it is none.
+        model_folder: the parts of the task in the model's folder; None: there are none.
         counts_tokens: whether rows have the tokens of the model; false: another tokenizer stands in for a check.
     """
 
     labels: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
     config: Any
-    sentence_folder: SentenceFolder | None = None
+    model_folder: ModelFolder | None = None
     counts_tokens: bool = True
 
     @property

@@ -29,11 +29,10 @@ from trainer.models.configuration import (
 )
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
 from trainer.recipe.schema import Recipe
-from trainer.recipe.sentence import SentenceFolder
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import Dataset, Tokenizer
-from trainer.training.preparation import Preparation
+from trainer.training.preparation import ModelFolder, Preparation
 
 
 def load_preparation(recipe: Recipe) -> Preparation:
@@ -52,18 +51,10 @@ def load_preparation(recipe: Recipe) -> Preparation:
         require_fit(recipe, config)
     with problems.collect():
         tokenizer = tokenizer_of(recipe)
-    folder, notes = None, []
-    if recipe.task.sentences is not None:
-        from trainer.models.sentence_folder import sentence_folder, unreachable
-
-        with problems.collect():
-            try:
-                folder = sentence_folder(recipe)
-            except OSError:
-                notes = [unreachable(recipe)]
+    with problems.collect():
+        folder = model_folder(recipe)
     problems.raise_all()
-    if folder is not None:
-        notes = list(folder.notes)
+    notes = list(folder.notes) if folder else []
     if recipe.task.languages is not None:
         name_target_language(config, tokenizer)
     size = vocabulary_size(config)
@@ -141,17 +132,26 @@ def fitted(task: Task, preparation: Preparation) -> Task:
     Raises:
         UsageError: the model does not fit the task.
     """
-    folder = preparation.sentence_folder
-    return (task.in_sentence_folder(folder) if folder else task).for_configuration(preparation.config)
+    folder = preparation.model_folder
+    return (folder.completed(task) if folder else task).for_configuration(preparation.config)
+
+
+def model_folder(recipe: Recipe) -> ModelFolder | None:
+    """Return the parts of the recipe's task in the folder of its model; None: there are none.
+
+    Raises:
+        TrainerError: they do not fit the recipe, or cannot be read.
+    """
+    reader = recipe.task.folder_reader
+    found: ModelFolder | None = resolved(reader)(recipe) if reader and not recipe.model.is_random else None
+    return found
 
 
 def with_folder(task: Task, recipe: Recipe) -> Task:
     """Return a task with the modules of the model's folder, if it can be read; another check reports its problems."""
-    from trainer.models.sentence_folder import sentence_folder
-
-    with suppress(OSError, TrainerError):
-        folder = sentence_folder(recipe)
-        return task if folder is None else task.in_sentence_folder(folder)
+    with suppress(TrainerError):
+        folder = model_folder(recipe)
+        return folder.completed(task) if folder else task
     return task
 
 
@@ -171,7 +171,7 @@ class TextPreparation(Preparation):
     config: Any = None
     num_processes: int | None = None
     pad_to: int = 1
-    sentence_folder: SentenceFolder | None = None
+    model_folder: ModelFolder | None = None
     counts_tokens: bool = True
     _limits: tuple[Any, Any] = field(init=False)  # truncation and padding of the tokenizer, which its calls replace
 

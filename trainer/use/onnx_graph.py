@@ -21,12 +21,12 @@ from trainer.base.terminal import quiet
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
 from trainer.models.input_samples import samples_of
-from trainer.models.sentence_folder import sentence_folder
+from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import Model, Recipe
-from trainer.recipe.sentence import POOLED
 from trainer.tasks.registry import build_task
 from trainer.training.certificate import OUTPUTS
 from trainer.training.folder_reader import EMBEDDINGS, ONNX_NAME
+from trainer.training.row_encoding import model_folder
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
 _SAMPLE_TARGET = 4  # tokens; another number than that of the inputs, or the exporter would tie both
@@ -91,8 +91,8 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     if recipe is not None:
         # The exported folder describes its poolings itself, and the origin may be gone.
         own = recipe.model_copy(update={"model": Model(name_or_path=str(folder))})
-        task, found = build_task(recipe.task), sentence_folder(own)
-        added = (task if found is None else task.in_sentence_folder(found)).exported.graph_head()
+        task, found = build_task(recipe.task), model_folder(own)
+        added = (found.completed(task) if found else task).exported.graph_head()
         head, columns = (None, ()) if added is None else added
         # A copy, or the exporter would take both inputs for one.
         inputs |= {name: inputs["attention_mask"].clone() for name in columns}

@@ -29,11 +29,10 @@ from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
 from trainer.engine.forward import without_cache
 from trainer.models.added import add_module, write_added
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.microbatch import POOLED, Microbatch
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.trained import load_trained
 from trainer.recipe.schema import Recipe
-from trainer.recipe.sentence import POOLED
 from trainer.tasks.task import Task
 from trainer.training import folder_reader
 from trainer.training.certificate import (

@@ -113,7 +113,7 @@ Minimal = dict[str, Any]
         (
             "task.type=classification",
             '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
-            ' "image_classification", "embedding", "seq2seq_lm", "multiple_choice", "preference",'
+            ' "image_classification", "seq2seq_lm", "multiple_choice", "embedding", "preference",'
             ' "reward_model", "question_answering", "reranker", "token_classification", but is'
             ' "classification"; did you mean "sequence_classification"?',
         ),
@@ -208,7 +208,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
             "task",
             {},
             '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
-            ' "causal_lm", "image_classification", "embedding", "seq2seq_lm", "multiple_choice",'
+            ' "causal_lm", "image_classification", "seq2seq_lm", "multiple_choice", "embedding",'
             ' "preference", "reward_model", "question_answering", "reranker", "token_classification"',
         ),
         (

@@ -87,13 +87,6 @@ def test_evaluations_in_order_of_merit():
     assert merit("mse", {"mse": 1.0, "loss": 1.0}) > merit("mse", {"mse": 2.0, "loss": 0.5})
 
 
-def test_ranks_of_several_right_texts_of_a_query():
-    """Query 0 finds its three right texts at 1, 4 and 7, query 1 its only one at 2."""
-    ranks, queries = np.array([7, 1, 4, 2]), np.array([0, 0, 0, 1])
-    found = {name: METRICS[name].compute(ranks, queries) for name in ("recall_at_1", "recall_at_5", "mrr")}
-    assert found == pytest.approx({"recall_at_1": (1 / 3 + 0) / 2, "recall_at_5": (2 / 3 + 1) / 2, "mrr": 0.75})
-
-
 @pytest.mark.parametrize("name", ["pearson", "spearman"])
 def test_correlations_of_ties_against_scipy(name):
     predictions, labels = np.repeat(NUMBERS[:20], 3), np.tile(TARGETS[:12], 5).round(0)

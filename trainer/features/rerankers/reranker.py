@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.recipe.sentence import ACTIVATIONS, SentenceFolder
 from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts, grouped, mean_of_draws, most_texts, texts_of_rows
@@ -34,6 +33,8 @@ from trainer.tasks.text.columns import (
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import ROWS_PICTURED, Dataset, Encoded, EvaluatedSplit, Tokenizer
 
+ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
+"""The values of `task.activation`, and their names in folders of cross-encoders."""
 Loss = Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"]
 
 _ABSENT = -1.0  # the label of a document that the row does not have
@@ -82,9 +83,6 @@ class RerankerTask(ScoredTexts):
     @property
     def folder_activation(self) -> str:
         return self.activation or "sigmoid"
-
-    def in_sentence_folder(self, folder: SentenceFolder) -> RerankerTask:
-        return replace(self, activation=self.activation or folder.activation)
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         require_text(features, [self.query_column], where, "task.query")

@@ -10,13 +10,13 @@ from pydantic import Field
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 from trainer.recipe.schema.task_keys import TaskKeys
-from trainer.recipe.sentence import SentenceKeys
 
 
 class Reranker(TaskKeys):
     """Score pairs of a query and a document by a cross-encoder, so that documents can be ranked."""
 
     implementation = "trainer.features.rerankers.reranker:RerankerTask"
+    folder_reader = "trainer.features.rerankers.folder:read_folder"
     type: Literal["reranker"]
     also_called = ("text_ranking", "cross_encoder")
     query: Name = "query"
@@ -45,10 +45,6 @@ class Reranker(TaskKeys):
         if isinstance(self.documents, list):
             return len(self.documents)
         return None if self.label is not None and self.loss == "binary_cross_entropy" else 4
-
-    @property
-    def sentences(self) -> SentenceKeys:
-        return SentenceKeys(scores_pairs=True, activation=self.activation)
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()

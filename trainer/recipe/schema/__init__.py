@@ -23,7 +23,6 @@ from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
 from trainer.recipe.schema.schedule import Linear, ScheduleSection, WarmupStableDecay
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (
-    Embedding,
     ImageClassification,
     MultipleChoice,
     SequenceClassification,

@@ -11,7 +11,6 @@ from pydantic import Field
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name, NameKey
 from trainer.recipe.schema.section import Contradiction, Section, clash, repeated, shared
-from trainer.recipe.sentence import SentenceKeys
 
 TextColumns = Annotated[
     Name | Annotated[list[Name], Field(min_length=1, max_length=2)],
@@ -76,6 +75,8 @@ class TaskKeys(Section):
     other_inputs: ClassVar[OtherInputs | None] = None  # None: rows are texts
     # The class of the task, as "module:class"; empty: that of `tasks/` with the name of the section.
     implementation: ClassVar[str] = ""
+    # The function that reads its parts in the folder of the model, as "module:function"; empty: it has none there.
+    folder_reader: ClassVar[str] = ""
     also_called: ClassVar[Sequence[str]] = ()  # names of other tools, with underscores
 
     @property
@@ -96,11 +97,6 @@ class TaskKeys(Section):
     @property
     def languages(self) -> tuple[str | None, str | None] | None:
         """The languages of sources and targets; None: the task has no such texts."""
-        return None
-
-    @property
-    def sentences(self) -> SentenceKeys | None:
-        """The keys with which a folder of sentence-transformers must agree; None: the task reads none."""
         return None
 
     def contradictions(self) -> Iterator[Contradiction]:

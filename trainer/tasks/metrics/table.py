@@ -68,24 +68,6 @@ def _perplexity(losses: Values, num_tokens: Values) -> float:
         return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
 
 
-def _recall_at(num_candidates: int) -> Callable[[Values, Values], float]:
-    """Return the mean over queries of the share of right candidates among the first `num_candidates`."""
-
-    def recall(ranks: Values, queries: Values) -> float:
-        # Right candidates among the first ones, and all of them, are counted for each query.
-        found = np.bincount(queries, weights=ranks <= num_candidates)
-        return float(np.mean(found / np.bincount(queries)))
-
-    return recall
-
-
-def _mrr(ranks: Values, queries: Values) -> float:
-    """Return the mean over queries of 1 / rank of the first right candidate."""
-    inverse = np.zeros(queries.max() + 1)
-    np.maximum.at(inverse, queries, 1.0 / ranks)
-    return float(np.mean(inverse))
-
-
 _OF_TEXTS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf")
 METRICS = Table[Metric](
     {
@@ -99,10 +81,6 @@ METRICS = Table[Metric](
         "mse": Metric(_mse, greater_is_better=False),
         "token_accuracy": Metric(_share),
         "perplexity": Metric(_perplexity, greater_is_better=False),
-        "recall_at_1": Metric(_recall_at(1)),
-        "recall_at_5": Metric(_recall_at(5)),
-        "recall_at_10": Metric(_recall_at(10)),
-        "mrr": Metric(_mrr),
         **{name: f"trainer.tasks.metrics.generated_text:{name.upper()}" for name in _OF_TEXTS},
     }
 )

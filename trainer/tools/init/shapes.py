@@ -28,7 +28,6 @@ _SEQUENCES = (
     ("source", "target"), ("document", "summary"), ("article", "highlights"), ("article", "summary"),
     ("dialogue", "summary"), ("text", "summary"), ("input_text", "target_text"),
 )  # fmt: skip
-_TRIPLES = (("anchor", "positive", "negative"), ("query", "positive", "negative"), ("question", "positive", "negative"))
 _MOST_NUMBERS = 20
 """Distinct integers that still count as classes."""
 _NAME_CHARACTERS = 40
@@ -126,13 +125,6 @@ def _of_choices(columns: _Columns) -> Iterator[Shape]:
     if names and context and label:
         task = {"type": "multiple_choice", "context": context.name, "choices": names, "label": label.name}
         yield Shape(task, "choices, and the number of the right one")
-
-
-def _of_embeddings(columns: _Columns) -> Iterator[Shape]:
-    for names in (*_TRIPLES, ("anchor", "positive"), ("query", "positive")):
-        if texts := columns.every(_TEXT, *names):
-            yield Shape({"type": "embedding", "texts": texts}, "texts that belong together")
-            return
 
 
 def _of_sequences(columns: _Columns) -> Iterator[Shape]:
@@ -362,8 +354,8 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (10, _of_images), (40, _of_chats), (60, _of_choices), (70, _of_embeddings),
-    (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
+    (10, _of_images), (40, _of_chats), (60, _of_choices), (80, _of_sequences),
+    (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""
 

@@ -3,7 +3,7 @@
 Each row is the name of a function or class with that of its module, as words, and the first sentence of its
 documentation string. The files are the same whenever it is run, given Python 3.11.7:
 
-    python recipes/pairs/make_pairs.py
+    python trainer/features/embeddings/recipes/pairs/make_pairs.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PAIRS = Path(__file__).parents[2] / "recipes" / "pairs"
+PAIRS = Path(__file__).parents[3] / "trainer/features/embeddings/recipes/pairs"
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Embedding, TaskKeys
-from trainer.recipe.sentence import DOCUMENT, POOLED, POOLINGS, QUERY, DenseLayer, SentenceFolder, prompt_of
+from trainer.features.embeddings.head import SentenceHead
+from trainer.features.embeddings.names import POOLINGS, DenseLayer
+from trainer.features.embeddings.prompts import Prompts
+from trainer.features.embeddings.retrieval import Retrieval
+from trainer.features.embeddings.section import Embedding
+from trainer.parallel.microbatch import POOLED
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import Card, ExportedFolder
-from trainer.tasks.metrics.retrieval import Retrieval
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
-from trainer.tasks.sentence_head import SentenceHead
 from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import cell, finite_numbers, require_columns, require_text, tokenise
@@ -41,47 +44,6 @@ _DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
 _DIGITS = 9  # of cosines in fp64
 _RANDOM_SIZE = 4  # of embeddings at random, which decide no metric
 _ROWS_AT_ONCE = 512  # anchors that are compared with all candidates at once, which bounds the memory
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The texts before queries and documents; None: those of the model's folder, if any.
-
-    `others` are the prompts of the folder by name, and `default` is the name of the one for texts without a role.
-    """
-
-    query: str | None = None
-    document: str | None = None
-    others: Mapping[str, str] = field(default_factory=dict)
-    default: str | None = None
-
-    def of_folder(self, folder: SentenceFolder, has_roles: bool) -> Prompts:
-        """Return these prompts, completed by those of a folder.
-
-        Args:
-            has_roles: whether texts are queries and documents; if not, the folder's default prompt is for all.
-        """
-        known, default = folder.prompts, folder.default_prompt
-        names = [prompt_of(role, known) if has_roles else default for role in (QUERY, DOCUMENT)]
-        query, document = (known.get(name or "", "") for name in names)
-        return Prompts(
-            query if self.query is None else self.query,
-            document if self.document is None else self.document,
-            known,
-            default,
-        )
-
-    def as_json(self, has_roles: bool) -> dict[str, Any]:
-        """Return the prompts as a folder of sentence-transformers holds them."""
-        prompts, default = dict(self.others), self.default
-        query, document = self.query or "", self.document or ""
-        if has_roles or query != document:
-            for role, text in ((QUERY, query), (DOCUMENT, document)):
-                prompts[prompt_of(role, prompts) or role[0]] = text
-        elif query != prompts.get(default or "", ""):
-            default = "query"
-            prompts |= {"query": query, "document": document}
-        return {"prompts": prompts, "default_prompt_name": default}
 
 
 _USAGE = """\
@@ -105,7 +67,8 @@ class EmbeddingTask(SeveralTexts):
     # Whether `multiple_negatives` leaves out negatives that are a right answer to the anchor. The labels of a row are
     # then the numbers of its texts `[texts]`, equal for equal texts.
     mask_duplicates: bool = False
-    prompts: Prompts = Prompts()  # the texts before queries, which are those of the first column, and documents
+    # the texts before queries, which are those of the first column, and documents
+    prompts: Prompts = field(default_factory=Prompts)
     has_roles: bool = True  # whether texts are queries and documents; if not, they have one prompt
     query_column: str | None = None  # the column of queries, after `without_labels`; None: the first one
     # numbers of values of nested embeddings, and the weight of the loss of each
@@ -140,6 +103,7 @@ class EmbeddingTask(SeveralTexts):
             poolings=(section.pooling or "mean",),
             normalize=section.normalize is not False,
             prompts=Prompts(section.query_prompt, section.document_prompt),
+            learns_temperature=section.learn_temperature,
             dimensions=tuple(zip(sizes, section.dimension_weights or [1.0] * len(sizes), strict=True)),
             **given,
         )
@@ -174,18 +138,6 @@ class EmbeddingTask(SeveralTexts):
                 ' with an equal first token have equal embeddings; use "last" or "mean"'
             )
         return self
-
-    def in_sentence_folder(self, folder: SentenceFolder) -> EmbeddingTask:
-        prompts = self.prompts.of_folder(folder, self.has_roles)
-        return replace(
-            self,
-            poolings=folder.poolings,
-            normalize=folder.normalize,
-            prompts=prompts,
-            dense=folder.dense,
-            pools_prompt=folder.pools_prompt,
-            temperature=folder.temperature or self.temperature,
-        )
 
     @property
     def head(self) -> SentenceHead:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trainer.features.embeddings.names import HIGHEST_SCALE, SCALE_FOLDER, DenseLayer
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.recipe.sentence import HIGHEST_SCALE, SCALE_FOLDER, DenseLayer
 
 
 class LearnedTemperature(nn.Module):

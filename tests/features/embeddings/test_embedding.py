@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from transformers import BertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, ModernBertConfig, XLNetConfig
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Embedding
-from trainer.recipe.sentence import POOLINGS
-from trainer.tasks import embedding
-from trainer.tasks.metrics import retrieval
+from trainer.features.embeddings import embedding, retrieval
+from trainer.features.embeddings.names import POOLINGS
+from trainer.features.embeddings.section import Embedding
+from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 
@@ -331,3 +331,10 @@ class TestRows:
         assert len(task.encode(rows, tokenizer, 8, WHERE, 0)["input_ids"][0]) == 1
         found = task.answers(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), {})
         assert task.readable(found, None) == [{"embedding": [1.0, 2.0]}, {"embedding": [3.0, 4.0]}]
+
+
+def test_ranks_of_several_right_texts_of_a_query():
+    """Query 0 finds its three right texts at 1, 4 and 7, query 1 its only one at 2."""
+    ranks, queries = np.array([7, 1, 4, 2]), np.array([0, 0, 0, 1])
+    found = {name: METRICS[name].compute(ranks, queries) for name in ("recall_at_1", "recall_at_5", "mrr")}
+    assert found == pytest.approx({"recall_at_1": (1 / 3 + 0) / 2, "recall_at_5": (2 / 3 + 1) / 2, "mrr": 0.75})

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import exp
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -18,22 +18,16 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
+from trainer.features.embeddings.embedding import EmbeddingTask
+from trainer.features.embeddings.names import DENSE_ACTIVATIONS, POOLINGS, SCALE_FOLDER, DenseLayer
+from trainer.features.embeddings.prompts import DOCUMENT, QUERY, prompt_of
+from trainer.features.embeddings.section import Embedding
 from trainer.models.hub_files import find_file
-from trainer.recipe.schema import Model, Recipe
-from trainer.recipe.sentence import (
-    ACTIVATIONS,
-    DENSE_ACTIVATIONS,
-    DOCUMENT,
-    POOLINGS,
-    QUERY,
-    SCALE_FOLDER,
-    DenseLayer,
-    SentenceFolder,
-    SentenceKeys,
-    prompt_of,
-)
+from trainer.models.sentence_files import MODULES, place_of, prompts_of, read_json, unreachable
+from trainer.recipe.schema import Recipe
+from trainer.tasks.task import Task
+from trainer.training.preparation import ModelFolder
 
-_MODULES = "modules.json"
 _SETTINGS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -46,114 +40,89 @@ _FOLDER = re.compile(r"\w[\w.-]*")  # the path of a module inside the folder
 _NO_LIMIT = 10**9  # tokenizers without a maximum length have an even larger one
 
 
-def sentence_folder(recipe: Recipe) -> SentenceFolder | None:
+@dataclass(frozen=True)
+class SentenceFolder(ModelFolder):
+    """The embedding of a folder of sentence-transformers.
+
+    `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
+    `default_prompt` is the name of the one that texts have by default. `temperature` is a learned one, which only
+    folders of this project have.
+    """
+
+    poolings: tuple[str, ...]
+    normalize: bool
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+    dense: tuple[DenseLayer, ...]
+    pools_prompt: bool
+    temperature: float | None
+
+    def completed(self, task: Task) -> Task:
+        assert isinstance(task, EmbeddingTask)
+        return replace(
+            task,
+            poolings=self.poolings,
+            normalize=self.normalize,
+            prompts=task.prompts.of_folder(self.prompts, self.default_prompt, task.has_roles),
+            dense=self.dense,
+            pools_prompt=self.pools_prompt,
+            temperature=self.temperature or task.temperature,
+        )
+
+
+def read_folder(recipe: Recipe) -> ModelFolder | None:
     """Return the embedding of the folder of a recipe's model; None if it is no folder of sentence-transformers.
 
     Raises:
         UsageError: a key of the recipe contradicts the folder, the task does not compute one of its modules, or a file
             cannot be read.
         RecipeError: several of these hold.
-        OSError: the hub cannot be reached.
     """
-    keys = recipe.task.sentences
-    if recipe.model.is_random or keys is None:
-        return None
-    if keys.scores_pairs:
-        return _cross_encoder(recipe, keys)
-    modules = _read(recipe.model, _MODULES, list)
-    if modules is None:
-        return None
-    folder = _Folder(recipe, keys, modules)
-    problems = Problems()
-    poolings: tuple[str, ...] = ()
-    dense: tuple[DenseLayer, ...] = ()
-    with problems.collect():
-        folder.require_modules()
-        dense = folder.dense()
-    with problems.collect():
-        poolings = folder.poolings()
-    for check in (folder.require_text, folder.require_length, folder.require_prompts):
-        with problems.collect():
-            check()
-    problems.raise_all()
-    return SentenceFolder(
-        poolings,
-        folder.normalizes,
-        folder.prompts,
-        folder.default_prompt,
-        tuple(folder.notes()),
-        dense=dense,
-        pools_prompt=folder.pools_prompt,
-        temperature=folder.temperature() if keys.learns_temperature else None,
-    )
-
-
-def _cross_encoder(recipe: Recipe, keys: SentenceKeys) -> SentenceFolder | None:
-    """Return the activation of the folder of a cross-encoder; None if the model has none."""
-    model = recipe.model
-    place = f"`model.name_or_path` is {str(model.name_or_path)!r}, a folder of sentence-transformers"
-    config = _read(model, "config_sentence_transformers.json", dict) or {}
-    modules = _read(model, _MODULES, list) or []
-    kinds = [str(module.get("type")) if isinstance(module, dict) else "" for module in modules]
-    if [kind.endswith(".Transformer") for kind in kinds] not in ([], [True]):
-        raise UsageError(
-            f"{place} with the modules {listed(kinds, 10)}, but `task.type` {recipe.task.type} trains one Transformer"
-            " with a classification head; use another model"
-        )
-    prompts, default = _prompts_of(config, place)
-    if prompt := prompts.get(default or ""):
-        raise UsageError(f"{place} with the prompt {prompt!r}, which rerankers do not add; use another model")
-    name = _activation_of(config, _read(model, "config.json", dict) or {})
-    if name is None:
-        return None
-    known = {names.rpartition(".")[2]: activation for activation, names in ACTIVATIONS.items()}
-    activation = known.get(str(name).rpartition(".")[2])
-    if activation is None:
-        raise UsageError(f"{place} with the activation {name!r}, but {listed(list(known), 10)} are supported")
-    if keys.activation not in (None, activation):
-        raise UsageError(
-            f'{place} with the activation {activation}, but `task.activation` is "{keys.activation}"; set it to null'
-        )
-    return SentenceFolder((), False, {}, None, (), activation)
-
-
-def _activation_of(config: Mapping[str, Any], described: Mapping[str, Any]) -> str | None:
-    """Return the activation of a cross-encoder; `described` is the configuration of its model."""
-    older = described.get("sentence_transformers")
-    # Three generations of the format, the newest first.
-    names = [settings.get("activation_fn") for settings in (config, older) if isinstance(settings, dict)]
-    return next(filter(None, (*names, described.get("sbert_ce_default_activation_function"))), None)
-
-
-def embedding_notes(recipe: Recipe) -> list[str]:
-    """Return notes on the folder of a recipe's model; the errors are those of `sentence_folder`, but for `OSError`."""
     try:
-        folder = sentence_folder(recipe)
+        modules = read_json(recipe.model, MODULES, list)
+        if modules is None:
+            return None
+        assert isinstance(recipe.task, Embedding)
+        folder = _Folder(recipe, recipe.task, modules)
+        problems = Problems()
+        poolings: tuple[str, ...] = ()
+        dense: tuple[DenseLayer, ...] = ()
+        with problems.collect():
+            folder.require_modules()
+            dense = folder.dense()
+        with problems.collect():
+            poolings = folder.poolings()
+        for check in (folder.require_text, folder.require_length, folder.require_prompts):
+            with problems.collect():
+                check()
+        problems.raise_all()
+        return SentenceFolder(
+            tuple(folder.notes()),
+            poolings,
+            folder.normalizes,
+            folder.prompts,
+            folder.default_prompt,
+            dense,
+            folder.pools_prompt,
+            folder.temperature() if recipe.task.learn_temperature else None,
+        )
     except OSError:
-        return [unreachable(recipe)]
-    return [] if folder is None else list(folder.notes)
-
-
-def unreachable(recipe: Recipe) -> str:
-    return (
-        f"`model.name_or_path`: whether {recipe.model.name_or_path} has a {_MODULES} of sentence-transformers is not"
-        " checked: the hub cannot be reached"
-    )
+        return ModelFolder((unreachable(recipe.model),))
 
 
 class _Folder:
-    def __init__(self, recipe: Recipe, keys: SentenceKeys, modules: list[Any]) -> None:
+    def __init__(self, recipe: Recipe, keys: Embedding, modules: list[Any]) -> None:
         self._recipe, self._keys = recipe, keys
-        self._place = f"`model.name_or_path` is {str(recipe.model.name_or_path)!r}, a folder of sentence-transformers"
+        self._place = place_of(recipe.model)
         self._modules = [module if isinstance(module, dict) else {} for module in modules]
         self._kinds = [str(module.get("type")) for module in self._modules]
         self._names = [kind.rpartition(".")[2] if kind.startswith(_OWN_CODE) else kind for kind in self._kinds]
-        found = (_read(recipe.model, name, dict) for name in _SETTINGS)
+        found = (read_json(recipe.model, name, dict) for name in _SETTINGS)
         self._settings: dict[str, Any] = next((settings for settings in found if settings is not None), {})
 
-        config = _read(recipe.model, "config_sentence_transformers.json", dict) or {}
+        config = read_json(recipe.model, "config_sentence_transformers.json", dict) or {}
         self._similarity = config.get("similarity_fn_name") or "cosine"
-        self.prompts, self.default_prompt = _prompts_of(config, self._place)
+        self.prompts, self.default_prompt = prompts_of(config, self._place)
         self.normalizes = self._names[-1:] == ["Normalize"]
         self.pools_prompt = True
 
@@ -163,11 +132,11 @@ class _Folder:
             raise UsageError(
                 f"{self._place} with the modules {listed(self._names, 10)}, but `task.type` embedding computes"
                 " Transformer, Pooling, Dense and Normalize only, in this order; use another model, or remove"
-                f" {_MODULES} from a copy to train and export it without the other modules"
+                f" {MODULES} from a copy to train and export it without the other modules"
             )
         if path := self._modules[0].get("path"):
             raise UsageError(
-                f"{self._place} with its model in {path!r}; move the files of that folder next to {_MODULES}"
+                f"{self._place} with its model in {path!r}; move the files of that folder next to {MODULES}"
             )
         if self._keys.normalize not in (None, self.normalizes):
             raise UsageError(
@@ -183,7 +152,7 @@ class _Folder:
 
     def _dense(self, path: str, folder: str) -> DenseLayer:
         model = self._recipe.model
-        config = _read(model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
+        config = read_json(model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
         if config is None:
             raise UsageError(
                 f"{self._place}, but {path}/config.json, which describes a dense layer, is missing; add it"
@@ -230,7 +199,7 @@ class _Folder:
         if "Pooling" not in self._names:
             return ()
         path = str(self._modules[self._names.index("Pooling")].get("path"))
-        config = _read(self._recipe.model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
+        config = read_json(self._recipe.model, f"{path}/config.json", dict) if _FOLDER.fullmatch(path) else None
         if config is None:
             raise UsageError(f"{self._place}, but {path}/config.json, which names its pooling, is missing; add it")
         found = _poolings_of(config, self._place)
@@ -238,7 +207,7 @@ class _Folder:
         if unknown := [name for name in found if name not in _POOLINGS]:
             raise UsageError(
                 f"{self._place} with the pooling {unknown[0]}, but `task.pooling` supports"
-                f" {listed(list(_POOLINGS), 10)}; use another model, or remove {_MODULES} from a copy to train another"
+                f" {listed(list(_POOLINGS), 10)}; use another model, or remove {MODULES} from a copy to train another"
                 " pooling"
             )
         self.pools_prompt = config.get("include_prompt") is not False
@@ -246,7 +215,7 @@ class _Folder:
             fix = f'"{_POOLINGS[found[0]]}" or null' if len(found) == 1 else "null"
             raise UsageError(
                 f'{self._place} with the pooling {shown}, but `task.pooling` is "{self._keys.pooling}"; set it to'
-                f" {fix}, or remove {_MODULES} from a copy to train another pooling"
+                f" {fix}, or remove {MODULES} from a copy to train another pooling"
             )
         return tuple(_POOLINGS[name] for name in found)
 
@@ -282,7 +251,7 @@ class _Folder:
             if own is not None and known and own != known:
                 raise UsageError(
                     f"{self._place} with the prompt {known!r} ({name}), but `task.{key}` is {own!r}; set it to null, or"
-                    f" remove {_MODULES} from a copy to train another prompt"
+                    f" remove {MODULES} from a copy to train another prompt"
                 )
 
     @property
@@ -290,7 +259,7 @@ class _Folder:
         """The tokens at which the folder cuts texts; None: it names no number."""
         longest = self._settings.get("max_seq_length")
         if longest is None:
-            longest = (_read(self._recipe.model, "tokenizer_config.json", dict) or {}).get("model_max_length")
+            longest = (read_json(self._recipe.model, "tokenizer_config.json", dict) or {}).get("model_max_length")
         return int(longest) if isinstance(longest, int | float) and 1 < longest < _NO_LIMIT else None
 
     def notes(self) -> Iterator[str]:
@@ -312,22 +281,6 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _prompts_of(config: Mapping[str, Any], place: str) -> tuple[dict[str, str], str | None]:
-    """Return the prompts by name, null ones as empty texts, and the name of the default one."""
-    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
-    if not isinstance(prompts, dict) or any(
-        text is not None and not isinstance(text, str) for text in prompts.values()
-    ):
-        raise UsageError(f"{place}, but `prompts` must be texts by name, and are {prompts!r}; correct them in a copy")
-    if default is not None and default not in (*prompts, QUERY[0], DOCUMENT[0]):  # these two are empty by default
-        names = listed(list(prompts), 10) or "none"
-        raise UsageError(
-            f"{place} with the `default_prompt_name` {default!r}, but its prompts are {names}; name one of them, or"
-            " null, in a copy"
-        )
-    return {name: text or "" for name, text in prompts.items()}, default
-
-
 def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
     """Return the poolings of a `Pooling` module, by their names in sentence-transformers."""
     modes = config.get("pooling_mode")
@@ -339,20 +292,3 @@ def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
     if not isinstance(modes, str | list) or not modes:
         raise UsageError(f"{place}, but `pooling_mode` must be a name or a list of names, and is {modes!r}; correct it")
     return [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
-
-
-def _read(model: Model, name: str, kind: type) -> Any:
-    """Return the content of a JSON file of a model's folder; None if there is no such file."""
-    file = find_file(model, name)
-    if file is None:
-        return None
-    try:
-        found = json.loads(Path(file).read_text("utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
-        what = "a list" if kind is list else "an object"
-        raise UsageError(
-            f"`model.name_or_path` has a {name} that must hold {what} in JSON, but {file} holds none; correct it"
-        )
-    return found

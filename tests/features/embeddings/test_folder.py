@@ -20,13 +20,15 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.use.test_verifying import answered_here
 from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
-from trainer.models import sentence_folder
-from trainer.models.sentence_folder import embedding_notes
+from trainer.features.embeddings.folder import read_folder
+from trainer.models import sentence_files
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import Recipe
 from trainer.tools.check import check_parts
 from trainer.tools.run_metrics import read_metrics
+from trainer.training.row_encoding import model_folder
 from trainer.training.run import run
 from trainer.use import verifying
 from trainer.use.export import export
@@ -70,7 +72,12 @@ def recipe_of(folder: Path, model: Path, length: int | None = LENGTH, **task: An
 
 
 def notes_of(folder: Path, model: Path, **keys: Any) -> list[str]:
-    return embedding_notes(load_recipe(str(recipe_of(folder, model, **keys))).recipe)
+    return notes_on(load_recipe(str(recipe_of(folder, model, **keys))).recipe)
+
+
+def notes_on(recipe: Recipe) -> list[str]:
+    folder = model_folder(recipe)
+    return list(folder.notes) if folder else []
 
 
 DENSE = [Dense(SIZE, 8), Dense(8, 4, bias=False, activation_function=None)]
@@ -153,7 +160,7 @@ def test_a_folder_is_trained_as_it_is_and_written_again(base, tmp_path, monkeypa
     if keys:
         temperature = read_metrics(tmp_path / "run" / "metrics.jsonl").evaluations[-1].metrics["temperature"]
         assert temperature == pytest.approx(1 / log_scale.exp().item(), rel=1e-6) != 0.05
-        read = sentence_folder.sentence_folder(load_recipe(str(again)).recipe)
+        read = read_folder(load_recipe(str(again)).recipe)
         assert read is not None
         assert read.temperature == pytest.approx(temperature, rel=1e-6)
 
@@ -254,7 +261,7 @@ def test_files_of_older_versions(base, tmp_path):
     model = write_older(base, tmp_path / "model", **{PROMPTS_FILE: {"prompts": {"query": None}}})
     assert SentenceTransformer(str(model), device="cpu")[1].pooling_mode == "cls"
     assert notes_of(tmp_path, model) == []
-    read = sentence_folder.sentence_folder(load_recipe(str(tmp_path / "recipe.json")).recipe)
+    read = read_folder(load_recipe(str(tmp_path / "recipe.json")).recipe)
     assert read is not None
     assert (read.poolings, read.prompts) == (("cls",), {"query": ""})
     with pytest.raises(UsageError, match="pooling cls"):
@@ -297,14 +304,14 @@ def test_other_tasks_and_plain_folders_have_no_sentence_embedding(base, tmp_path
     assert notes_of(tmp_path / "plain", base) == []
     model = write_older(base, tmp_path / "model")
     recipe = write_tiny_run(tmp_path / "other", model={"name_or_path": str(model), "config": None, "tokenizer": None})
-    assert embedding_notes(load_recipe(str(recipe)).recipe) == []
+    assert model_folder(load_recipe(str(recipe)).recipe) is None
 
 
 def test_a_hub_that_cannot_be_reached_is_noted(base, tmp_path, monkeypatch):
     def find(*_: object) -> None:
         raise OSError
 
-    monkeypatch.setattr(sentence_folder, "find_file", find)
+    monkeypatch.setattr(sentence_files, "find_file", find)
     (note,) = notes_of(tmp_path, base)
     assert note.endswith("is not checked: the hub cannot be reached")
 

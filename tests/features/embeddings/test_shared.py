@@ -1,0 +1,32 @@
+"""Embeddings in the preview, the warnings of a run, its baselines, and the check of an exported folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny_run import write_tiny_run
+from tests.observe.test_outcome import assert_warned
+from tests.tasks.test_split_baselines import assert_baseline, harmonic
+from tests.tools.test_preview import assert_previewed
+from tests.use.test_verifying import EMBEDDING, answered_here, assert_certified
+from trainer.use import verifying
+
+
+def test_the_preview():
+    assert_previewed("embedding_sample", ["anchor", "positive"], "", "")
+
+
+def test_the_baseline_of_the_sample(tmp_path: Path):
+    assert_baseline(tmp_path, "embedding_sample", "mrr", harmonic(60), 0.05)
+
+
+def test_a_whole_run_that_teaches_nothing_ends_in_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    task = {"type": "embedding", "texts": ["text", "other"], "metrics": ["mrr"]}
+    assert_warned(tmp_path, capsys, task, 1e-9, 1)
+
+
+def test_a_sound_folder_has_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verifying, "_answered", answered_here)
+    assert_certified(tmp_path, write_tiny_run, EMBEDDING, "`SentenceTransformer`")

@@ -1,0 +1,1 @@
+"""Sentence embeddings: encoders and decoders of texts with similar vectors for similar texts."""
