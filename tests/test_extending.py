@@ -1,4 +1,4 @@
-"""The task, the optimizer and the logging target of `docs/extending.md` train as they stand."""
+"""The task, the optimizer, the schedule and the logging target of `docs/extending.md` train as they stand."""
 
 from __future__ import annotations
 
@@ -115,6 +115,18 @@ def test_the_update_of_the_page_is_the_published_one(tmp_path: Path, monkeypatch
         expected -= 0.01 * ((0.9 * average + 0.1 * gradient).sign() + 0.1 * expected)
         average = 0.99 * average + 0.01 * gradient
     torch.testing.assert_close(weight.detach().double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_schedule_of_the_page(tmp_path: Path):
+    install(tmp_path, "stairs")
+    recipe = write_tiny_run(tmp_path, schedule={"name": "stairs", "warmup": 2, "stairs": 2})
+    command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "1", "logging.every=1 step"]
+    ended = finish(start(command, PYTHONPATH=f"{tmp_path}:{ROOT}"), 300)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert [rate / rates[2] for rate in rates] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 0.5, 0.5, 0.5])
 
 
 @pytest.mark.slow

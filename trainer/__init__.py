@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         register_metric,
         register_optimizer,
         register_recipes,
+        register_schedule,
         register_task,
         run,
     )
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
-    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, TextKeys, Traits
+    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, ScheduleKeys, TextKeys, Traits
 
 __all__ = [
     "Callback",
@@ -55,6 +56,7 @@ __all__ = [
     "Request",
     "ResolvedRecipe",
     "RunResult",
+    "ScheduleKeys",
     "TextKeys",
     "TrainerError",
     "Traits",
@@ -70,6 +72,7 @@ __all__ = [
     "register_metric",
     "register_optimizer",
     "register_recipes",
+    "register_schedule",
     "register_task",
     "run",
 ]
@@ -78,7 +81,9 @@ _HOMES = {
     "Callback": "observe.callbacks",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",
-} | dict.fromkeys(("ClassificationKeys", "ImageKeys", "OptimizerKeys", "TextKeys", "Traits"), "recipe.schema")
+} | dict.fromkeys(
+    ("ClassificationKeys", "ImageKeys", "OptimizerKeys", "ScheduleKeys", "TextKeys", "Traits"), "recipe.schema"
+)
 
 
 def __getattr__(name: str) -> object:

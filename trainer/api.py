@@ -22,7 +22,7 @@ from trainer.base.logging_targets import LoggingTarget
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
-from trainer.recipe.registered import optimizer_name, task_name
+from trainer.recipe.registered import optimizer_name, schedule_name, task_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
     from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
-    from trainer.recipe.schema import OptimizerKeys, TaskKeys
+    from trainer.recipe.schema import OptimizerKeys, ScheduleKeys, TaskKeys
     from trainer.tasks.task import Task
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
@@ -324,6 +324,18 @@ def register_optimizer(keys: type[OptimizerKeys]) -> None:
         UsageError: The keys are not those of an optimizer, or the name is taken.
     """
     extensions.register("optimizer", optimizer_name(keys), keys, _calling_module())
+
+
+def register_schedule(keys: type[ScheduleKeys]) -> None:
+    """Register a schedule of the learning rate. Recipes name it in `schedule.name`.
+
+    Args:
+        keys: The keys of `schedule`: a class below `ScheduleKeys` with `name: Literal["NAME"]` and its `curve`.
+
+    Raises:
+        UsageError: The keys are not those of a schedule, or the name is taken.
+    """
+    extensions.register("schedule", schedule_name(keys), keys, _calling_module())
 
 
 def register_logging(

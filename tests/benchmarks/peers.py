@@ -28,7 +28,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.forward import denominator_of, without_cache
-from trainer.engine.learning_rate import learning_rate_factor
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.models.families.table import layers_of
@@ -105,7 +104,7 @@ class PeerTraining:
         made = build_optimizer(self.recipe.optimizer, trained)
         for group in made.param_groups:
             group["lr"] = self.recipe.optimizer.learning_rate * group[RATE]
-        return made, LambdaLR(made, lambda step: learning_rate_factor(self.recipe.schedule, step, self.total_steps))
+        return made, LambdaLR(made, lambda step: self.recipe.schedule.factor(step, self.total_steps))
 
 
 class _PyTorch:

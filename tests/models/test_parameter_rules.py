@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.helpers.training import build_tiny, tiny_recipe
 from tests.parity.cases import model_config
 from trainer.base.errors import UsageError
-from trainer.engine.learning_rate import learning_rate_factor
 from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import FAMILIES
 from trainer.models.parameter_rules import ParameterGroups
@@ -112,7 +111,7 @@ def test_training_is_that_of_a_plain_loop_with_the_same_groups():
     recipe: Recipe = tiny_recipe(
         model={"dropout": 0.0},
         optimizer={"groups": groups, "layer_decay": 0.7, "learning_rate": 0.01, "weight_decay": 0.1, "epsilon": 1e-4},
-        schedule={"name": "polynomial", "power": 2.0, "min_rate": 0.1},
+        schedule={"name": "cosine", "min_rate": 0.1},
     )
     training = build_tiny(recipe)
     model: Any = copy.deepcopy(training.model)
@@ -126,7 +125,7 @@ def test_training_is_that_of_a_plain_loop_with_the_same_groups():
         made.setdefault((rate, decay * (parameter.dim() > 1)), []).append(parameter)
     named = [{"params": ps, "lr": lr, "weight_decay": wd} for (lr, wd), ps in made.items()]
     optimizer = torch.optim.AdamW(named, eps=1e-4)  # a smaller one would enlarge the rounding of small gradients
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(recipe.schedule, step, training.total_steps))
+    schedule = LambdaLR(optimizer, lambda step: recipe.schedule.factor(step, training.total_steps))
     for batch in islice(training.loader, 4):
         (rows,) = batch.microbatches
         expected = cross_entropy(model(**rows.inputs).logits, rows.labels)

@@ -22,6 +22,7 @@ _WORDS: dict[str, list[Any]] = {
     "a number": [2],
     "a share": [0.5],
     "other than adamw": ["sgd", "muon", "adamw_8bit"],
+    "other than constant": ["linear", "cosine", "cosine_with_restarts", "warmup_stable_decay"],
     "any keys": [{"steps_per_print": 1}],
 }
 

@@ -1,4 +1,4 @@
-"""Tasks, metrics, optimizers, model families and recipe folders that are registered, and tools that join each run.
+"""Tasks, metrics, optimizers, schedules, model families and others that are registered, and tools that join each run.
 
 A folder of this project registers with its file `extension.json`, so that no other module names it. Another package
 names its registering function as an entry point of the group `trainer.extensions`. A recipe holds registered names
@@ -30,6 +30,7 @@ Kind = Literal[
     "task",
     "metric",
     "optimizer",
+    "schedule",
     "family",
     "recipes",
     "shape",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.forward import ModelForward, origin_changed
-from trainer.engine.learning_rate import learning_rate
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.precision import is_stored_rounded, weights_dtype
 from trainer.engine.results import EvalResult, StepResult
@@ -222,4 +221,4 @@ class Engine(ABC):
         """Return the learning rate of the next step; skipped steps do not count."""
         # So the schedule of fp16 depends on the scaler, which `begin_step` must settle before this call.
         done = self._step - (self._scaler.skipped_steps if self._scaler else 0)
-        return learning_rate(self._recipe.optimizer, self._recipe.schedule, done, self._total_steps)
+        return self._recipe.optimizer.learning_rate * self._recipe.schedule.factor(done, self._total_steps)

@@ -109,7 +109,10 @@ def _condition(described: Mapping[str, Any]) -> Condition:
     ((key, values),) = described.items()
     if isinstance(values, list):
         return _is(key, *values)
-    return _is(key, *_NAMED[values]) if values in _NAMED else Condition(key, values, _WORDS[values])
+    if values in _NAMED:
+        return _is(key, *_NAMED[values])
+    name = values.removeprefix("other than ")
+    return Condition(key, values, _WORDS[values] if name == values else lambda value: value != name)
 
 
 def _of_file() -> Iterator[Exclusion]:
@@ -154,7 +157,6 @@ _WORDS: Mapping[str, Callable[[Any], bool]] = {
     "a number": lambda value: value not in (None, "auto"),
     "a share": lambda value: value is not None,
     "any keys": bool,
-    "other than adamw": lambda name: name != "adamw",
 }
 
 EXCLUSIONS: list[Exclusion] = [

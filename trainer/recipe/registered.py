@@ -1,4 +1,4 @@
-"""Registered tasks, metrics, optimizers and keys in the schema of recipes."""
+"""Registered tasks, metrics, optimizers, schedules and keys in the schema of recipes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Kind, Registration, consume, registered, resolved
-from trainer.recipe.schema import Logging, OptimizerKeys, Recipe, Section, TaskKeys, file_schema
+from trainer.recipe.schema import Logging, OptimizerKeys, Recipe, ScheduleKeys, Section, TaskKeys, file_schema
 from trainer.recipe.schema.section import descriptions
 
-__all__ = ["all_of", "asked_for", "file_schema", "optimizer_name", "optimizer_sections", "task_name", "task_sections"]
+__all__ = [
+    "all_of",
+    "asked_for",
+    "file_schema",
+    "optimizer_name",
+    "optimizer_sections",
+    "schedule_name",
+    "schedule_sections",
+    "task_name",
+    "task_sections",
+]
 
 
 def task_name(keys: type[Section]) -> str:
@@ -43,6 +53,17 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
     return name
 
 
+def schedule_name(keys: type[ScheduleKeys]) -> str:
+    """Return the `schedule.name` of a schedule's keys.
+
+    Raises:
+        UsageError: The keys do not follow the rules for schedules.
+    """
+    if not (isinstance(keys, type) and issubclass(keys, ScheduleKeys)):
+        raise UsageError(f"the keys of a schedule must be a subclass of ScheduleKeys, but are {keys!r}")
+    return _literal(keys, "name", "schedule")
+
+
 def _literal(keys: type[Section], key: str, kind: str) -> str:
     """Return the only value of the key that names a kind of section."""
     names = get_args(keys.model_fields[key].annotation) if key in keys.model_fields else ()
@@ -59,6 +80,11 @@ def task_sections() -> dict[str, type[TaskKeys]]:
 def optimizer_sections() -> dict[str, type[OptimizerKeys]]:
     """Return the sections of all optimizers, shipped and registered, by name."""
     return _sections("optimizer")
+
+
+def schedule_sections() -> dict[str, type[ScheduleKeys]]:
+    """Return the sections of all schedules of the learning rate, shipped and registered, by name."""
+    return _sections("schedule")
 
 
 def _sections(name: str) -> dict[str, Any]:
@@ -81,7 +107,7 @@ def _words(section: type[Section], key: str) -> tuple[str, ...]:
 
 
 # Read before any registration reaches the schema, which happens at the end of this module.
-_SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer")}
+_SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer", "schedule")}
 _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _words(section, "metrics"))
 _SHIPPED_LOGGING = _words(Logging, "to")
 
@@ -93,6 +119,10 @@ def _add_task(registration: Registration) -> None:
 
 def _add_optimizer(registration: Registration) -> None:
     _add_section("optimizer", registration, resolved(registration.value))
+
+
+def _add_schedule(registration: Registration) -> None:
+    _add_section("schedule", registration, resolved(registration.value))
 
 
 def _add_keys(registration: Registration) -> None:
@@ -180,6 +210,7 @@ def _compile() -> None:
 
 consume("task", _add_task, _compile)
 consume("optimizer", _add_optimizer, _compile)
+consume("schedule", _add_schedule, _compile)
 consume("keys", _add_keys, _compile)
 consume("metric", _add_metric, _compile)
 consume("logging", _add_logging_target, _compile)

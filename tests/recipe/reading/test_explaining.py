@@ -63,8 +63,8 @@ Minimal = dict[str, Any]
         ),
         (
             "schedule.name=Cosine",
-            '`schedule.name` must be one of "linear", "cosine", "cosine_with_restarts", "polynomial", "constant",'
-            ' "inverse_sqrt", "warmup_stable_decay", but is "Cosine"; did you mean "cosine"?',
+            '`schedule.name` must be one of "linear", "cosine", "constant", "warmup_stable_decay",'
+            ' "cosine_with_restarts", "polynomial", "inverse_sqrt", but is "Cosine"; did you mean "cosine"?',
         ),
         (
             "precision=bfloat16",

@@ -75,9 +75,7 @@ def planned(files: dict[str, Any]) -> RunPlan:
 
 
 def rates(plan: RunPlan, steps: int) -> list[float]:
-    from trainer.engine.learning_rate import learning_rate
-
-    return [learning_rate(plan.recipe.optimizer, plan.recipe.schedule, step, steps) for step in range(steps)]
+    return [plan.recipe.optimizer.learning_rate * plan.recipe.schedule.factor(step, steps) for step in range(steps)]
 
 
 def rates_of(optimizer: Any, scheduler: Any, steps: int) -> list[float]:

@@ -78,8 +78,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"lr_scheduler_type": "reduce_lr_on_plateau"},
         "schedule.name",
-        "TODO: reduce_lr_on_plateau has no counterpart: linear, cosine, cosine_with_restarts, polynomial, constant,"
-        " inverse_sqrt, warmup_stable_decay",
+        "TODO: reduce_lr_on_plateau has no counterpart: linear, cosine, constant, warmup_stable_decay,"
+        " cosine_with_restarts, polynomial, inverse_sqrt",
     ),
     ({"lr_scheduler_type": "polynomial"}, "schedule.min_rate", 1e-7 / 5e-5),
     (

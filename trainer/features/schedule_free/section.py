@@ -8,8 +8,6 @@ from pydantic import Field
 
 from trainer.recipe.schema.optimizer import ExclusionRow, OptimizerKeys
 
-_DECAYING = ["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"]
-
 
 class ScheduleFreeAdamW(OptimizerKeys):
     """Schedule-free AdamW (Defazio et al. 2024): averaged weights in place of a decaying learning rate.
@@ -21,7 +19,7 @@ class ScheduleFreeAdamW(OptimizerKeys):
     replaces_decay: ClassVar[bool] = True
     exclusions: ClassVar[tuple[ExclusionRow, ...]] = (
         (
-            {"schedule.name": _DECAYING},
+            {"schedule.name": "other than constant"},
             "the average of the weights takes the place of a decaying rate",
             "set `schedule.name` to constant; `schedule.warmup` may stay",
         ),

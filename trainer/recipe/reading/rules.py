@@ -24,11 +24,10 @@ from trainer.recipe.schema import (
     Logging,
     Model,
     Parallel,
-    ScheduleSection,
+    ScheduleKeys,
     Section,
     TaskSection,
     Training,
-    WarmupStableDecay,
 )
 from trainer.recipe.schema.section import Contradiction, clash
 
@@ -166,22 +165,24 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
         yield clash(text, strategy, "task.loss")
 
 
-def _of_training_and_schedule(training: Training, schedule: ScheduleSection) -> Iterator[Contradiction]:
+def _of_training_and_schedule(training: Training, schedule: ScheduleKeys) -> Iterator[Contradiction]:
     warmup, last = schedule.warmup, training.max_steps
     if isinstance(warmup, int) and last is not None and warmup >= last:
         text = (
             f"must be below `training.max_steps` {last}, but is {warmup}; a number below 1 is a fraction of the steps"
         )
         yield clash(text, "schedule.warmup", "training.max_steps")
-    elif isinstance(schedule, WarmupStableDecay):
-        parts = (warmup, schedule.decay)
-        if last is None and not all(isinstance(part, float) for part in parts):
-            return  # the number of steps depends on the data
-        total = last or 1
-        if sum(part if isinstance(part, int) else part * total for part in parts) > total:
-            whole = f"`training.max_steps` {last}" if last else "all steps"
-            text = f"is {schedule.decay}, with `schedule.warmup` {warmup} more than {whole}; shorten one of them"
-            yield clash(text, "schedule.decay", "schedule.warmup")
+        return
+    parts = {key: getattr(schedule, key) for key in schedule.phases}
+    if last is None and not all(isinstance(part, float) for part in parts.values()):
+        return  # the number of steps depends on the data
+    total = last or 1
+    if sum(part if isinstance(part, int) else part * total for part in parts.values()) > total:
+        whole = f"`training.max_steps` {last}" if last else "all steps"
+        key, part = parts.popitem()
+        others = " and ".join(f"`schedule.{name}` {value}" for name, value in parts.items())
+        text = f"is {part}, with {others} more than {whole}; shorten one of them"
+        yield clash(text, f"schedule.{key}", *(f"schedule.{name}" for name in parts))
 
 
 def _of_task_and_evaluation(task: TaskSection, evaluation: Evaluation) -> Iterator[Contradiction]:

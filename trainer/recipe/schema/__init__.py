@@ -20,7 +20,7 @@ from trainer.recipe.schema.logging import Logging, Profile
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys, OptimizerSection
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
-from trainer.recipe.schema.schedule import Linear, ScheduleSection, WarmupStableDecay
+from trainer.recipe.schema.schedule import Linear, ScheduleKeys, ScheduleSection
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (
     ImageClassification,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from trainer.recipe.foreign.values import Todo
-from trainer.recipe.registered import optimizer_sections
-from trainer.recipe.schema import AdamW, OptimizerKeys
+from trainer.recipe.registered import optimizer_sections, schedule_sections
+from trainer.recipe.schema import AdamW, OptimizerKeys, ScheduleKeys
 from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.layout import model_ranks
 from trainer.tools.convert.sources import Item, Tool
@@ -20,22 +20,6 @@ _GLOBAL, _MICRO, _STEPS, _ACCUMULATION = (
 )
 _RANKS = "the number of processes; give --processes N"
 
-_SCHEDULES = {
-    **{name: name for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt")},
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "warmup_stable_decay",
-}
-_ARGUMENTS = {
-    "cosine_with_min_lr": {"min_lr_rate": "min_rate"},
-    "cosine_with_restarts": {"num_cycles": "cycles"},
-    "polynomial": {"power": "power"},
-    "inverse_sqrt": {"timescale": "timescale"},
-    "warmup_stable_decay": {"num_decay_steps": "decay", "decay_type": "decay_shape", "min_lr_ratio": "min_rate"},
-}
-"""Further arguments of transformers' schedules, and their keys of `schedule`."""
-_LEAST_RATES = {"cosine_with_min_lr": ("min_lr", None), "polynomial": ("lr_end", 1e-7)}
-"""Arguments that are a learning rate, not a share of the peak, and their defaults."""
 _DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _MEAN = "the loss of a step is the mean over all its valid labels, not the mean over the means of microbatches"
 _DRAWS = "the same seed gives another sample order, dropout and initialisation"
@@ -210,8 +194,10 @@ def schedule(draft: Draft) -> None:
         draft.unread("the optimizer has no decay", draft.sources.get(_TA, "lr_scheduler_kwargs"))
         name = "constant_with_warmup"  # the optimizer itself warms up
     else:
-        _named(draft, item, name, _SCHEDULES)
-        _arguments(draft, name, item)
+        ours = {theirs: own for own, keys in schedule_sections().items() for theirs in keys.foreign_names}
+        _named(draft, item, name, ours)
+        if name in ours:
+            _arguments(draft, name, item, schedule_sections()[ours[name]])
     ratio, steps = draft.sources.written(_TA, "warmup_ratio"), draft.sources.get(_TA, "warmup_steps")
     if name == "constant":
         draft.unread("the schedule constant has no warmup", ratio, steps)
@@ -226,22 +212,22 @@ def schedule(draft: Draft) -> None:
 
 
 def _named(draft: Draft, item: Item, name: str, schedules: dict[str, str]) -> None:
-    unknown = Todo(f"{name} has no counterpart: {', '.join(dict.fromkeys(_SCHEDULES.values()))}")
+    unknown = Todo(f"{name} has no counterpart: {', '.join(schedule_sections())}")
     draft.take("schedule.name", schedules.get(name, unknown), item)
 
 
-def _arguments(draft: Draft, name: str, kind: Item) -> None:
+def _arguments(draft: Draft, name: str, kind: Item, keys: type[ScheduleKeys]) -> None:
     item = draft.sources.get(_TA, "lr_scheduler_kwargs")
     given = dict(item.value) if item is not None and isinstance(item.value, dict) else {}
     if item is not None and not given and not item.is_default:
         draft.refuse_file(item, "it must be an object of arguments")
     source = kind if item is None or item.is_default else item
-    least, default = _LEAST_RATES.get(name, ("", None))
+    least, default = keys.foreign_least_rates.get(name, ("", None))
     rate, peak = given.pop(least, default), draft.value("optimizer.learning_rate")
     if rate is not None and isinstance(peak, (int, float)):
         draft.take("schedule.min_rate", rate / peak, source, note=f"{least} {rate:g}, as a share of the peak {peak:g}")
     for argument, value in given.items():
-        key = _ARGUMENTS.get(name, {}).get(argument)
+        key = keys.foreign_names[name].get(argument)
         if key is None and item is not None:
             draft.refuse_file(item, f"{name} has no argument {argument} here")
         else:
