@@ -130,6 +130,28 @@ def test_the_schedule_of_the_page(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_the_format_of_the_page(tmp_path: Path):
+    install(tmp_path, "plainlines")
+    task = {"type": "masked_lm", "text": "text", "metrics": ["perplexity"]}
+    recipe = write_tiny_run(tmp_path, task=task, evaluation={"every": None}, data={"validation": None})
+    rows = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.txt").write_text("".join(f"{text}\n" for text in rows))
+    results = []
+    for name in ("jsonl", "txt"):
+        overrides = [f"data.train={tmp_path}/train.{name}", f"checkpoint.folder={tmp_path}/{name}/run"]
+        command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", "1", *overrides]
+        ended = finish(start(command, PYTHONPATH=f"{tmp_path}:{ROOT}"), 300)
+        assert ended.returncode == 0, ended.stderr
+        results.append(losses_of(tmp_path / name))
+    assert results[0] == results[1]
+    (tmp_path / "in.txt").write_text("word1 [MASK]\n")
+    words = [tmp_path / "txt" / "run", "--input", tmp_path / "in.txt", "--output", tmp_path / "out.txt"]
+    ended = finish(start([*command[:3], "predict", *words], PYTHONPATH=f"{tmp_path}:{ROOT}"), 300)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "out.txt").read_text() == "word1 [MASK]\n"
+
+
+@pytest.mark.slow
 def test_the_logging_target_of_the_page(tmp_path: Path):
     install(tmp_path, "statsd")
     recipe = write_tiny_run(tmp_path, logging={"every": "4 steps", "to": ["statsd"], "project": "tiny"})

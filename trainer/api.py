@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.base import extensions
 from trainer.base.errors import ExitCode, LaunchError, UsageError
+from trainer.base.file_formats import FileFormat
 from trainer.base.logging_targets import LoggingTarget
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
@@ -362,6 +363,36 @@ def register_logging(
     """
     target = LoggingTarget(observer, has_project, tuple(writes), dict(no_telemetry or {}))
     extensions.register("logging", word, target, _calling_module())
+
+
+def register_format(
+    name: str,
+    reader: str,
+    endings: Sequence[str],
+    *,
+    shown: str | None = None,
+    has_header: bool = False,
+    in_chunks: bool = False,
+    is_written: bool = False,
+) -> None:
+    """Register a format of files of rows. Recipes name it in `data.format`, or by the endings of files.
+
+    Args:
+        name: Its name there.
+        reader: The text "module:name" of a `Reader`, which is imported when needed.
+        endings: The endings of its files, such as ".txt".
+        shown: Its name in texts; None: `name`.
+        has_header: Whether the first row of a file holds the names of the columns.
+        in_chunks: Whether the reader has `rows`, for files to predict.
+        is_written: Whether the reader has `write`, for predictions.
+
+    Raises:
+        UsageError: The name or an ending is taken.
+    """
+    row = FileFormat(
+        reader, shown or name, tuple(endings), has_header=has_header, in_chunks=in_chunks, is_written=is_written
+    )
+    extensions.register("format", name, row, _calling_module())
 
 
 def register_metric(

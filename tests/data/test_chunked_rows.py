@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.data.chunked_rows import write_rows
+from trainer.data.formats.table import reader_of
 
 
 def parts_of(folder, *parts):
@@ -22,7 +22,7 @@ def parts_of(folder, *parts):
 
 
 def written(folder, *parts, name="out.parquet", **keys):
-    write_rows(parts_of(folder, *parts), folder / name, "parquet", **keys)
+    reader_of("parquet").write(parts_of(folder, *parts), folder / name, **keys)
     return pyarrow.parquet.read_table(folder / name)
 
 
@@ -65,10 +65,10 @@ def test_other_rows_have_the_types_of_their_values(tmp_path):
 def test_formulas_are_escaped_on_demand(tmp_path, name, separator):
     cells = ["=1+1", "+a", "-a", "@a", "\ta", "a=1", "-1.5", "+1"]
     parts = parts_of(tmp_path, [{"=n": 1, "a": cell} for cell in cells])
-    write_rows(parts, tmp_path / name, "csv")
+    reader_of("csv").write(parts, tmp_path / name)
     plain = (tmp_path / name).read_text()
     assert plain.startswith(f"=n{separator}a\n1{separator}=1+1\n")
-    write_rows(parts, tmp_path / name, "csv", escapes_formulas=True)
+    reader_of("csv").write(parts, tmp_path / name, escapes_formulas=True)
     found = (tmp_path / name).read_text()
     assert found.count("'") == 6
     assert found.replace("'", "") == plain

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import gzip
 import json
 import os
 from pathlib import Path
 
-import openpyxl
-import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -73,35 +70,6 @@ def test_a_quotation_mark_that_is_not_closed(tmp_path, name, rows, line, values)
     *_, last = next(read_chunks(tmp_path / name, "csv", 10, 0, "it", keeps_errors=True))
     assert f"row {line - 1} of it must close its quotation mark" in str(last)
     assert load(tmp_path / name, header + rows, quotes=False).train.rows["text"][:] == values
-
-
-def test_excel_cells_of_several_types(tmp_path):
-    columns = {
-        "text": ["a", 7, 1.5, None],
-        "label": ["007", 10, "1.10", True],
-        "score": [1, 2.5, None, 10],
-        "day": [datetime.datetime(2024, 1, 2), "x", None, 3],
-    }
-    pandas.DataFrame(columns).to_excel(tmp_path / "a.xlsx", index=False)
-    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
-    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
-    assert rows["text"][:] == ["a", "7", "1.5", None]
-    assert rows["label"][:] == ["007", "10", "1.10", "True"]
-    assert rows["score"][:] == [1.0, 2.5, None, 10.0]
-    assert rows["day"][0].startswith("2024-01-02")
-
-
-def test_excel_numbers_that_are_shown_with_zeros(tmp_path):
-    book = openpyxl.Workbook()
-    for row in (["text", "label"], ["a", 7], ["b", 10], [None, None], ["7", 1200]):
-        book.active.append(row)
-    for row in range(2, 6):
-        book.active.cell(row, 2).number_format = "000"
-    book.save(tmp_path / "a.xlsx")
-    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
-    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
-    assert rows["label"][:] == ["007", "010", None, "1200"]
-    assert rows["text"][-1] == "7"
 
 
 VIEWS = {"text": pyarrow.array(["a", "b"], pyarrow.string_view()), "bytes": pyarrow.array([b"a"] * 2, "binary_view")}

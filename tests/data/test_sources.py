@@ -5,15 +5,12 @@ import gzip
 import json
 import os
 import re
-from pathlib import Path
 
 import datasets
-import pandas
 import pytest
 
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data import readers
-from trainer.data.chunked_rows import INPUT_FORMATS, read_chunks, row_format
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData, FolderData, HubData
 
@@ -311,67 +308,6 @@ def test_patterns_and_pointers_of_git_lfs(in_folder):
     write(in_folder, "rows.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(DataError, match=r"`rows.jsonl` is a pointer of Git LFS; run `git lfs pull`"):
         load_files("rows.jsonl")
-
-
-def test_excel(in_folder):
-    pandas.DataFrame(ROWS).to_excel("rows.xlsx", index=False)
-    assert load_files("rows.xlsx").train.rows.to_list() == ROWS
-    with pandas.ExcelWriter("sheets.xlsx") as book:
-        for name in ("train", "test"):
-            pandas.DataFrame(ROWS[: 1 if name == "test" else None]).to_excel(book, sheet_name=name, index=False)
-    splits = load_files("sheets.xlsx")
-    assert splits.train.rows.to_list() == ROWS
-    (note,) = splits.notes
-    assert (
-        "of the sheets of `sheets.xlsx`, the first, `train`, is read; to read `test` instead, set `data.sheet`" in note
-    )
-    splits = load_files("sheets.xlsx", sheet="test")
-    assert (splits.train.rows.to_list(), splits.notes) == (ROWS[:1], ())
-    with pytest.raises(
-        DataError, match=r"`data.sheet` must name a sheet of `sheets.xlsx`, but is 'Test'; it has `train"
-    ):
-        load_files("sheets.xlsx", sheet="Test")
-    write(in_folder, "rows.jsonl", "{}\n")
-    with pytest.raises(
-        DataError, match=r"`data.sheet` is for Excel files, but `rows.jsonl` is read as json; remove it"
-    ):
-        load_files("rows.jsonl", sheet="test")
-
-
-CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"
-CONLL_ROWS = [
-    {"words": ["Ada", "runs"], "tags": ["B-PER", "O"]},
-    {"words": ["New York", "#"], "tags": ["B-LOC", "O"]},
-]
-
-
-@pytest.mark.parametrize("name", ["rows.conll", "rows.bio.gz", "rows.txt"])
-def test_conll(in_folder, name):
-    data = f"\ufeff{CONLL}".encode()
-    Path(name).write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
-    file_format = "conll" if name == "rows.txt" else None
-    assert load_files(name, file_format=file_format).train.rows.to_list() == CONLL_ROWS
-    if not name.endswith(".gz"):
-        found = row_format(Path(name), "--input", INPUT_FORMATS, file_format)
-        chunks = list(read_chunks(Path(name), found, 1, 0, name))
-        assert chunks == [[row] for row in CONLL_ROWS]
-
-
-def test_conll_without_tags_and_with_wrong_lines(in_folder):
-    assert load_files(write(in_folder, "words.conll", "Ada\nruns\n\nso\n")).train.rows.to_list() == [
-        {"words": ["Ada", "runs"]},
-        {"words": ["so"]},
-    ]
-    message = r"line 3 of `rows.conll` must have 2 columns, as line 1 has, but has 3: '# id 7'; correct or remove it"
-    with pytest.raises(DataError, match=message):
-        load_files(write(in_folder, "rows.conll", "Ada B-PER\n\n# id 7\nBob B-PER\n"))
-    with pytest.raises(DataError, match=r"line 1 of `rows.conll` must have a word and a tag, but one is empty"):
-        load_files(write(in_folder, "rows.conll", "Ada\t\n"))
-    with pytest.raises(DataError, match="must hold at least one row"):
-        load_files(write(in_folder, "rows.conll", "\n\n"))
-    Path("rows.conll").write_bytes("Zoë B-PER\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"in the encoding utf-8, but `rows\.conll` does not"):
-        load_files("rows.conll")
 
 
 def test_a_share_is_held_out_of_each_class(in_folder):

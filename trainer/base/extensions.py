@@ -34,6 +34,7 @@ Kind = Literal[
     "family",
     "recipes",
     "shape",
+    "format",
     "formats",
     "keys",
     "exclusions",
@@ -109,7 +110,7 @@ def consume(kind: Kind, consumer: Consumer, finish: Callable[[], object] | None 
     """Call `consumer` with each registration of a kind, earlier ones and later ones.
 
     Args:
-        finish: is called once after the earlier ones, and after each later one.
+        finish: is called after each later one.
 
     Raises:
         UsageError: The consumer refuses an earlier registration.
@@ -122,8 +123,6 @@ def consume(kind: Kind, consumer: Consumer, finish: Callable[[], object] | None 
 
     for registration in registered(kind):
         consumer(registration)
-    if finish is not None:
-        finish()
     _consumers.setdefault(kind, []).append(consume_one)
 
 

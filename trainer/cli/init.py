@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from trainer.base.errors import RecipeError, UsageError
+from trainer.base.file_formats import file_formats, shown_names
 from trainer.base.terminal import say
 from trainer.base.text import one_line
 from trainer.cli.options import OverridesArgument, devices, flag, output_option, value
@@ -21,7 +22,7 @@ def init(
         Path,
         typer.Argument(
             metavar="DATA",
-            help="A file (CSV, TSV, JSON, JSON Lines, Parquet, Excel, CoNLL), a folder of images or of a data set.",
+            help=f"A file of rows ({shown_names(file_formats().values())}), a folder of images or of a data set.",
             show_default=False,
         ),
     ],

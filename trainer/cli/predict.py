@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.file_formats import file_formats, shown_names
 from trainer.cli.options import (
     ModelArgument,
     ModelRecipeOption,
@@ -18,14 +19,14 @@ from trainer.cli.options import (
     value,
 )
 
+_INPUTS = shown_names(row for row in file_formats().values() if row.in_chunks)
+
 
 def predict(
     run: ModelArgument,
     input_: Annotated[
         str,
-        value(
-            "Rows: JSON Lines, CSV, Parquet or CoNLL by the ending, or - for JSON Lines on stdin.", "FILE", "--input"
-        ),
+        value(f"Rows: {_INPUTS} by the ending, or - for JSON Lines on stdin.", "FILE", "--input"),
     ],
     output: Annotated[str, output_option("The file to write, or - for JSON Lines on stdout.")],
     overrides: OverridesArgument = None,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trainer.base.disk import FOLDER_FIX, no_file
 from trainer.base.errors import DataError, UsageError, causes, storage_error
+from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import without_secrets
 from trainer.data.formats.base import (
     DAMAGED,
@@ -28,7 +29,7 @@ from trainer.data.formats.base import (
     require_bounded,
     wide_encoding,
 )
-from trainer.data.formats.table import FORMAT_OF_ENDING, Format, format_of, reader_of
+from trainer.data.formats.table import format_of, reader_of
 from trainer.recipe.paths import is_url
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -92,7 +93,7 @@ def _require_file(path: Path, key: str) -> None:
             )
 
 
-def common_format(paths: Sequence[Path]) -> Format:
+def common_format(paths: Sequence[Path]) -> str:
     """Return the common format of all file name endings.
 
     Raises:
@@ -108,7 +109,7 @@ def common_format(paths: Sequence[Path]) -> Format:
         if file_format is None:
             raise UsageError(
                 f"`data.format` must be set where the ending does not tell it, but is null and a file is `{path.name}`;"
-                f" known endings are {', '.join(FORMAT_OF_ENDING)}, each also with .gz"
+                f" known endings are {', '.join(formats_by_ending())}, each also with .gz"
             )
     first, *others = formats.items()
     for path, file_format in others:
@@ -126,7 +127,7 @@ def is_large(paths: Sequence[Path]) -> bool:
     return sum(path.stat().st_size for path in paths) > _LARGE_BYTES
 
 
-def read_files(file_format: Format, files: Files) -> Loaded:
+def read_files(file_format: str, files: Files) -> Loaded:
     """Return the rows of files, or None without a row, and notes for the user.
 
     Raises:
@@ -226,7 +227,7 @@ class RowPlaces:
     """
 
     paths: tuple[Path, ...]
-    file_format: Format
+    file_format: str
     text: TextOptions
     chosen: NDArray[np.int64] | None = None
 

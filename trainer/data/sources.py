@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.base.errors import DataError, Problems, RecipeError, TrainerError
+from trainer.base.file_formats import file_formats
 from trainer.base.text import listed
 from trainer.data.formats.base import NULLS, CellKind, Files, TextOptions, json_chats, reason
-from trainer.data.formats.table import Format, reader_of
+from trainer.data.formats.table import reader_of
 from trainer.data.readers import (
     RowPlaces,
     common_format,
@@ -332,7 +333,9 @@ def text_options(data: Data) -> TextOptions:
     """Return how the text files of a recipe are read."""
     if not isinstance(data, FileData):
         return TextOptions()
-    return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes, data.sheet)
+    keys = [key for row in file_formats().values() for key in row.keys]
+    further = {key: getattr(data, key) for key in keys}
+    return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes, further)
 
 
 def _load_files(
@@ -373,8 +376,10 @@ def _read_splits(
     # Files of both splits decide the format together, and an error of one split leaves the other to be checked.
     with problems.collect():
         file_format = data.format or (common_format(found) if found else "json")
-        if data.sheet is not None and found and file_format != "excel":
-            raise DataError(f"`data.sheet` is for Excel files, but `{found[0]}` is read as {file_format}; remove it")
+        for name, row in file_formats().items():
+            if found and file_format != name and (keys := data.changed(*row.keys)):
+                problem = f"is for {row.shown} files, but `{found[0]}` is read as {file_format}"
+                raise DataError(f"`data.{keys[0]}` {problem}; remove it")
         for key, paths in files.items():
             if not paths:
                 continue
@@ -407,7 +412,7 @@ def _entries(data: FileData, key: str, paths: list[Path], bound: int | None) -> 
     return [(files_of(entry, key), of_entry) for entry, of_entry in zip(named, transforms, strict=True)]
 
 
-def _read_entry(file_format: Format, files: Files, notes: list[str]) -> Split:
+def _read_entry(file_format: str, files: Files, notes: list[str]) -> Split:
     """Return the rows of files, and append notes for the user; see `read_files`."""
     rows, own = read_files(file_format, files)
     notes.extend(own)

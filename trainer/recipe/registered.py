@@ -8,7 +8,17 @@ from typing import Any, Literal, get_args
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import Kind, Registration, consume, registered, resolved
-from trainer.recipe.schema import Logging, OptimizerKeys, Recipe, ScheduleKeys, Section, TaskKeys, file_schema
+from trainer.base.file_formats import FileFormat, file_formats, formats_by_ending
+from trainer.recipe.schema import (
+    FileData,
+    Logging,
+    OptimizerKeys,
+    Recipe,
+    ScheduleKeys,
+    Section,
+    TaskKeys,
+    file_schema,
+)
 from trainer.recipe.schema.section import descriptions
 
 __all__ = [
@@ -110,6 +120,7 @@ def _words(section: type[Section], key: str) -> tuple[str, ...]:
 _SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer", "schedule")}
 _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _words(section, "metrics"))
 _SHIPPED_LOGGING = _words(Logging, "to")
+_SHIPPED_FORMAT = str(FileData.model_fields["format"].description)
 
 
 def _add_task(registration: Registration) -> None:
@@ -180,6 +191,27 @@ def _add_word(section: type[Section], key: str, word: str) -> None:
         section.model_rebuild(force=True)
 
 
+def _add_format(registration: Registration) -> None:
+    """Allow a further format of files.
+
+    Raises:
+        UsageError: another format has an ending of it.
+    """
+    name, formats = registration.name, file_formats()
+    if isinstance(registration.value, FileFormat):  # it is stored after this
+        formats[name] = registration.value
+    for end in formats[name].endings:
+        if (other := formats_by_ending().get(end, name)) != name:
+            raise UsageError(f"the ending {end} is that of the format {other!r}; register {name!r} without it")
+    # `Literal[...]` with names that only a running program knows.
+    names: Any = getitem(Literal, tuple(formats))
+    field = FileData.model_fields["format"]
+    if field.annotation != names | None:
+        field.annotation = names | None
+        field.description = " ".join([_SHIPPED_FORMAT, *(row.note for row in formats.values() if row.note)])
+        FileData.model_rebuild(force=True)
+
+
 def _add_logging_target(registration: Registration) -> None:
     if registration.name in _SHIPPED_LOGGING:
         raise UsageError(f"the logging {registration.name!r} ships with trainer; register yours under another name")
@@ -204,7 +236,7 @@ def _is_set(recipe: Recipe, name: str) -> bool:
 
 
 def _compile() -> None:
-    """Compile the recipe, which pydantic did when the class was made; once for all registrations of a kind."""
+    """Compile the recipe, which pydantic did when the class was made."""
     Recipe.model_rebuild(force=True)
 
 
@@ -214,3 +246,5 @@ consume("schedule", _add_schedule, _compile)
 consume("keys", _add_keys, _compile)
 consume("metric", _add_metric, _compile)
 consume("logging", _add_logging_target, _compile)
+consume("format", _add_format, _compile)
+_compile()

@@ -20,8 +20,9 @@ from trainer.base.disk import UNFINISHED, move_over
 from trainer.base.distribution import install_command
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.terminal import say
-from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
+from trainer.data.chunked_rows import input_format, json_line, output_format, read_chunks
 from trainer.data.formats.base import Row
+from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data
@@ -117,7 +118,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
 
 
 def _pairs(request: Request, data: Data, query: str, document: str) -> Iterator[tuple[str, str]]:
-    file_format = row_format(request.input, "--input", INPUT_FORMATS)
+    file_format = input_format(request.input)
     number, found, text = 0, None, text_options(data)
     for chunk in read_chunks(request.input, file_format, request.chunk_rows, 0, request.where, text=text):
         rows = [row for row in chunk if not isinstance(row, DataError)]
@@ -181,7 +182,7 @@ def _write(output: Path, rows: Any) -> None:
             lines, made = Path(folder) / "rows.jsonl", Path(folder) / output.name
             with lines.open("w", encoding="utf-8") as file:
                 file.writelines(map(json_line, rows))
-            write_rows([lines], made, row_format(output, "--output", OUTPUT_FORMATS))
+            reader_of(output_format(output)).write([lines], made)
             move_over(made, output)
     except OSError as error:
         raise TrainerError(f"`--output` could not be written to {output}: {error}; make room there") from error

@@ -17,9 +17,9 @@ from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.base.terminal import say, say_json
-from trainer.data.chunked_rows import INPUT_FORMATS, OUTPUT_FORMATS, json_line, read_chunks, row_format, write_rows
+from trainer.data.chunked_rows import input_format, json_line, output_format, read_chunks
 from trainer.data.formats.base import Row, is_chat, json_chats
-from trainer.data.formats.table import Format, format_of, reader_of
+from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data, FileData, Recipe
@@ -78,9 +78,9 @@ class Request:
         return f"`{self.shown_input}`"
 
     @property
-    def output_format(self) -> Format:
+    def output_format(self) -> str:
         """The format of the output, by its ending."""
-        return "json" if self.output == STANDARD else row_format(Path(self.output), "--output", OUTPUT_FORMATS)
+        return "json" if self.output == STANDARD else output_format(Path(self.output))
 
     def check_output(self) -> None:
         """Refuse an output in an unknown format, one that exists, and one that cannot be a file."""
@@ -135,9 +135,9 @@ class InputRows:
     _transform: SourceTransform | None = None  # that of the first chunk
 
     @property
-    def _format(self) -> Format:
+    def _format(self) -> str:
         stored = self._data.format if isinstance(self._data, FileData) else None
-        return row_format(self._request.input, "--input", INPUT_FORMATS, stored)
+        return input_format(self._request.input, stored)
 
     def num_empty(self) -> int:
         """Return the number of empty lines of the input, which are no rows."""
@@ -341,8 +341,8 @@ class Output:
         with self._must_be_writable():
             remove(new)  # of a command that was killed here, or a link
             request = self._request
-            source = request.input if request.keep == "all" and format_of(request.input) == "parquet" else None
-            write_rows(self._parts, new, request.output_format, source, request.escape_formulas)
+            source = request.input if request.keep == "all" else None
+            reader_of(request.output_format).write(self._parts, new, source, request.escape_formulas)
             # A rename: readers see the old output or the whole new one.
             move_over(new, self._path)
             shutil.rmtree(self._folder, ignore_errors=True)

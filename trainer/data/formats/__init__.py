@@ -1,1 +1,1 @@
-"""Formats of files of rows, one reader for each: JSON, CSV, Parquet, Excel and CoNLL, also compressed by gzip."""
+"""Readers of files of rows, one for each format: JSON, CSV and Parquet, also compressed by gzip."""

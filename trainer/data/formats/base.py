@@ -7,10 +7,11 @@ import csv
 import functools
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -59,13 +60,13 @@ class TextOptions:
     Attributes:
         delimiter: the delimiter of CSV files; None: found in each file's first lines.
         quotes: whether quotation marks enclose values of CSV files; otherwise they are text.
-        sheet: the sheet of Excel files; None: the first one.
+        further: the values of keys of `data` that files of one format alone have.
     """
 
     encoding: str = "utf-8"
     delimiter: str | None = None
     quotes: bool = True
-    sheet: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     def cells(self, lines: Iterable[str], delimiter: str) -> Any:
         """Return the reader of the rows of a CSV file, as of `csv.reader` with its limit of characters raised."""
@@ -123,6 +124,22 @@ class Reader:
 
         Raises:
             DataError, OSError, ValueError: the file cannot be read.
+        """
+        raise NotImplementedError
+
+    def write(
+        self, parts: Sequence[Path], path: Path, source: Path | None = None, escapes_formulas: bool = False
+    ) -> None:
+        """Write the rows of JSON Lines files into one file.
+
+        Args:
+            source: the file with the rows from which these were made, one for each; a format with types keeps those of
+                a source in the same format. None: there is none.
+            escapes_formulas: whether texts that a spreadsheet takes for formulas get an apostrophe.
+
+        Raises:
+            DataError: the format cannot hold the rows.
+            OSError: the file cannot be written.
         """
         raise NotImplementedError
 
@@ -315,6 +332,13 @@ def ending(path: Path) -> str:
     """Return the ending in small letters, without `.gz`."""
     name = path.name.lower()
     return Path(name.removesuffix(".gz")).suffix
+
+
+def rows_of_part(part: Path) -> Iterator[Row]:
+    """Yield the rows of a file of JSON Lines that this program wrote."""
+    with part.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
 
 
 def require_own_names(names: Sequence[str], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError
+from trainer.base.text import number_in
 from trainer.data.formats.base import (
     NULLS,
     CellKind,
@@ -24,6 +26,7 @@ from trainer.data.formats.base import (
     open_text,
     other_columns,
     require_own_names,
+    rows_of_part,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_TAB_ENDINGS = (".tsv", ".tab")
 _SNIFFED_LINES = 20
 _CELLS_LOOKED_AT = 1000
 _LONGEST_NAME = 60  # characters
@@ -45,6 +49,9 @@ _TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
 classes have no sign and no zero at the end either. But classes 1 and 1.0 are the same."""
 _UNQUOTED = "set `data.quotes` to false if quotation marks are part of texts"
 _JOINED = f"a quotation mark in its text opens a value that joins rows; {_UNQUOTED}"
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""Starts of formulas: https://owasp.org/www-community/attacks/CSV_Injection."""
+
 _END = "\x00end of the file\x00"
 """A line behind the last one, which becomes a part of a value if a quotation mark is not closed."""
 
@@ -110,6 +117,19 @@ class CsvReader(Reader):
                 else:
                     yield dict(zip(names, cells, strict=True))
 
+    def write(
+        self, parts: Sequence[Path], path: Path, source: Path | None = None, escapes_formulas: bool = False
+    ) -> None:
+        shown = _escaped if escapes_formulas else str
+        # CSV needs its columns first, so the parts are read twice; rows of an error have other columns.
+        columns = list(dict.fromkeys(column for part in parts for row in rows_of_part(part) for column in row))
+        with path.open("w", encoding="utf-8", newline="") as text:
+            writer = csv.writer(text, delimiter="\t" if ending(path) in _TAB_ENDINGS else ",")
+            writer.writerow(map(shown, columns))
+            for row in chain.from_iterable(map(rows_of_part, parts)):
+                cells = [_cell(row.get(column)) for column in columns]
+                writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
+
     def num_empty(self, path: Path, text: TextOptions) -> int:
         with open_text(path, text.encoding) as file:
             lines = text.cells(file, text.delimiter or _delimiter_of(path, text))
@@ -144,7 +164,7 @@ def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
 
 def _delimiter_of(path: Path, text: TextOptions) -> str:
     """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
-    if ending(path) in (".tsv", ".tab"):
+    if ending(path) in _TAB_ENDINGS:
         return "\t"
     with open_text(path, text.encoding) as file:
         lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
@@ -332,3 +352,15 @@ def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str)
                     " false if quotation marks are part of texts"
                 ]
     return []
+
+
+def _escaped(text: str) -> str:
+    """Return a text with an apostrophe before it if a spreadsheet would take it for a formula; a number is none."""
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) and number_in(text) is None else text
+
+
+def _cell(value: Any) -> Any:
+    if value is None:
+        return ""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if plain else json.dumps(value, ensure_ascii=False)

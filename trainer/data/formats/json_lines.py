@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,13 @@ class JsonReader(Reader):
                 elif "\\ud" in line.lower() and not is_text(value):
                     value = DataError(f"line {number} of {where} {HALF_PAIR}")
                 yield value
+
+    def write(
+        self, parts: Sequence[Path], path: Path, source: Path | None = None, escapes_formulas: bool = False
+    ) -> None:
+        with path.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
 
     def num_empty(self, path: Path, text: TextOptions) -> int:
         with open_text(path, text.encoding) as file:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from trainer.data.formats.base import (
     Reader,
     Row,
     TextOptions,
+    ending,
     leaves,
     load_with_datasets,
     reason,
     require_own_names,
+    rows_of_part,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +66,19 @@ class ParquetReader(Reader):
                     yield from batch.to_pylist()
         except pyarrow.ArrowException as error:
             raise DataError(f"{where} must hold parquet, but cannot be read: {reason(error)}") from error
+
+    def write(
+        self, parts: Sequence[Path], path: Path, source: Path | None = None, escapes_formulas: bool = False
+    ) -> None:
+        import pyarrow
+
+        try:
+            _write(parts, path, source if source is not None and ending(source) == ".parquet" else None)
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise DataError(
+                "`--output` is Parquet, which needs one type for each column, but the rows have several:"
+                f" {reason(error)}; write JSON Lines, or leave the columns of the input out with --keep none"
+            ) from error
 
     def bound_bytes(self, path: Path) -> float:
         """See `Reader`: each value of a column may be the longest one of the dictionaries."""
@@ -143,3 +158,67 @@ def _logical_bytes(column: Any) -> int:
         else one.nbytes
         for one in leaves(column)
     )
+
+
+def _write(parts: Sequence[Path], path: Path, source: Path | None) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    with ExitStack() as stack:
+        file = None if source is None else stack.enter_context(parquet.ParquetFile(source))
+        kept = pyarrow.schema([] if file is None else [one for one in file.schema_arrow if not _is_binary(one.type)])
+        batches = iter(()) if file is None else file.iter_batches(columns=kept.names)
+        # Also read twice: the types of a column must hold for all parts.
+        made = _schema([_schema_of(part, kept.names) for part in parts])
+        schema, left = pyarrow.schema([*kept, *made]), kept.empty_table()
+        writer = stack.enter_context(parquet.ParquetWriter(path, schema))
+        for part in parts:
+            rows = list(rows_of_part(part))
+            while kept.names and len(left) < len(rows):  # batches end with the groups of rows of the file
+                batch = pyarrow.Table.from_batches([next(batches)]).select(kept.names)
+                left = pyarrow.concat_tables([left, batch])
+            columns = [pyarrow.array([row.get(field.name) for row in rows], field.type) for field in made]
+            writer.write_table(pyarrow.Table.from_arrays([*left.slice(0, len(rows)).columns, *columns], schema=schema))
+            # Rows of the source that belong to the next part.
+            left = left.slice(len(rows))
+
+
+def _schema(schemas: Sequence[pyarrow.Schema]) -> pyarrow.Schema:
+    """Return the types that hold the values of all parts."""
+    import pyarrow
+
+    large = {field.name for schema in schemas for field in schema if field.type == pyarrow.uint64()}
+    alike = [
+        pyarrow.schema(
+            [
+                field.with_type(pyarrow.uint64()) if field.name in large and field.type == pyarrow.int64() else field
+                for field in schema
+            ]
+        )
+        for schema in schemas
+    ]
+    return pyarrow.unify_schemas(alike, promote_options="permissive")
+
+
+def _schema_of(part: Path, left_out: Sequence[str]) -> pyarrow.Schema:
+    """Return the types of the columns of a part; integers that are too large for int64 are uint64."""
+    import pyarrow
+
+    rows = list(rows_of_part(part))
+    types = {}
+    for name in dict.fromkeys(name for row in rows for name in row if name not in left_out):
+        values = [row.get(name) for row in rows]
+        try:
+            types[name] = pyarrow.array(values).type
+        except OverflowError:
+            types[name] = pyarrow.array(values, pyarrow.uint64()).type
+    return pyarrow.schema(types)
+
+
+def _is_binary(kind: pyarrow.DataType) -> bool:
+    """Return whether a type is that of binary values, or of images with their bytes."""
+    import pyarrow.types as types
+
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _is_binary(field.type) for field in kind)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))

@@ -7,6 +7,7 @@ from typing import cast
 
 from pydantic import Field
 
+from trainer.base.file_formats import file_formats
 from trainer.recipe.paths import is_url, shown_value
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Data, FileData, Recipe, TaskSection
@@ -36,7 +37,8 @@ class StreamKeys(FileData):
         if self.format not in (None, "json", "parquet"):
             text = f"is {shown_value(self.format)}, which `{_KEY}` does not read; convert the files to Parquet"
             yield clash(text, "data.format", _KEY)
-        for key in self.changed("delimiter", "quotes", "sheet", "encoding"):
+        of_formats = [key for row in file_formats().values() for key in row.keys]
+        for key in self.changed("delimiter", "quotes", "encoding", *of_formats):
             text = f"applies to whole files, but `{_KEY}` is true; remove it, and write JSON Lines in UTF-8"
             yield clash(text, f"data.{key}", _KEY)
         held = self.validation if isinstance(self.validation, list) else [self.validation]

@@ -11,10 +11,10 @@ from threading import Event, Thread
 from typing import Any, Literal, TypeVar, cast
 
 from trainer.base.errors import DataError, TrainerError, UsageError, causes, may_pass
+from trainer.base.file_formats import formats_by_ending
 from trainer.base.terminal import say
 from trainer.base.text import without_secrets
 from trainer.data.formats.base import reason
-from trainer.data.formats.table import FORMAT_OF_ENDING
 from trainer.recipe.paths import is_url
 
 RETRIES, FIRST_WAIT = 5, 1.0
@@ -218,7 +218,7 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
 
 def _format(place: str, given: str | None) -> ShardFormat:
     name = place.lower()
-    found = given or next((kind for end, kind in FORMAT_OF_ENDING.items() if name.endswith(end)), None)
+    found = given or next((kind for end, kind in formats_by_ending().items() if name.endswith(end)), None)
     if found in ("json", "parquet"):
         return cast(ShardFormat, found)
     raise DataError(

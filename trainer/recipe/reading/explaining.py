@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.base.extensions import consume
+from trainer.base.file_formats import formats_by_ending
 from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.keys import is_named, kinds, nearest_node, section_models
 from trainer.recipe.reading.parser import Node, Problem
@@ -190,6 +191,7 @@ def _schema_of(section: type[Section]) -> Schema:
 
 
 consume("metric", lambda _: _schema_of.cache_clear())
+consume("format", lambda _: _schema_of.cache_clear())
 
 
 def _schema_at(finding: Finding) -> Schema:
@@ -210,7 +212,7 @@ _OTHER_NAMES = {
     "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp", "deepspeed": "zero2",
     "acc": "accuracy", "macro_f1": "f1_macro", "micro_f1": "f1_micro", "mcc": "matthews",
     "matthews_correlation": "matthews", "pearsonr": "pearson", "spearmanr": "spearman", "sacrebleu": "bleu",
-    "adam": "adamw", "wsd": "warmup_stable_decay", "json_lines": "json", "jsonl": "json", "xlsx": "excel",
+    "adam": "adamw", "wsd": "warmup_stable_decay", "json_lines": "json",
 }  # fmt: skip
 """Values of other tools and ours for them, with underscores; tasks have their own in `also_called`."""
 
@@ -268,7 +270,8 @@ def _meant(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that a text means by the name of another tool, or nearly spells."""
     text = re.sub(r"[\s-]+", "_", text.strip().lower())
     of_tasks = {other: name for name, keys in task_sections().items() for other in keys.also_called}
-    other = (_OTHER_NAMES | of_tasks).get(text)
+    of_formats = {end.removeprefix("."): name for end, name in formats_by_ending().items()}
+    other = (_OTHER_NAMES | of_tasks | of_formats).get(text)
     return other if other in choices else next(iter(get_close_matches(text, choices, n=1, cutoff=0.8)), None)
 
 

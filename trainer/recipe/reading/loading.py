@@ -18,9 +18,10 @@ from pydantic import ValidationError
 import trainer.recipe.registered  # noqa: F401  # puts registered tasks into the schema
 from trainer.base import extensions
 from trainer.base.errors import RecipeError
+from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
-from trainer.recipe.reading.files import is_yaml, read_file, read_text, shown_path
+from trainer.recipe.reading.files import ENDINGS, is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_EXTENDS = 16
 MAX_PROBLEMS = 50
-_DATA_ENDINGS = (".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".conll", ".bio", ".iob")
 _ANY_ROWS = Node(
     {"data": Node({key: Node(value, DEFAULT) for key, value in (("source", "files"), ("train", "rows"))}, DEFAULT)},
     DEFAULT,
@@ -107,6 +107,11 @@ def _find_recipe(source: str, folder: Path) -> Path:
 # Layers
 
 
+def _data_endings() -> tuple[str, ...]:
+    """Return the endings of files of rows that no recipe has."""
+    return tuple(end for end in formats_by_ending() if end not in ENDINGS)
+
+
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     # Real paths, so that a link cannot hide a circle.
@@ -114,7 +119,7 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     # An object or a comment begins a recipe; for other text, errors of the parser would mislead.
     if len(chain) > 1 and not is_yaml(file) and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
-    if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_DATA_ENDINGS):
+    if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_data_endings()):
         command = f"trainer init {shlex.quote(shown_path(file))}"
         raise RecipeError(f"{shown_path(file)}: is a file of data, not a recipe; write a recipe for it with: {command}")
     node, problems = read_file(file)

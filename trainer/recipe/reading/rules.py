@@ -54,8 +54,10 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
 def _of_features(name: str, section: Section) -> Iterator[Contradiction]:
     """Yield the contradictions of the keys that features have added to a section."""
     for row in registered("keys"):
-        if row.name.partition(".")[0] == name and isinstance(section, extended(row)):
-            yield from resolved(row.value).contradictions(section)
+        keys = resolved(row.value)
+        is_of = row.name.partition(".")[0] == name and isinstance(section, extended(row))
+        if is_of and "contradictions" in vars(keys):  # without own ones, those of the section would come twice
+            yield from keys.contradictions(section)
 
 
 def message(contradiction: Contradiction) -> str:

@@ -78,24 +78,20 @@ class HubData(DataKeys):
 
 
 class FileData(DataKeys):
-    """JSON Lines, JSON, CSV, Parquet, Excel or CoNLL files, also compressed by gzip, or indexed data sets of Megatron.
+    """Files of rows, such as JSON Lines, CSV or Parquet, also compressed by gzip.
 
     Empty lines of JSON Lines and CSV files are skipped. Texts and names of classes in CSV files stay as they are
     written, such as 007. Files to predict are read with the same `delimiter`, `quotes` and `encoding`.
     """
 
     source: Literal["files"]
-    format: Literal["json", "csv", "parquet", "excel", "conll", "megatron"] | None = None
-    """null: by the first file's ending. `conll`: a word on each line, its tag in the last column, read as `words` and
-    `tags`. `megatron`: NAME.idx beside NAME.bin, with the column `input_ids`."""
+    format: str | None = Field(None, description="null: by the first file's ending.")
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Character between the columns of CSV files; null: found in their first lines."""
     quotes: bool = True
     """Quotation marks enclose values of CSV and TSV files; false: they are text."""
-    sheet: Name | None = None
-    """Name of the sheet of Excel files; null: the first one."""
     encoding: Name = "utf-8"
-    """Encoding of JSON, CSV and CoNLL files, such as latin-1."""
+    """Encoding of text files, such as latin-1."""
     train: PathField | Annotated[list[PathField], Field(min_length=1)]
     """File or files of the training split, or a pattern such as `part-*.jsonl`."""
     mixture: list[Annotated[float, Field(gt=0)]] | None = None

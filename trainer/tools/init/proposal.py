@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.base.errors import Problems, TrainerError, UsageError
+from trainer.base.file_formats import file_formats
 from trainer.base.text import size
 from trainer.data.formats.base import CellKind
 from trainer.data.formats.table import format_of
@@ -80,7 +81,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
     lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
     repeated = [column.name for column in columns if column.name in column.distinct]
-    if repeated and format_of(request.source) in ("csv", "excel"):
+    if repeated and _has_header(request.source):
         lines.append(
             f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
             " that line is a row, add a line of names"
@@ -107,7 +108,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
 def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tuple[Shape, Sequence[Column]]:
     """Return task and columns with the classes that are read: a column of 1e5 and +1 holds numbers, or their names."""
     label = next((column for column in columns if column.name == shape.task.get("label")), None)
-    is_typed = format_of(draft.request.source) in ("csv", "excel") and _has_one_label(shape)
+    is_typed = _has_header(draft.request.source) and _has_one_label(shape)
     names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
     if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
         return shape, columns
@@ -181,6 +182,12 @@ def _with_columns(shape: Shape, columns: Sequence[Column], request: InitRequest,
                 chosen[key] = answer
     again = [one for one in shapes(columns, chosen) if _has_one_label(one)]
     return min(again, key=lambda one: one.type != shape.type, default=shape)
+
+
+def _has_header(source: Path) -> bool:
+    """Return whether the format of a file has the names of the columns in its first row."""
+    name = format_of(source)
+    return name is not None and file_formats()[name].has_header
 
 
 def _has_one_label(shape: Shape) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.data.formats.table import FORMAT_OF_ENDING, format_of
+from trainer.base.file_formats import formats_by_ending
+from trainer.data.formats.table import format_of
 from trainer.tools.init.columns import IMAGE_ENDINGS
 
 _TRAINING, _VALIDATION = "train", ("validation", "valid", "val", "dev", "eval")
@@ -32,7 +33,7 @@ def data_keys(source: Path, folder: Path) -> dict[str, Any]:
         )
     if format_of(source) is None:
         fix = "write each text as an object in a line of a .jsonl file" if source.suffix == ".txt" else "rename it"
-        raise UsageError(f"`{source}` must end with one of {', '.join(FORMAT_OF_ENDING)}, perhaps with .gz; {fix}")
+        raise UsageError(f"`{source}` must end with one of {', '.join(formats_by_ending())}, perhaps with .gz; {fix}")
     keys: dict[str, Any] = {"source": "files", "train": _place(source, folder)}
     head, found, tail = source.name.rpartition(_TRAINING)
     beside = [source.with_name(f"{head}{word}{tail}") for word in _VALIDATION if found]
@@ -51,7 +52,7 @@ def _of_folder(source: Path, folder: Path) -> dict[str, Any]:
         if number > _MOST_FILES:
             break
     raise UsageError(
-        f"`{source}` holds no file of a known format: {', '.join(FORMAT_OF_ENDING)}, images, or"
+        f"`{source}` holds no file of a known format: {', '.join(formats_by_ending())}, images, or"
         " a folder of `DatasetDict.save_to_disk`; name another folder or a file"
     )
 

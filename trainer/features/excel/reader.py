@@ -44,17 +44,17 @@ class ExcelReader(Reader):
             raise UsageError(
                 f"`{files.key}` names Excel files, which need openpyxl: pip install openpyxl; or save the sheet as CSV"
             ) from error
-        frames, notes = [], []
+        frames, notes, chosen = [], [], files.text.further.get("sheet")
         for path in files.paths:
             with pandas.ExcelFile(path) as book:
                 names = list(map(str, book.sheet_names))
-                sheet = names[0] if files.text.sheet is None else files.text.sheet
+                sheet = names[0] if chosen is None else chosen
                 if sheet not in names:
                     shown = listed([f"`{name}`" for name in names], _SHEETS_SHOWN)
                     raise DataError(f"`data.sheet` must name a sheet of `{path}`, but is {sheet!r}; it has {shown}")
                 frame = pandas.read_excel(book, sheet, dtype=str, **NULLS).rename(columns=str)
                 frames.append(_with_zeros(frame, path, book, sheet))
-            if len(names) > 1 and files.text.sheet is None:
+            if len(names) > 1 and chosen is None:
                 unread = listed([f"`{name}`" for name in names[1:]], _SHEETS_SHOWN)
                 notes.append(
                     f"`{files.key}`: of the sheets of `{path.name}`, the first, `{sheet}`, is read; to read {unread}"

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import openpyxl
+import pandas
+import pytest
+
+from trainer.base.errors import DataError
+from trainer.data.sources import load_splits
+from trainer.recipe.schema import FileData
+
+ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load_files(train, file_format=None, **options):
+    return load_splits(FileData(source="files", train=train, format=file_format, **options))
+
+
+def test_excel(in_folder):
+    pandas.DataFrame(ROWS).to_excel("rows.xlsx", index=False)
+    assert load_files("rows.xlsx").train.rows.to_list() == ROWS
+    with pandas.ExcelWriter("sheets.xlsx") as book:
+        for name in ("train", "test"):
+            pandas.DataFrame(ROWS[: 1 if name == "test" else None]).to_excel(book, sheet_name=name, index=False)
+    splits = load_files("sheets.xlsx")
+    assert splits.train.rows.to_list() == ROWS
+    (note,) = splits.notes
+    assert (
+        "of the sheets of `sheets.xlsx`, the first, `train`, is read; to read `test` instead, set `data.sheet`" in note
+    )
+    splits = load_files("sheets.xlsx", sheet="test")
+    assert (splits.train.rows.to_list(), splits.notes) == (ROWS[:1], ())
+    with pytest.raises(
+        DataError, match=r"`data.sheet` must name a sheet of `sheets.xlsx`, but is 'Test'; it has `train"
+    ):
+        load_files("sheets.xlsx", sheet="Test")
+    Path("rows.jsonl").write_text("{}\n")
+    with pytest.raises(
+        DataError, match=r"`data.sheet` is for Excel files, but `rows.jsonl` is read as json; remove it"
+    ):
+        load_files("rows.jsonl", sheet="test")
+
+
+def test_excel_cells_of_several_types(tmp_path):
+    columns = {
+        "text": ["a", 7, 1.5, None],
+        "label": ["007", 10, "1.10", True],
+        "score": [1, 2.5, None, 10],
+        "day": [datetime.datetime(2024, 1, 2), "x", None, 3],
+    }
+    pandas.DataFrame(columns).to_excel(tmp_path / "a.xlsx", index=False)
+    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
+    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
+    assert rows["text"][:] == ["a", "7", "1.5", None]
+    assert rows["label"][:] == ["007", "10", "1.10", "True"]
+    assert rows["score"][:] == [1.0, 2.5, None, 10.0]
+    assert rows["day"][0].startswith("2024-01-02")
+
+
+def test_excel_numbers_that_are_shown_with_zeros(tmp_path):
+    book = openpyxl.Workbook()
+    for row in (["text", "label"], ["a", 7], ["b", 10], [None, None], ["7", 1200]):
+        book.active.append(row)
+    for row in range(2, 6):
+        book.active.cell(row, 2).number_format = "000"
+    book.save(tmp_path / "a.xlsx")
+    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
+    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
+    assert rows["label"][:] == ["007", "010", None, "1200"]
+    assert rows["text"][-1] == "7"

@@ -1,0 +1,1 @@
+"""CoNLL files: a word and its tag on each line."""

@@ -1,0 +1,1 @@
+"""Excel files, and the key `data.sheet`."""

@@ -1,0 +1,1 @@
+"""Indexed data sets of Megatron."""
