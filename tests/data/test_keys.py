@@ -21,6 +21,7 @@ from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
 from trainer.features.embeddings.section import Embedding
+from trainer.features.multiple_choice.section import MultipleChoice
 from trainer.features.question_answering.section import QuestionAnswering
 from trainer.features.token_classification.section import TokenClassification
 from trainer.models.image_processor import ImageProcessor
@@ -28,7 +29,6 @@ from trainer.recipe.schema import (
     CausalLM,
     ImageClassification,
     MaskedLM,
-    MultipleChoice,
     Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,

@@ -215,14 +215,6 @@ def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSpl
     return split
 
 
-def tiny_choices(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return rows of two or three choices, of 3 to 17 random tokens each, with the index of the right one."""
-    split, random = tiny_tuples(num_rows), np.random.default_rng(1)
-    counts = random.integers(2, 4, num_rows)
-    split.scalars |= {"num_choices": counts, "labels": random.integers(0, counts)}
-    return split
-
-
 def tiny_label_lists(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the rows of `tiny_split` with random lists of labels, some of them empty."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
@@ -318,12 +310,6 @@ TINY_TASKS = {
         {"type": "causal_lm", "text": "text", "packing": "documents", "vocabulary_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
-        Padding(0),
-    ),
-    "multiple_choice": TinyTask(
-        {"type": "multiple_choice"},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_choices,
         Padding(0),
     ),
     "image_classification": TinyTask(

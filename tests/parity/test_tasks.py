@@ -67,7 +67,6 @@ FURTHER = {
     "masked_lm": ("tensor-sequence-accumulated", "context"),
     "causal_lm_packed": ("fsdp-accumulated",),
     "seq2seq_lm": ("tensor-sequence-accumulated",),
-    "multiple_choice": ("fsdp-accumulated", "context"),
 }
 """Layouts in which `make test-all` trains a task, where its labels or its rows are cut in another way than others'."""
 

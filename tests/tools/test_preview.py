@@ -41,7 +41,6 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
     [
         ("bert_sample", ["text"], "graphics", ""),
         ("vit_sample", ["image"], "0", ""),
-        ("choice_sample", ["text 0", "text 1", "text 2", "text 3"], "0", ""),
         ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
     ],
 )

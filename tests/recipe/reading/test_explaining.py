@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.registered import task_sections
 
 Minimal = dict[str, Any]
+TASKS = ", ".join(f'"{name}"' for name in task_sections())  # also those of features
 
 
 @pytest.mark.parametrize(
@@ -112,10 +114,7 @@ Minimal = dict[str, Any]
         ),
         (
             "task.type=classification",
-            '`task.type` must be one of "sequence_classification", "sequence_regression", "masked_lm", "causal_lm",'
-            ' "image_classification", "seq2seq_lm", "multiple_choice", "embedding", "preference",'
-            ' "reward_model", "question_answering", "reranker", "token_classification", but is'
-            ' "classification"; did you mean "sequence_classification"?',
+            f'`task.type` must be one of {TASKS}, but is "classification"; did you mean "sequence_classification"?',
         ),
         ("data=3", "`data` must be an object, but is 3"),
         ("parallel=null", "`parallel` must be an object, but is null"),
@@ -207,9 +206,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
         (
             "task",
             {},
-            '`task.type` is missing; it must be one of "sequence_classification", "sequence_regression", "masked_lm",'
-            ' "causal_lm", "image_classification", "seq2seq_lm", "multiple_choice", "embedding",'
-            ' "preference", "reward_model", "question_answering", "reranker", "token_classification"',
+            f"`task.type` is missing; it must be one of {TASKS}",
         ),
         (
             "data",

@@ -50,7 +50,6 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
         (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, anchor="a", positive="b", negative="c"), {"texts": ["anchor", "positive", "negative"]}),
-        (rows_of(3, question="q", choices=["a", "b"], answer=(0, 1)), {"type": "multiple_choice", "label": "answer"}),
         (rows_of(3, article="a" * 99, highlights="b" * 50), {"type": "seq2seq_lm", "target": "highlights"}),
         (rows_of(3, pixels=[[0, 1], [2, 3]], label=(0, 1)), {"type": "image_classification", "image": "pixels"}),
         (rows_of(3, file=("a/1.PNG", "2.jpg"), label=("a", "b")), {"type": "image_classification", "image": "file"}),

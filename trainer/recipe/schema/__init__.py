@@ -24,7 +24,6 @@ from trainer.recipe.schema.schedule import Linear, ScheduleKeys, ScheduleSection
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (
     ImageClassification,
-    MultipleChoice,
     SequenceClassification,
     SequenceRegression,
     TaskSection,

@@ -116,17 +116,6 @@ def _of_chats(columns: _Columns) -> Iterator[Shape]:
         yield Shape({"type": "causal_lm", "messages": chat.name, **keys}, f"`{chat.name}` holds chats")
 
 
-def _of_choices(columns: _Columns) -> Iterator[Shape]:
-    choices = columns.get(("texts", "object"), "choices", "options", "endings")
-    context = columns.get(_TEXT, "context", "question", "sentence", "article", "ctx")
-    label = columns.get(("integer", "text"), "label", "answer", "answerkey")
-    several = [column.name for column in columns.all if column.name.lower().startswith(("ending", "choice"))]
-    names: Any = choices.name if choices else several if len(several) > 1 else None
-    if names and context and label:
-        task = {"type": "multiple_choice", "context": context.name, "choices": names, "label": label.name}
-        yield Shape(task, "choices, and the number of the right one")
-
-
 def _of_sequences(columns: _Columns) -> Iterator[Shape]:
     for names in _SEQUENCES:
         pair = columns.every(_TEXT, *names)
@@ -354,7 +343,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (10, _of_images), (40, _of_chats), (60, _of_choices), (80, _of_sequences),
+    (10, _of_images), (40, _of_chats), (80, _of_sequences),
     (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""

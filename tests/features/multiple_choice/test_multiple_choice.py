@@ -14,7 +14,7 @@ from trainer.base.errors import DataError
 from trainer.data.collate import Padding
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
-from trainer.recipe.schema import MultipleChoice
+from trainer.features.multiple_choice.section import MultipleChoice
 from trainer.tasks.registry import build_task
 
 WHERE = "`rows.jsonl`"
