@@ -38,10 +38,11 @@ if TYPE_CHECKING:
         TrainerError,
         UsageError,
     )
+    from trainer.features.vision.section import ImageKeys
     from trainer.observe.callbacks import Callback
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
-    from trainer.recipe.schema import ClassificationKeys, ImageKeys, OptimizerKeys, ScheduleKeys, TextKeys, Traits
+    from trainer.recipe.schema import ClassificationKeys, OptimizerKeys, ScheduleKeys, TextKeys, Traits
 
 __all__ = [
     "Callback",
@@ -81,11 +82,10 @@ __all__ = [
 
 _HOMES = {
     "Callback": "observe.callbacks",
+    "ImageKeys": "features.vision.section",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",
-} | dict.fromkeys(
-    ("ClassificationKeys", "ImageKeys", "OptimizerKeys", "ScheduleKeys", "TextKeys", "Traits"), "recipe.schema"
-)
+} | dict.fromkeys(("ClassificationKeys", "OptimizerKeys", "ScheduleKeys", "TextKeys", "Traits"), "recipe.schema")
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,7 @@ import torch
 
 from trainer.base.errors import UsageError
 from trainer.data.cache import EntryWriter, open_entry
-from trainer.data.collate import Normalisation, Padding, collate
+from trainer.data.collate import Padding, collate
 from trainer.data.split import EncodedSplit
 
 PADDING = Padding(token_id=9, token_type_id=3)
@@ -83,21 +83,6 @@ def test_a_tokenizer_without_padding_is_refused(tokenizer):
 
     with pytest.raises(UsageError, match=r"`gpt2` has no padding token.*pad_token"):
         Padding.of(Unpadded())
-
-
-def test_images_are_normalised_by_channel():
-    images = np.arange(2 * 3 * 2 * 2, dtype=np.uint8).reshape(2, 3, 2, 2)
-    split = EncodedSplit(
-        np.zeros(3, np.int64), {}, {"labels": np.array([4, 5])}, "hash", arrays={"pixel_values": images}
-    )
-    batching = Normalisation(1 / 255, mean=(0.5, 0.4, 0.3), std=(0.1, 0.2, 0.4))
-    batch = collate(split, np.array([1, 0, 1]), batching, places=np.array([7, 8, 9]))
-    assert batch.inputs.keys() == {"pixel_values"}
-    pixels = batch.inputs["pixel_values"]
-    assert (pixels.dtype, pixels.shape) == (torch.float32, (3, 3, 2, 2))
-    assert pixels[1, 2, 0, 1].item() == pytest.approx((9 / 255 - 0.3) / 0.4)
-    assert batch.labels.tolist() == [5, 4, 5]
-    assert images[1, 0, 0, 0] == 12, "what is kept is not changed"
 
 
 @pytest.mark.alone

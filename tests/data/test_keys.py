@@ -17,17 +17,17 @@ import transformers
 from transformers import AutoTokenizer, ViTImageProcessorPil
 
 from trainer.data import cache as cache_module
-from trainer.data.image_split import encode_images
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
 from trainer.features.embeddings.section import Embedding
 from trainer.features.multiple_choice.section import MultipleChoice
 from trainer.features.question_answering.section import QuestionAnswering
 from trainer.features.token_classification.section import TokenClassification
-from trainer.models.image_processor import ImageProcessor
+from trainer.features.vision.image_split import encode_images
+from trainer.features.vision.processor import ImageProcessor
+from trainer.features.vision.section import ImageClassification
 from trainer.recipe.schema import (
     CausalLM,
-    ImageClassification,
     MaskedLM,
     Seq2SeqLM,
     SequenceClassification,

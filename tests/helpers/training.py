@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tests.helpers.families import CONFIGS
 from trainer.checkpoint.counters import Progress
-from trainer.data.collate import Batching, Normalisation, Padding
+from trainer.data.collate import Batching, Padding
 from trainer.data.loader import TrainLoader
 from trainer.data.split import EncodedSplit, Ragged
 from trainer.engine.engine import Engine
@@ -229,18 +229,6 @@ def tiny_numbers(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
-def tiny_images(num_rows: int = NUM_ROWS, size: int = 16) -> EncodedSplit:
-    """Return random square images (uint8, one channel) with random classes, the same on every rank."""
-    random = np.random.default_rng(0)
-    return EncodedSplit(
-        offsets=np.zeros(num_rows + 1, np.int64),
-        tokens={},
-        scalars={"labels": random.integers(0, NUM_CLASSES, num_rows)},
-        content_hash="tiny images",
-        arrays={"pixel_values": random.integers(0, 256, (num_rows, 1, size, size), np.uint8)},
-    )
-
-
 def tiny_targets(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the texts of `tiny_split` with targets of 1 to 11 random tokens that end with T5's end token."""
     split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
@@ -311,9 +299,6 @@ TINY_TASKS = {
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
         Padding(0),
-    ),
-    "image_classification": TinyTask(
-        {"type": "image_classification"}, {"config": TINY_VIT}, tiny_images, Normalisation(1 / 255, (0.5,), (0.5,))
     ),
 }
 

@@ -917,10 +917,10 @@ _DATA = [
     Defect(
         "pixels_divided_before_the_mean",
         "Pixels are divided by the deviation before the mean is subtracted.",
-        "data/collate.py",
+        "features/vision/preparation.py",
         ".sub_(mean).div_(std)",
         ".div_(std).sub_(mean)",
-        ("data/test_collate.py",),
+        ("features/vision/test_preparation.py",),
     ),
 ]
 

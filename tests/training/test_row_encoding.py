@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.helpers.seq2seq import tiny_tokenizer
-from tests.helpers.tiny_run import write_tiny_image_run, write_tiny_run
+from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import load_splits
@@ -19,7 +19,6 @@ from trainer.tasks.registry import build_task
 from trainer.tasks.text.masking import Masking
 from trainer.tools.check import check_parts
 from trainer.training.data_notes import encoding_notes
-from trainer.training.image_encoding import ImagePreparation
 from trainer.training.row_encoding import (
     TextPreparation,
     load_preparation,
@@ -54,24 +53,6 @@ def test_tokens_are_hidden_by_the_tokenizers_mask(tmp_path):
     masking = preparation.masking(build_task(recipe.task), 7)
     assert isinstance(masking, Masking)
     assert (masking.mask_token, masking.seed) == (preparation.tokenizer.mask_token_id, 7)
-
-
-def test_images_are_prepared_by_the_image_processor(tmp_path):
-    recipe = load_recipe(str(write_tiny_image_run(tmp_path))).recipe
-    preparation = load_preparation(recipe)
-    assert isinstance(preparation, ImagePreparation)
-    assert preparation.masking(build_task(recipe.task), 0) is None
-    assert preparation.batching.mean == preparation.batching.std == (0.5, 0.5, 0.5)
-    assert "mean=(0.5, 0.5, 0.5)" in preparation.normalisation
-    preparation.save(tmp_path / "model")
-    saved = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
-    assert saved["size"] == {"height": 16, "width": 16}
-
-
-def test_a_model_of_texts_has_no_image_processor(tmp_path):
-    recipe = write_tiny_image_run(tmp_path, model={"config": {"model_type": "bert"}})
-    with pytest.raises(UsageError, match=r"`model.config` must be a model that reads images"):
-        load_preparation(load_recipe(str(recipe)).recipe)
 
 
 class TestATokenWithoutAnEmbedding:

@@ -32,7 +32,7 @@ ENTRY_VERSION = 5  # version of the file format, part of the key of an entry
 _LIBRARIES = (
     "transformers", "tokenizers", "jinja2", "sentencepiece", "tiktoken", "mistral-common", "pillow", "numpy"
 )  # fmt: skip
-"""The packages that prepare rows of texts and images."""
+"""The packages that prepare rows."""
 
 _META = "meta.json"
 _OFFSETS = "offsets"
@@ -75,7 +75,7 @@ class EntryWriter:
         return self
 
     def add(self, features: Mapping[str, list[Any]]) -> None:
-        """Append rows in the form that a task's `encode` or `encode_images` returns; perhaps none."""
+        """Append rows in the form that a task's `encode` returns; perhaps none."""
         if not any(features.values()):
             return
         columns = dict(features)

@@ -1,4 +1,4 @@
-"""Collation of rows into the tensors of one microbatch: padding of texts, normalisation of images."""
+"""Collation of rows into the tensors of one microbatch: padding of texts, or another `Batching`."""
 
 from __future__ import annotations
 
@@ -99,26 +99,6 @@ class Padding:
         # Tokens come first and padding after them, for all texts at once.
         is_token = columns < (offsets[texts + 1] - offsets[texts])[:, None]
         return (offsets[texts, None] + columns)[is_token], is_token
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """Normalisation of 8-bit images: `(value * scale - mean) / std`, with one mean and one deviation per channel."""
-
-    scale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def inputs(
-        self, split: EncodedSplit, row_ids: IndexArray, as_wide_as: IndexArray | None = None
-    ) -> dict[str, Tensor]:
-        """Return the images as float32 `[batch, channels, height, width]`."""
-        return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Normalise images, uint8 `[..., channels, height, width]`."""
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        return pixels.float().mul_(self.scale).sub_(mean).div_(std)
 
 
 def collate(

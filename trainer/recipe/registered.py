@@ -41,7 +41,9 @@ def task_name(keys: type[Section]) -> str:
         UsageError: The keys do not follow the rules for tasks.
     """
     if not (isinstance(keys, type) and issubclass(keys, TaskKeys)):
-        raise UsageError(f"the keys of a task must be a subclass of TaskKeys, such as TextKeys, but are {keys!r}")
+        raise UsageError(
+            f"the keys of a task must be a subclass of TextKeys, or of another class of TaskKeys, but are {keys!r}"
+        )
     name = _literal(keys, "type", "task")
     metrics = keys.model_fields.get("metrics")
     if metrics is None or not metrics.get_default(call_default_factory=True):

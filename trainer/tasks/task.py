@@ -23,7 +23,7 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.packing import Packer
-from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, ImageProcessor, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 if TYPE_CHECKING:
     from trainer.parallel.tensor.cross_entropy import VocabularyCut
@@ -360,7 +360,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         """Return the inputs beside those of the tokenizer, and the labels, of a microbatch without data, for plans.
 
         Args:
-            shape: that of `input_ids`, `[rows, tokens]` or `[rows, texts, tokens]`; `[rows]` for images.
+            shape: that of `input_ids`, `[rows, tokens]` or `[rows, texts, tokens]`; `[rows]` without texts.
 
         Raises:
             UsageError: a registered task does not have this method.
@@ -397,7 +397,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes whenever the same tokenizer or image processor would encode the same rows differently.
+        """A text that changes whenever the same tokenizer or processor would encode the same rows differently.
 
         The default covers all attributes of the instance but `unencoded_fields`. The key of prepared rows covers the
         source file of the class, too.
@@ -493,28 +493,3 @@ class TextTask(Task):
             UsageError: the tokenizer has no mask token.
         """
         return None
-
-
-class ImageTask(Task):
-    """A task on images.
-
-    Attributes:
-        image_column: the column of images; texts there name files.
-    """
-
-    image_column: str
-
-    @abstractmethod
-    def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded:
-        """Read the images of rows and convert their labels to numbers.
-
-        Args:
-            rows: consecutive rows of a split that passed `check_columns`.
-            first_row: the index of `rows[0]` in the split, from 0; messages count from 1.
-
-        Returns:
-            `pixel_values`: one uint8 array `[channels, height, width]` for each row. `labels`: one number for each row.
-
-        Raises:
-            DataError: a value is not valid; the message names the column, the row and the value.
-        """

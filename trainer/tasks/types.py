@@ -1,4 +1,4 @@
-"""Types of task arguments; `datasets`, Pillow and transformers are imported for type checking only."""
+"""Types of task arguments; `datasets` and transformers are imported for type checking only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,13 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import datasets
-    import PIL.Image
     import transformers
 
     Dataset: TypeAlias = datasets.Dataset
-    Image: TypeAlias = PIL.Image.Image
     Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 else:
     Dataset = Any
-    Image = Any
     Tokenizer = Any
-
-
-class ImageProcessor(Protocol):
-    """Preparation of an image for the model, without normalisation."""
-
-    def __call__(self, image: Image) -> NDArray[np.uint8]:
-        """Return the resized image, of shape `[channels, height, width]`."""
-        ...
 
 
 class EncodedRows(Protocol):
@@ -62,7 +51,7 @@ class EvaluatedSplit:
 
     rows: Dataset
     encoded: EncodedRows
-    tokenizer: Tokenizer | None  # None: the rows are images
+    tokenizer: Tokenizer | None  # None: the rows are not texts
     where: str = ""
 
     @property

@@ -183,7 +183,7 @@ def test_tasks_that_change_the_number_of_rows(folder, packing):
 
 
 def test_images_are_those_of_a_split_in_memory(tmp_path):
-    sample = str(Path(__file__).parents[3] / "recipes" / "vit_sample.json")
+    sample = "vit_sample"
     keys = (f"data.cache={tmp_path}", "data.validation=null", f"task.labels={json.dumps(list('0123456789'))}")
     whole = prepare_data(load_recipe(sample, keys).recipe).train
     recipe = load_recipe(sample, (*keys, "data.streaming=true", "data.shuffle_window=80")).recipe

@@ -24,7 +24,7 @@ FAMILIES = Table[ModelFamily](
             "electra": "bert:ELECTRA", "albert": "albert:ALBERT", "deberta-v2": "deberta:DEBERTA_V2",
             "distilbert": "distilbert:DISTILBERT", "modernbert": "modernbert:MODERNBERT", "gpt2": "gpt2:GPT2",
             "llama": "llama:LLAMA", "mistral": "llama:MISTRAL", "qwen2": "llama:QWEN2", "qwen3": "llama:QWEN3",
-            "t5": "t5:T5", "bart": "bart:BART", "vit": "vit:VIT", "resnet": "resnet:RESNET",
+            "t5": "t5:T5", "bart": "bart:BART",
         }.items()
     }
 )  # fmt: skip

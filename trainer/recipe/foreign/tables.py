@@ -105,6 +105,12 @@ def _flat(name: str) -> Table:
     return {key: row for prefixes, rows in _sections(name).items() for key, row in _prefixed(prefixes, rows).items()}
 
 
+def _of_features(tool: str) -> Table:
+    """Return the rows that features add to the table of a tool."""
+    files = (_sections(row.value) for row in registered("formats"))
+    return {key: row for tables in files for key, row in tables.get(tool, {}).items()}
+
+
 FSDP = _flat("fsdp")
 """Keys of `fsdp_config`, which accelerate writes with the prefix `fsdp_` and TrainingArguments without."""
 
@@ -128,22 +134,15 @@ TRAINING_ARGUMENTS = {
     **FIELDS,
     **_prefixed("fsdp_config.", FSDP),
     **{key: row for section, rows in _ARGUMENTS.items() if section != "fields" for key, row in rows.items()},
+    **_of_features("transformers"),
 }
-"""All of these, and arguments of run_glue.py, run_classification.py, run_mlm.py and run_image_classification.py."""
+"""All of these, and arguments of the example scripts of transformers, such as run_glue.py and run_mlm.py."""
 
 
-def _with_features() -> dict[str, Table]:
-    found = _sections("formats") | _sections("spellings")
-    for row in registered("formats"):
-        for name, rows in _sections(row.value).items():
-            found[name] |= rows
-    return found
+FORMATS = {tool: rows | _of_features(tool) for tool, rows in _sections("formats").items()}
+"""Tables of formats that `trainer convert` refuses, by the name of the tool."""
 
-
-FORMATS = _with_features()
-"""Tables of formats that `trainer convert` refuses, by the name of the tool; features add their keys."""
-
-SPELLINGS = FORMATS.pop("keys")
+SPELLINGS = _sections("spellings")["keys"] | _of_features("keys")
 """Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
 
 

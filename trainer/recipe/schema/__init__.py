@@ -23,12 +23,11 @@ from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
 from trainer.recipe.schema.schedule import Linear, ScheduleKeys, ScheduleSection
 from trainer.recipe.schema.section import Section
 from trainer.recipe.schema.task import (
-    ImageClassification,
     SequenceClassification,
     SequenceRegression,
     TaskSection,
 )
-from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, TaskKeys, TextKeys, Traits
+from trainer.recipe.schema.task_keys import ClassificationKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.schema.training import Training
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.schema.fields import Name, NameKey, Share
 from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
 from trainer.recipe.schema.section import Contradiction, clash
-from trainer.recipe.schema.task_keys import ClassificationKeys, ImageKeys, Start, TextKeys, Traits
+from trainer.recipe.schema.task_keys import ClassificationKeys, TextKeys, Traits
 
 
 class SequenceClassification(ClassificationKeys, TextKeys):
@@ -59,12 +59,4 @@ class SequenceRegression(TextKeys):
     """Correlation of predicted and true numbers, or their mean squared error."""
 
 
-class ImageClassification(ClassificationKeys, ImageKeys):
-    """Assign each image to one of several classes."""
-
-    type: Literal["image_classification"]
-    traits = Traits(streams=True, teacher=True)
-    start = Start("vit_sample", "google/vit-base-patch16-224-in21k", 5e-5)
-
-
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | CausalLM | ImageClassification | Seq2SeqLM
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM | CausalLM | Seq2SeqLM

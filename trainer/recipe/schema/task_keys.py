@@ -125,29 +125,6 @@ class TextKeys(TaskKeys):
         yield from shared({"text": columns, "label": getattr(self, "label", None)})
 
 
-class ImageKeys(TaskKeys):
-    """Keys that all tasks on images share."""
-
-    other_inputs = OtherInputs(
-        name="pixel_values",
-        part="image processor",
-        files=("preprocessor_config.json", "processor_config.json"),
-        most_checked=200,
-        preparation="trainer.training.image_encoding:load_preparation",
-        samples="trainer.models.image_samples:ImageSamples",
-    )
-    type: str
-    image: Name = "image"
-    """Column of the image: encoded (PNG, JPEG, ...), the name of such a file, or values from 0 to 255 as lists
-    [height][width] or [height][width][channels]."""
-    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=3)] | None = None
-    """Height, width and, if there are several, channels of images that are flat lists."""
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        yield from super().contradictions()
-        yield from shared({"image": self.image, "label": getattr(self, "label", None)})
-
-
 class ClassificationKeys(TaskKeys):
     """Keys that all classifications share."""
 

@@ -98,13 +98,22 @@ class _Columns:
         found = [self.get(kinds, name) for name in names]
         return [column.name for column in found if column is not None] if all(found) else []
 
-
-def _of_images(columns: _Columns) -> Iterator[Shape]:
-    image = next((column for column in columns.all if column.kind == "image"), None)
-    labels = _labels(columns, ())
-    if image is not None and labels:
-        task = {"type": "image_classification", "image": image.name, "label": labels[0].name}
-        yield Shape(task, f"`{image.name}` holds images", labels=labels[1:])
+    def labels(self, texts: Sequence[str] = ()) -> list[Column]:
+        """Return the columns that may hold the label: the one that is given, or the likeliest first."""
+        if self.label is not None:
+            return [self.label]
+        scalars = [column for column in self.all if column.kind in SCALARS and column.name not in texts]
+        # Data sets mostly have the label last.
+        found = list(filter(_may_label, reversed(scalars)))
+        exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
+        worded = sorted(
+            filter(_is_named, found),
+            key=lambda column: (bool(column.words & _OTHER_WORDS), not column.repeats, len(column.words)),
+        )
+        declared = [column for column in reversed(found) if column.names]
+        others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
+        others.sort(key=lambda column: (column.kind == "number", not column.repeats))
+        return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
 
 
 def _of_chats(columns: _Columns) -> Iterator[Shape]:
@@ -139,7 +148,7 @@ def _of_completions(columns: _Columns) -> Iterator[Shape]:
 def _of_labels(columns: _Columns) -> Iterator[Shape]:
     texts = _texts(columns)
     several = columns.get(("texts", "numbers"), *_LABELS) if columns.label is None else columns.label
-    labels = _labels(columns, texts)
+    labels = columns.labels(texts)
     if several is not None and several.kind in ("texts", "numbers"):
         if single := texts or _text(columns, several.name):
             keys = {"text": single, "label": several.name, "multi_label": True}
@@ -200,24 +209,6 @@ def _of_label(label: Column, text: str | list[str], others: Sequence[Column]) ->
         yield from (classes, numbers)
     else:
         yield from (numbers, classes)
-
-
-def _labels(columns: _Columns, texts: Sequence[str]) -> list[Column]:
-    """Return the columns that may hold the label: the one that is given, or the likeliest first."""
-    if columns.label is not None:
-        return [columns.label]
-    scalars = [column for column in columns.all if column.kind in SCALARS and column.name not in texts]
-    # Data sets mostly have the label last.
-    found = list(filter(_may_label, reversed(scalars)))
-    exact = [column for name in _LABELS for column in found if column.name.strip().lower() == name]
-    worded = sorted(
-        filter(_is_named, found),
-        key=lambda column: (bool(column.words & _OTHER_WORDS), not column.repeats, len(column.words)),
-    )
-    declared = [column for column in reversed(found) if column.names]
-    others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
-    others.sort(key=lambda column: (column.kind == "number", not column.repeats))
-    return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
 
 
 def _is_named(column: Column) -> bool:
@@ -343,8 +334,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (10, _of_images), (40, _of_chats), (80, _of_sequences),
-    (90, _of_completions), (100, _of_labels), (110, _of_texts),
+    (40, _of_chats), (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from trainer.base.errors import DataError
 from trainer.tasks.text.columns import cell, require_columns, type_name
-from trainer.tasks.types import Dataset, Image
+from trainer.tasks.types import Dataset
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+    Image: TypeAlias = PIL.Image.Image
+else:
+    Image = Any
 
 _ENCODED = ("binary", "large_binary", "string", "large_string")  # texts name files
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
+from tests.features.vision.tiny_tasks import tiny_images
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_RESNET, TINY_TASKS, TINY_VIT, Curve, tiny_images, tiny_recipe, train_tiny
+from tests.helpers.training import TINY_RESNET, TINY_TASKS, TINY_VIT, Curve, tiny_recipe, train_tiny
 from tests.parity.cases import assert_same_curve
 
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoImageProcessor, ViTImageProcessorPil
 
 from tests.helpers.training import TINY_VIT
 from trainer.base.errors import UsageError
-from trainer.data.collate import Normalisation
+from trainer.features.vision.preparation import Normalisation
+from trainer.features.vision.processor import ImageProcessor, load_image_processor
 from trainer.models.configuration import load_config
-from trainer.models.image_processor import ImageProcessor, load_image_processor
 from trainer.recipe.schema import Model
 
 PHOTO = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 41, 3), np.uint8))

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.recipe.schema import ImageClassification
+from trainer.features.vision.section import ImageClassification
 from trainer.tasks.registry import build_task
 
 WHERE = "`rows.parquet`"

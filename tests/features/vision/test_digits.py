@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import runpy
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import PIL
 import pyarrow.parquet as pq
 import pytest
 
-DIGITS = Path(__file__).parents[2] / "recipes" / "digits"
+from trainer.recipe.reading.shipped import own_recipes
+
+DIGITS = own_recipes()["vit_sample"].parent / "digits"
 
 
 @pytest.fixture(scope="module")

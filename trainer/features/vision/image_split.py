@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,11 @@ from trainer.data.cache import EntryWriter, entry_key, open_or_write
 from trainer.data.encoding import write_split
 from trainer.data.hashing import ROWS_AT_ONCE, hash_rows
 from trainer.data.sources import Split
-from trainer.data.split import Encoded, EncodedSplit, Encoder
+from trainer.data.split import Encoded, EncodedSplit
+from trainer.features.vision.image_classification import ImageTask
+from trainer.features.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
-    import PIL.Image
     import pyarrow as pa
     from datasets import Dataset
 
@@ -29,31 +30,7 @@ _IMAGES_AT_ONCE = 100
 _PIXELS = "pixel_values"
 
 
-class ImageProcessor(Protocol):
-    """The part of an image processor that this package uses."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A text that changes whenever the same image would become another array."""
-        ...
-
-    def __call__(self, image: PIL.Image.Image) -> NDArray[np.uint8]:
-        """Return the resized image, of shape `[channels, height, width]`."""
-        ...
-
-
-class ImageEncoder(Encoder, Protocol):
-    """The part of `trainer.tasks.task.ImageTask` that this package uses."""
-
-    @property
-    def image_column(self) -> str:
-        """The column of images; texts there name files."""
-        ...
-
-    def encode_images(self, rows: Dataset, processor: ImageProcessor, where: str, first_row: int) -> Encoded: ...
-
-
-def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor, cache: Path) -> EncodedSplit:
+def encode_images(split: Split, task: ImageTask, processor: ImageProcessor, cache: Path) -> EncodedSplit:
     """Return the split with prepared images, before normalisation; read it from the cache or write it there.
 
     Any number of processes may call this function at once: one prepares the split, and the others wait.
@@ -66,12 +43,12 @@ def encode_images(split: Split, encoder: ImageEncoder, processor: ImageProcessor
             prepared images differ in size.
         UsageError: the cache cannot be written.
     """
-    encoder.check_columns(split.rows.features, split.where)
-    rows = split.rows.select_columns(list(encoder.columns))
-    columns = _columns_with_paths(rows, encoder)
+    task.check_columns(split.rows.features, split.where)
+    rows = split.rows.select_columns(list(task.columns))
+    columns = _columns_with_paths(rows, task)
     # The content of image files is a part of the key: a file may change under its name.
-    key = entry_key(encoder, rows=_hash_images(rows, columns, split.folders), processor=processor.fingerprint)
-    encode_rows = ImageRows(encoder, processor, split.folders)
+    key = entry_key(task, rows=_hash_images(rows, columns, split.folders), processor=processor.fingerprint)
+    encode_rows = ImageRows(task, processor, split.folders)
 
     def encode(rows: Dataset, first_row: int) -> Encoded:
         return encode_rows(rows, split.where, split.first_row + first_row)
@@ -91,7 +68,7 @@ class ImageRows:
         shape: `[channels, height, width]`; None: that of the first image.
     """
 
-    encoder: ImageEncoder
+    task: ImageTask
     processor: ImageProcessor
     folders: Sequence[Path] = ()
     shape: tuple[int, ...] | None = None
@@ -102,8 +79,8 @@ class ImageRows:
         Raises:
             DataError: a value is not valid, names no such file, or has another shape.
         """
-        images = _with_images(rows, _columns_with_paths(rows, self.encoder), self.folders, where, first_row)
-        features = self.encoder.encode_images(images, self.processor, where, first_row)
+        images = _with_images(rows, _columns_with_paths(rows, self.task), self.folders, where, first_row)
+        features = self.task.encode_images(images, self.processor, where, first_row)
         self.shape = self.shape or features[_PIXELS][0].shape
         _check_shapes(features[_PIXELS], self.shape, where, first_row)
         return features
@@ -133,11 +110,11 @@ def _hash_images(rows: Dataset, columns: Sequence[str], folders: Sequence[Path])
     return hash_rows(rows, ROWS_AT_ONCE // 100, lambda batch: _with_contents(batch, columns, content))
 
 
-def _columns_with_paths(rows: Dataset, encoder: ImageEncoder) -> list[str]:
+def _columns_with_paths(rows: Dataset, task: ImageTask) -> list[str]:
     import datasets
 
     def is_path(name: str, feature: Any) -> bool:
-        return name == encoder.image_column and getattr(feature, "dtype", None) in ("string", "large_string")
+        return name == task.image_column and getattr(feature, "dtype", None) in ("string", "large_string")
 
     return [
         name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.models.image_processor import image_size, load_image_processor, takes_images_of
+from trainer.features.vision.processor import image_size, load_image_processor, takes_images_of
 from trainer.models.input_samples import InputSamples
 from trainer.recipe.schema import Model
 

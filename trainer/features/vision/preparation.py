@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from trainer.data.collate import Normalisation
 from trainer.data.encoding import RowEncoding
-from trainer.data.image_split import ImageRows, encode_images
+from trainer.data.order import IndexArray
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
+from trainer.features.vision.image_classification import ImageTask
+from trainer.features.vision.image_split import ImageRows, encode_images
+from trainer.features.vision.processor import ImageProcessor, load_image_processor
 from trainer.models.configuration import checkpoint_labels, load_config
-from trainer.models.image_processor import ImageProcessor, load_image_processor
 from trainer.recipe.schema import Model, Recipe
-from trainer.tasks.task import ImageTask, Task
+from trainer.tasks.task import Task
 from trainer.training.preparation import Preparation
 
 
@@ -33,6 +36,26 @@ def load_preparation(recipe: Recipe) -> ImagePreparation:
     config = load_config(recipe.model, {})
     processor = load_image_processor(recipe.model, config)
     return ImagePreparation(processor, checkpoint_labels(recipe.model, config), config)
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Normalisation of 8-bit images: `(value * scale - mean) / std`, with one mean and one deviation per channel."""
+
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def inputs(
+        self, split: EncodedSplit, row_ids: IndexArray, as_wide_as: IndexArray | None = None
+    ) -> dict[str, Tensor]:
+        """Return the images as float32 `[batch, channels, height, width]`."""
+        return {name: self(torch.from_numpy(values[row_ids])) for name, values in split.arrays.items()}
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Normalise images, uint8 `[..., channels, height, width]`."""
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return pixels.float().mul_(self.scale).sub_(mean).div_(std)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import pytest
 
 from trainer.base.errors import DataError
 from trainer.data import readers
-from trainer.data.image_split import ImageRows, encode_images
 from trainer.data.sources import Split, load_splits
+from trainer.features.vision.image_classification import ImageClassificationTask
+from trainer.features.vision.image_split import ImageRows, encode_images
 from trainer.recipe.schema import FileData, FolderData, HubData
-from trainer.tasks.image_classification import ImageClassificationTask
 
 TASK = ImageClassificationTask("image", "label", ("accuracy",), class_names=("no", "yes"), labels_are_names=True)
 

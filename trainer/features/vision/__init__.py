@@ -1,0 +1,1 @@
+"""Models of images: their classification, preparation and families."""
