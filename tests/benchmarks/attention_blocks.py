@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers.kernel_compiling import compiled_for
-from trainer.parallel.kernels import attention_blocks, attention_kernels, fused_attention, kernel_support
-from trainer.parallel.kernels.attention_blocks import Block
+from trainer.features.kernels import attention_blocks, attention_kernels, fused_attention
+from trainer.features.kernels.attention_blocks import Block
+from trainer.parallel import kernel_support
 
 KERNELS = {"forward": "forward_kernel", "of_queries": "query_gradient_kernel", "of_keys": "key_gradient_kernel"}
 MOST_STACK = 512  # bytes of a thread; a kernel with more is not timed

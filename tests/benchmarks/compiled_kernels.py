@@ -27,7 +27,7 @@ from tests.helpers.kernel_compiling import Usage, compiled_for
 from trainer.features.adamw_8bit import adamw_8bit_kernels as eight_bit_kernels
 from trainer.features.adamw_8bit import fused  # noqa: F401  # registers its operations
 from trainer.features.adamw_8bit.dynamic_map import MAPS
-from trainer.parallel.kernels import (
+from trainer.features.kernels import (
     attention_blocks,
     attention_kernels,
     dropout_kernels,

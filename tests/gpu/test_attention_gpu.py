@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trainer.features.kernels import fused_attention
 from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
+from trainer.parallel import kernel_support, varlen
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.kernels import fused_attention, kernel_support, varlen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.features.kernels import fused_dropout
+from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey, _Streams
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.kernels import fused_dropout, kernel_support
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

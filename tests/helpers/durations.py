@@ -37,10 +37,10 @@ SLOW = {
         "torchrun waits for the lost node, then both start again"
     ),
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_rank_that_was_killed": "it starts twice",
-    "tests/models/test_fused_attention.py::test_the_kernel_in_tritons_interpreter": "some 40 tests in the interpreter",
+    "tests/features/kernels/test_fused_attention.py::test_the_kernel_in_tritons_interpreter": "40 tests of Triton",
     "tests/models/test_compiled.py::test_with_inductor": "the compiler builds C++ for each graph",
     "tests/features/trackers/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs, not forked",
-    "tests/parallel/test_compiled_kernels.py::test_every_kernel": "some kernels of large heads take minutes",
+    "tests/features/kernels/test_compiled_kernels.py::test_every_kernel": "some kernels of large heads take minutes",
     "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",

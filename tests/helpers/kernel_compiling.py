@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel import kernel_support
 
 WARP_SIZE = 32
 

@@ -14,8 +14,8 @@ from trainer.base.errors import UsageError
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.dropout import RefuseUnkeyedDropout, dropout_notes, key_dropout, set_probabilities, site_of
 from trainer.models.families.table import FAMILIES, residual_output
+from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, KeyedDropout, MicrobatchKey
-from trainer.parallel.kernels import kernel_support
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 1], [5, 6, 7, 1, 0, 0]])
 SMALL = {"vocab_size": 50, "num_labels": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}

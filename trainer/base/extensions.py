@@ -45,6 +45,7 @@ Kind = Literal[
     "source",
     "rows",
     "card",
+    "kernel",
     "logging",
     "run",
     "launch",
@@ -55,7 +56,7 @@ keys of other tools. Paths of a folder of this project are relative to `trainer/
 a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
 `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.
 `rows`: the `RowTransform` of all recipes, by its key; `logging`: a `LoggingTarget` by its word in `logging.to`; `run`
-and `launch`: context managers for `around`."""
+and `launch`: context managers for `around`; `kernel`: a module of Triton kernels, by its use."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,12 @@ def packages() -> dict[str, str]:
 
 
 def resolved(value: Any) -> Any:
-    """Return the object that the text "module:name" names; any other value as it is."""
+    """Return the object that the text "module:name" names, or the module of a text; any other value as it is."""
     if not isinstance(value, str):
         return value
     module, _, name = value.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
 
 
 class Table(UserDict[str, Row]):

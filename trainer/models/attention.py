@@ -23,9 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
+from trainer.parallel import varlen
 from trainer.parallel.dropout import REMEDY
 from trainer.parallel.dtypes import at_least_fp32, is_narrow
-from trainer.parallel.kernels import fused_attention, kernel_support, varlen
+from trainer.parallel.kernel_support import KERNELS, missing
 from trainer.parallel.random import LANES
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def keyed_attention(
         return output
     scale = _scale(query, scaling)
     causal = _is_causal(module, is_causal)
-    if kernel_support.obstacle(query.device) is None:
+    if missing("attention", query.device) is None:
         inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
         obstacle = _obstacle(module, inputs)
         if obstacle is None:
@@ -181,10 +182,11 @@ def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
 
 
 def _obstacle_of_states(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    if query.dtype not in fused_attention.DTYPES or not query.dtype == key.dtype == value.dtype:
+    kernel = KERNELS["attention"]
+    if query.dtype not in kernel.DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"the fused kernel does not compute in {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > fused_attention.MAX_HEAD_DIM:
-        return f"heads of the fused kernel have at most {fused_attention.MAX_HEAD_DIM} dimensions"
+    if max(query.shape[-1], value.shape[-1]) > kernel.MAX_HEAD_DIM:
+        return f"heads of the fused kernel have at most {kernel.MAX_HEAD_DIM} dimensions"
     return None
 
 
@@ -209,7 +211,7 @@ def _fused(
     if row_keys is None:
         row_keys = site.keys.row_keys(site.name, shape)
     offsets = site.offsets(shape)[1:]
-    output: Tensor = fused_attention.fused_attention(
+    output: Tensor = KERNELS["attention"].fused_attention(
         query, key, value, row_keys, mask, bias, tiles[0], tiles[1], scale, dropout, is_causal, offsets
     )[0]
     return output
@@ -218,13 +220,15 @@ def _fused(
 def _tiles(whole: Tensor | None, mask: Tensor | None, inputs: _Inputs) -> tuple[Tensor, Tensor] | None:
     """Return the visible tiles of `mask`, which is `whole` with all its sizes; layers that share `whole` share them."""
     query, key, value = inputs[:3]
+    tiles: tuple[Tensor, Tensor] | None
     if whole is None or torch.compiler.is_compiling():
-        return fused_attention.visible_tiles(mask, query, key, value)
+        tiles = KERNELS["attention"].visible_tiles(mask, query, key, value)
+        return tiles
     # The version tells of a change in place, after which the tiles would be wrong.
     facts = (whole._version, inputs.shape)
     found: tuple[Any, tuple[Tensor, Tensor] | None] | None = getattr(whole, _TILES, None)
     if found is None or found[0] != facts:
-        found = (facts, fused_attention.visible_tiles(mask, query, key, value))
+        found = (facts, KERNELS["attention"].visible_tiles(mask, query, key, value))
         # Kept on the mask itself, so the tiles are freed together with it.
         setattr(whole, _TILES, found)
     return found[1]
@@ -246,7 +250,7 @@ def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
     implementation = getattr(config, "_attn_implementation", None)
     if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, FLAT_ATTENTION):
         return []
-    obstacle = kernel_support.obstacle(device)
+    obstacle = missing("attention", device)
     if implementation == FLAT_ATTENTION:
         return _notes_of_rows(model, device, obstacle)
     is_ring = implementation == RING_ATTENTION
@@ -356,14 +360,14 @@ def _of_rows(
     states = (_autocast(query), _autocast(key), _autocast(value))
     if not dropout and varlen.obstacle(*states) is None:
         return varlen.attention(*states, flat.starts, max(flat.lengths), scale, causal, window)
-    if kernel_support.obstacle(query.device) is None and (row_keys is not None or not dropout):
+    if missing("attention", query.device) is None and (row_keys is not None or not dropout):
         obstacle = _obstacle_of_states(*states)
         if obstacle is None:
             keys, first_head = flat.order, 0  # neither is read without dropout
             if row_keys is not None:
                 # Flat rows lie in another order than the rows of the microbatch.
                 keys, first_head = row_keys[flat.order], site_of(module).offsets(query.shape)[1]
-            output: Tensor = fused_attention.fused_attention(
+            output: Tensor = KERNELS["attention"].fused_attention(
                 *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
                 flat.starts, flat.lengths, window,
             )[0]  # fmt: skip
@@ -412,7 +416,7 @@ def _around_ring(
     if dropout:
         assert has_site(module), "context ranks need keyed dropout"
         row_keys = _row_keys(module, query, flat)
-    fused = kernel_support.obstacle(query.device) is None
+    fused = missing("attention", query.device) is None
     if fused and (obstacle := _obstacle_of_states(query, key, value)):
         warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
         fused = False

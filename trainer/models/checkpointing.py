@@ -23,8 +23,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from trainer.parallel import varlen  # noqa: F401  # registers its operation
 from trainer.parallel.dropout import DropoutKeys
-from trainer.parallel.kernels import fused_attention, varlen  # noqa: F401  # registers their operations
+from trainer.parallel.launching import KEPT
 
 CheckpointingName = Literal["none", "selective", "full"]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -40,13 +41,12 @@ _KEPT = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.trainer.keyed_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
 
 
 def _keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT or op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Again:

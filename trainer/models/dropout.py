@@ -15,7 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.models.families.table import called_dropouts, first_shared_call, residual_output
 from trainer.models.forward_context import replace_forward, run_within
 from trainer.parallel.dropout import REMEDY, DropoutKeys, DropoutSite, KeyedDropout, KeyedDropPath
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel.kernel_support import missing
 
 _SITE = "keyed_dropout_site"
 # Parts of the names of dropout probabilities in transformers' configurations.
@@ -115,7 +115,7 @@ def dropout_notes(model: nn.Module, device: torch.device) -> list[str]:
     """Return a note on a GPU that does not run the kernel of keyed dropout; there is none elsewhere."""
     if device.type != "cuda" or not any(isinstance(module, KeyedDropout) for module in model.modules()):
         return []
-    obstacle = kernel_support.obstacle(device)
+    obstacle = missing("dropout", device)
     return [] if obstacle is None else [f"dropout stores its masks, because {obstacle}"]
 
 

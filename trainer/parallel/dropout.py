@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.base.errors import UsageError
-from trainer.parallel.kernels import fused_dropout, kernel_support
-from trainer.parallel.kernels.launching import operation
+from trainer.parallel.kernel_support import KERNELS, missing
+from trainer.parallel.launching import operation
 from trainer.parallel.random import (
     MAX_INDEX_DIMS,
     element_keys,
@@ -88,8 +88,8 @@ class _Draws:
     def _row_keys_of(self, keys: Tensor) -> Tensor:
         """Return the keys of rows for calls with `keys` [calls, 1], int64 `[calls, batch + 1]`."""
         rows = self.key.rows
-        if kernel_support.obstacle(rows.device) is None:
-            table: Tensor = fused_dropout.row_keys(keys, rows)
+        if missing("dropout", rows.device) is None:
+            table: Tensor = KERNELS["dropout"].row_keys(keys, rows)
             return table
         return row_keys(keys, torch.cat([rows, rows.new_zeros(1)]))
 
@@ -360,10 +360,10 @@ class DropoutSite:
         and this is the site's next call.
         """
         streams = self._streams(x.shape, keys)
-        if kernel_support.obstacle(x.device) is not None or not fused_dropout.takes(x, residual):
+        if missing("dropout", x.device) is not None or not KERNELS["dropout"].takes(x, residual):
             dropped = _scaled(x, streams.mask(probability).view(x.shape), probability)
             return dropped if residual is None else dropped + residual
-        result: Tensor = fused_dropout.KeyedDropout.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = KERNELS["dropout"].KeyedDropout.apply(
             x, streams.row_keys, *streams.tokens, streams.offsets, probability, x.dtype, residual
         )
         return result

@@ -25,7 +25,7 @@ from trainer.features.adamw_8bit import optimizer as eight_bits
 from trainer.features.adamw_8bit.dynamic_map import FIRST, SECOND
 from trainer.features.adamw_8bit.optimizer import SCALES, STEP
 from trainer.features.adamw_8bit.section import AdamW8bit
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow

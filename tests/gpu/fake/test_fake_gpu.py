@@ -36,9 +36,9 @@ from tests.helpers.training import (
 )
 from trainer.models.attention import padding_known
 from trainer.models.generation import generate, set_generation
+from trainer.parallel import kernel_support
 from trainer.parallel.device_traits import planned_traits
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.kernels import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.plan import RunPlan, plan_run

@@ -1,7 +1,7 @@
 """Operations of AdamW with moments in 8 bits. A Triton kernel computes each in one pass over memory.
 
 `optimizer.py` defines them by operations of torch, and calls these where kernels run. This module imports Triton at
-the first launch: see `trainer.parallel.kernels.kernel_support`.
+the first launch: see `trainer.parallel.kernel_support`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.parallel.kernels import kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
+from trainer.parallel import kernel_support
+from trainer.parallel.launching import Launch, facts_of, launch, operation
 
 _TILE = 1024  # elements of one program: four blocks, one for each warp
 

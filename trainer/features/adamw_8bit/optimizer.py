@@ -24,7 +24,7 @@ from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.features.adamw_8bit import fused
 from trainer.features.adamw_8bit import section as schema
 from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_index
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.scale_blocks import BlockRows, Rows, block_rows, is_shared, num_blocks, share_maxima

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from trainer.parallel.communication import Group, begin_shift
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.kernels import fused_attention
+from trainer.parallel.kernel_support import KERNELS
 from trainer.parallel.random import LANES, element_keys, keep_mask, quantised
 
 _MOST_SCORES = 1 << 24
@@ -211,7 +211,7 @@ class BlockAttention:
         """Add a block of keys to the sums of its queries, `[batch, heads, queries, head_dim]`."""
         if self.fused:
             # The kernel divides by the sum over this block; blocks are joined by sums, so this undoes it.
-            output, found = fused_attention.fused_attention(*self._arguments(query, block))
+            output, found = KERNELS["attention"].fused_attention(*self._arguments(query, block))
             total = found[1].exp2()
             weighted = at_least_fp32(output).transpose(1, 2) * total.unsqueeze(-1)
             # The kernel divides by 0 for a query if it computes no key of the block, or an added mask hides all.
@@ -244,7 +244,7 @@ class BlockAttention:
             # The kernel reads the sums in its own form: the maximum, and the binary logarithm of the sum.
             sums = torch.stack([results.largest, results.total.log2()])
             arguments = self._arguments(query, block)
-            found = fused_attention.backward_of(output_gradient, results.output, sums, *arguments, False)
+            found = KERNELS["attention"].backward_of(output_gradient, results.output, sums, *arguments, False)
             for gradient, part in zip(gradients, found, strict=True):
                 # `_arguments` may have put hidden keys before the block, and their gradients are dropped here.
                 gradient += part.narrow(2, part.shape[2] - gradient.shape[2], gradient.shape[2])
@@ -300,7 +300,7 @@ class BlockAttention:
             mask = mask[(None,) * (4 - mask.dim())]
             # Dimensions that broadcast get a stride of 0 and no memory.
             mask = mask.expand(*mask.shape[:2], len(queries), len(keys))
-        tiles = fused_attention.visible_tiles(mask, query, key, value, other_keys=True) or (None, None)
+        tiles = KERNELS["attention"].visible_tiles(mask, query, key, value, other_keys=True) or (None, None)
         offsets = [self.first_head, queries.start, keys.start]
         return query, key, value, row_keys, mask, None, *tiles, self.scale, self.probability, is_diagonal, offsets
 

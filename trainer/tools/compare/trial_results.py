@@ -13,7 +13,7 @@ import torch
 
 from trainer.base.errors import TrainerError
 from trainer.observe.records import StepRecord
-from trainer.parallel.kernels.kernel_support import obstacle
+from trainer.parallel.kernel_support import obstacle
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.compare.contestants import Kind, kind_of

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from trainer.base.errors import UsageError
 from trainer.parallel.device_traits import DeviceTraits, planned_traits
+from trainer.parallel.kernel_support import load
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
 
@@ -139,6 +140,8 @@ def shapes_only(cuda: bool, fused: bool = True, autocast: bool = True) -> Iterat
     Raises:
         UsageError: an operation needs the values of a tensor, or has no rule for shapes.
     """
+    if cuda and fused:
+        load()  # their formulas of FLOPs must be known before a counter starts
     with ExitStack() as stack:
         # DDP sends the new order of its buckets between ranks.
         stack.enter_context(replaced(DistributedDataParallel, _pre_forward=_pre_forward))

@@ -5,15 +5,15 @@ Source: Williams et al. 2009, "Roofline: an insightful visual performance model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
-from trainer.parallel.kernels import fused_attention  # noqa: F401  # registers its operations
-from trainer.parallel.kernels.launching import MOVED
+from trainer.parallel.launching import MOVED
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP = "forward", "backward", "recomputed", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER_STEP)
@@ -22,49 +22,17 @@ MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
 )  # fmt: skip
 
 
-def _product_flops(call: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the FLOPs of products of all queries and keys over the head's size, and over that of the values.
-
-    Joined rows have the pairs of their rows and their window. A causal mask saves none, as in torch's formulas.
-    """
-    query, lengths, window = call["query"], call.get("lengths"), call.get("window")
-    pairs = query[0] * query[2] * call["key"][2]
-    if lengths is not None:
-        hidden = [0 if window is None else max(0, length - 1 - window) for length in lengths]
-        # The window hides two triangles of pairs, one after and one before each query.
-        pairs = sum(length * length - rows * (rows + 1) for length, rows in zip(lengths, hidden, strict=True))
-    products = 2 * query[1] * pairs
-    return products * query[3], products * call["value"][3]
-
-
-def _backward_flops(call: Mapping[str, Any]) -> int:
-    """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
-    over_head, over_value = _product_flops(call)
-    of_bias = int(call["with_bias"])
-    return (4 + of_bias) * over_head + (3 + of_bias) * over_value
-
-
-def _register(operation: Any, formula: Callable[[Mapping[str, Any]], int]) -> None:
-    """Register a formula that gets the arguments of a call by their names, tensors as their shapes.
-
-    Arguments with the value of their default may be missing.
-    """
-    names = [argument.name for argument in operation.default._schema.arguments]
-
-    @register_flop_formula(operation)
-    def count(*arguments: Any, out_shape: Any = None, **named: Any) -> int:
-        return formula({**dict(zip(names, arguments, strict=False)), **named})
-
-
-_register(torch.ops.trainer.keyed_attention, lambda call: sum(_product_flops(call)))
-_register(torch.ops.trainer.keyed_attention_backward, _backward_flops)
-
 _ON_CPU = {f"_scaled_dot_product_flash_attention_for_cpu{end}": end for end in ("", "_backward")}
-FLOPS = flop_registry | {
-    getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}")]
-    for name, end in _ON_CPU.items()
-}
-"""Formulas of the floating-point operations of matrix products and attention, by operation."""
+FLOPS = ChainMap(
+    {
+        getattr(torch.ops.aten, name): flop_registry[
+            getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}")
+        ]
+        for name, end in _ON_CPU.items()
+    },
+    flop_registry,
+)
+"""Formulas of the floating-point operations of matrix products and attention, by operation; kernels add theirs."""
 
 
 def _operations(*names: str) -> frozenset[Any]:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.models.attention import FLAT_ATTENTION
+from trainer.parallel import varlen
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.kernels import varlen
 
 LENGTHS = (9, 2, 5)
 

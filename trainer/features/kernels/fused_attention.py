@@ -3,7 +3,7 @@
 The mask is that of `trainer.parallel.random`. Forward and backward passes draw it again from one key for each row, so
 nothing of size queries x keys is kept. Beside the output, two numbers in fp32 are kept for each query and head.
 
-This module imports Triton at the first call: see `trainer.parallel.kernels.kernel_support`.
+This module imports Triton at the first call: see `trainer.parallel.kernel_support`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.parallel.kernels import attention_blocks, kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
+from trainer.features.kernels import attention_blocks, flops
+from trainer.parallel import kernel_support
+from trainer.parallel.launching import Launch, facts_of, launch, operation
 from trainer.parallel.random import LANE_LEVELS, LANES, dropped_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,7 @@ _LISTED_KEYS = 256  # from which on it pays to list the visible tiles
 
 
 def _kernels() -> Any:
-    from trainer.parallel.kernels import attention_kernels
+    from trainer.features.kernels import attention_kernels
 
     return attention_kernels
 
@@ -80,7 +81,7 @@ def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bo
     )
 
 
-@operation("trainer::keyed_attention")
+@operation("trainer::keyed_attention", kept=True)
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -476,3 +477,7 @@ class _Call:
         if tensor is None:
             return (0, 0, 0, 0)
         return tuple(stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+flops.register(torch.ops.trainer.keyed_attention, lambda call: sum(flops.product_flops(call)))
+flops.register(torch.ops.trainer.keyed_attention_backward, flops.backward_flops)

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.families import CONFIGS
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
+from trainer.features.kernels import fused_attention
 from trainer.models import attention
 from trainer.models.attention import FLAT_ATTENTION, KEYED_ATTENTION, RING_ATTENTION, attention_notes
-from trainer.parallel.kernels import fused_attention, kernel_support
+from trainer.parallel import kernel_support
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS
@@ -38,6 +39,7 @@ def test_without_a_gpu_the_eager_function_runs():
 def test_layers_that_share_a_mask_list_its_tiles_once(monkeypatch):
     found = []
     monkeypatch.setattr(fused_attention, "visible_tiles", lambda mask, *_: found.append(mask))
+    monkeypatch.setitem(kernel_support.KERNELS, "attention", fused_attention)
     heads = torch.zeros(2, 1, 8, 4)
     mask = torch.ones(2, 1, 1, 8, dtype=torch.bool)
 
@@ -91,6 +93,12 @@ class TestNotes:
         (note,) = self.notes(monkeypatch, implementation=RING_ATTENTION, **options)
         assert note.startswith("attention around a ring computes its blocks by operations of torch, because ")
         assert reason in note
+
+    def test_a_missing_kernel(self, monkeypatch):
+        monkeypatch.delitem(kernel_support.KERNELS, "attention")
+        assert self.notes(monkeypatch) == [
+            "attention with dropout stores its probabilities, because no kernel of attention is installed"
+        ]
 
     def of_rows(self, monkeypatch, flash: bool = True, **options):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)

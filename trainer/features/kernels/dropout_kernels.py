@@ -7,7 +7,7 @@ another, so the results are those of torch's operations in `trainer.parallel.dro
 import triton
 import triton.language as tl
 
-from trainer.parallel.kernels.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
+from trainer.features.kernels.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
 
 # Numbers that change from batch to batch, and rows of larger tensors: no kernel is compiled again for them.
 _VARYING = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from trainer.parallel.kernels.kernel_support import age_obstacle
+from trainer.parallel.kernel_support import age_obstacle
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM, _HEAD_DIM_FACTOR = 192, 8

@@ -1,6 +1,6 @@
 """Triton kernels of attention with layout-invariant dropout, forward and backward.
 
-`trainer.parallel.kernels.fused_attention` launches the kernels, and describes the arguments.
+`trainer.features.kernels.fused_attention` launches the kernels, and describes the arguments.
 
 The forward pass keeps a running maximum and sum of each query's row (Milakov & Gimelshein 2018, arXiv:1805.02867; Dao
 et al. 2022, arXiv:2205.14135). The backward pass computes the probabilities again, tile by tile (Dao 2023,
@@ -14,7 +14,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from trainer.parallel.kernels.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
+from trainer.features.kernels.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
 
 NO_MASK, BOOLEAN, ADDITIVE, WINDOW = 0, 1, 2, 3
 """The kinds of a mask. A window has no tensor: the mask is the largest distance of a query and a key that it sees."""

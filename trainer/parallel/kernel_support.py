@@ -1,4 +1,4 @@
-"""The devices that run the kernels of this project, which Triton compiles.
+"""The kernels of this project, which Triton compiles, and the devices that run them.
 
 Triton comes with torch's builds for CUDA. Modules that launch kernels import it late, so that a plan knows their
 operations on a machine without Triton.
@@ -10,12 +10,41 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
+from trainer.base.extensions import Registration, consume, resolved
 from trainer.parallel.device_traits import traits_of
 
 _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttention are built and tested
+
+KERNELS: dict[str, Any] = {}
+"""The registered modules of kernels by their use: `attention` and `dropout`. They are texts until `load`."""
+
+
+def _add(row: Registration) -> None:
+    KERNELS[row.name] = row.value
+
+
+consume("kernel", _add)
+
+
+def load() -> None:
+    """Import the registered kernels, which defines their operations."""
+    for name, value in KERNELS.items():
+        KERNELS[name] = resolved(value)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so a compiled graph imports nothing
+def missing(name: str, device: torch.device) -> str | None:
+    """Return the reason why the kernels for a use do not run on a device; None if they run, and `KERNELS` has them."""
+    if (reason := obstacle(device)) is not None:
+        return str(reason)
+    if name not in KERNELS:
+        return f"no kernel of {name} is installed"
+    load()
+    return None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled graph need not follow it

@@ -2,7 +2,7 @@
 
 Triton chooses its interpreter when it is imported, so these tests need a process of their own:
 
-    TRITON_INTERPRET=1 python -m pytest tests/parallel/kernels/interpreted_dropout.py
+    TRITON_INTERPRET=1 python -m pytest tests/features/kernels/interpreted_dropout.py
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from triton.runtime import interpreter
 
 from tests.gpu.test_dropout_gpu import CASES, DTYPES, as_eager, drop, eager, fused, not_finite, random, speeds
+from trainer.features.kernels import fused_dropout
+from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey
-from trainer.parallel.kernels import fused_dropout, kernel_support
 from trainer.parallel.random import row_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and overflow

@@ -21,10 +21,12 @@ _ALIGNED_BYTES = 16  # Triton compiles one kernel for addresses that this divide
 
 MOVED: dict[Any, Callable[[list[Tensor]], list[Tensor]]] = {}
 """For operations that change their arguments: the tensors that one call reads or writes, from those that it gets."""
+KEPT: set[Any] = set()
+"""Operations that are expensive to recompute, relative to the memory of their results."""
 
 
 def operation(
-    name: str, schema: str = "", moved: Callable[[list[Tensor]], list[Tensor]] | None = None
+    name: str, schema: str = "", moved: Callable[[list[Tensor]], list[Tensor]] | None = None, kept: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as an operation of torch on CPUs and GPUs, and return the way to call it.
 
@@ -34,6 +36,7 @@ def operation(
     Args:
         schema: the operation's arguments and results; by default those of the annotations, which change no argument.
         moved: the tensors for `MOVED`; None: the operation reads each argument once.
+        kept: whether it is in `KEPT`.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,6 +47,8 @@ def operation(
         dispatched = packet.default
         if moved is not None:
             MOVED[packet] = moved
+        if kept:
+            KEPT.add(dispatched)
 
         def call(first: Tensor, *others: Any) -> Any:
             return (dispatched if _is_watched(first) else function)(first, *others)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
-from trainer.parallel.kernels import fused_dropout
+from trainer.features.kernels import fused_dropout
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.ledger import ACTIVATIONS
 from trainer.tools.plan.simulated_step import plan_step
@@ -31,7 +31,7 @@ def test_its_code_reads_vectors_shares_no_memory_and_rounds_each_operation():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer.parallel.kernels import dropout_kernels
+    from trainer.features.kernels import dropout_kernels
 
     kernel = dropout_kernels.dropout_kernel
     constants = {"token_rows": None, "token_positions": None, "second_size": 1, "START": 0, "WORDS": 256}

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.parallel.kernels import launching
-from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
+from trainer.parallel import launching
+from trainer.parallel.launching import Launch, facts_of, launch, operation
 
 STREAM = 99
 

@@ -1,7 +1,7 @@
 """The blocks of the attention kernels, by the capability of the GPU, the type and the size of heads.
 
 The blocks are fixed, and no search by timing chooses them at a start: they order the sums, so a resumed run would
-differ. `tests/parallel/test_compiled_kernels.py` compiles every row.
+differ. `tests/features/kernels/test_compiled_kernels.py` compiles every row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.parallel.kernels import kernel_support
+from trainer.parallel import kernel_support
 
 _LEAST_DIM = 16  # of a matrix product in Triton
 

@@ -6,7 +6,7 @@ The layer norm that follows is not fused. In BERT-base (bf16, 32 rows of 128 tok
 operations and 0.6 of 18.2 GB, as the norm keeps its input anyway. Its sums would have another order than torch's,
 so the results would not be those of the eager function bit for bit.
 
-This module imports Triton at the first call: see `trainer.parallel.kernels.kernel_support`.
+This module imports Triton at the first call: see `trainer.parallel.kernel_support`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.parallel.kernels import kernel_support
-from trainer.parallel.kernels.launching import Launch, facts_of, launch, operation
+from trainer.parallel import kernel_support
+from trainer.parallel.launching import Launch, facts_of, launch, operation
 from trainer.parallel.random import LANE_LEVELS, LANES, MAX_INDEX_DIMS, dropped_levels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,7 +142,7 @@ class KeyedDropout(torch.autograd.Function):
 
 
 def _kernels() -> Any:
-    from trainer.parallel.kernels import dropout_kernels
+    from trainer.features.kernels import dropout_kernels
 
     return dropout_kernels
 

@@ -1,0 +1,1 @@
+"""Triton kernels of attention and dropout, which draw layout-invariant masks, and their blocks."""
