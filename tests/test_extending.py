@@ -1,4 +1,4 @@
-"""The task, the optimizer, the schedule and the logging target of `docs/extending.md` train as they stand."""
+"""The packages and the task of `docs/extending.md` train as they stand."""
 
 from __future__ import annotations
 
@@ -76,6 +76,22 @@ def install(folder: Path, name: str) -> None:
 def losses_of(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+def test_the_strategy_of_the_page(tmp_path: Path):
+    install(tmp_path, "sums")
+    results = []
+    for name, ranks in (("ddp", "1"), ("sums", "2")):
+        recipe = write_tiny_run(tmp_path / name, parallel={"strategy": name})
+        command = [sys.executable, "-m", "trainer", "run", recipe, "--processes", ranks]
+        ended = finish(start(command, PYTHONPATH=f"{tmp_path}:{ROOT}"), 300)
+        assert ended.returncode == 0, ended.stderr
+        results.append(losses_of(tmp_path / name))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+    refused = [*command[:3], "check", recipe, "parallel.shard=2"]
+    ended = finish(start(refused, PYTHONPATH=f"{tmp_path}:{ROOT}"), 120)
+    assert "`parallel.shard` applies only to hsdp, but `parallel.strategy` is sums" in ended.stderr
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         register_optimizer,
         register_recipes,
         register_schedule,
+        register_strategy,
         register_task,
         run,
     )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.recipe.schema import ClassificationKeys, OptimizerKeys, ScheduleKeys, TextKeys, Traits
+    from trainer.recipe.strategies import Strategy
 
 __all__ = [
     "Callback",
@@ -59,6 +61,7 @@ __all__ = [
     "ResolvedRecipe",
     "RunResult",
     "ScheduleKeys",
+    "Strategy",
     "TextKeys",
     "TrainerError",
     "Traits",
@@ -76,6 +79,7 @@ __all__ = [
     "register_optimizer",
     "register_recipes",
     "register_schedule",
+    "register_strategy",
     "register_task",
     "run",
 ]
@@ -85,6 +89,7 @@ _HOMES = {
     "ImageKeys": "features.vision.section",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",
+    "Strategy": "recipe.strategies",
 } | dict.fromkeys(("ClassificationKeys", "OptimizerKeys", "ScheduleKeys", "TextKeys", "Traits"), "recipe.schema")
 
 

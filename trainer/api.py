@@ -23,7 +23,7 @@ from trainer.base.logging_targets import LoggingTarget
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
-from trainer.recipe.registered import optimizer_name, schedule_name, task_name
+from trainer.recipe.registered import optimizer_name, schedule_name, strategy_name, task_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
     from trainer.recipe.schema import OptimizerKeys, ScheduleKeys, TaskKeys
+    from trainer.recipe.strategies import Strategy
     from trainer.tasks.task import Task
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
@@ -325,6 +326,18 @@ def register_optimizer(keys: type[OptimizerKeys]) -> None:
         UsageError: The keys are not those of an optimizer, or the name is taken.
     """
     extensions.register("optimizer", optimizer_name(keys), keys, _calling_module())
+
+
+def register_strategy(strategy: Strategy) -> None:
+    """Register a strategy. Recipes name it in `parallel.strategy`.
+
+    Args:
+        strategy: Its row. Its `builder` is the text "module:name" of a function that returns an `Engine`.
+
+    Raises:
+        UsageError: It is no row, or the name is taken.
+    """
+    extensions.register("strategy", strategy_name(strategy), strategy, _calling_module())
 
 
 def register_schedule(keys: type[ScheduleKeys]) -> None:

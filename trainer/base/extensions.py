@@ -29,6 +29,7 @@ Row = TypeVar("Row")
 Kind = Literal[
     "task",
     "metric",
+    "strategy",
     "optimizer",
     "schedule",
     "family",

@@ -1,4 +1,4 @@
-"""The builders of engines: one row for each row of `recipe/strategies.py`."""
+"""The construction of the engine of a plan, by the builder of its strategy (`recipe/strategies.py`)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
 EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
-
-# Texts, so that a run imports its own strategy only.
-_BUILDERS = {
-    "ddp": "ddp:build_ddp",
-    "fsdp": "sharded:build_sharded",
-    "hsdp": "sharded:build_sharded",
-    "zero1": "zero:build_zero",
-    "zero2": "zero:build_zero",
-    "zero3": "zero:build_zero",
-    "dp": "replicated:build_replicated",
-}
 
 
 def build_engine(
@@ -69,7 +58,7 @@ def build_engine(
         return build_pipelined(built, task, mesh, plan, total_steps)
     # Without a pipeline, a rank holds exactly one model.
     (whole,) = built
-    build: EngineBuilder = resolved(f"trainer.engine.{_BUILDERS[plan.recipe.parallel.strategy]}")
+    build: EngineBuilder = resolved(plan.strategy.builder)
     return build(whole, task, mesh, plan, total_steps)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from trainer.base.extensions import Registration, consume, resolved
+from trainer.base.extensions import Registration, consume, registered, resolved
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -110,13 +110,9 @@ def _condition(described: Mapping[str, Any]) -> Condition:
     if isinstance(values, list):
         return _is(key, *values)
     if values in _NAMED:
-        return _is(key, *_NAMED[values])
+        return _is(key, *_NAMED[values]())
     name = values.removeprefix("other than ")
     return Condition(key, values, _WORDS[values] if name == values else lambda value: value != name)
-
-
-def _of_file() -> Iterator[Exclusion]:
-    yield from _of_groups(json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")))
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
@@ -137,18 +133,22 @@ def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
 
 
 _NAMES: Mapping[str, Iterable[str]] = {_STRATEGY: STRATEGIES, "parallel.pipeline.schedule": SCHEDULES}
-_NAMED = {
-    "zero": _strategies(lambda row: bool(row.zero_stage)),
-    "not zero": _strategies(lambda row: not row.zero_stage),
-    "not ddp": _strategies(lambda row: row.name != "ddp"),
-    "without groups": _strategies(lambda row: not row.groups),
-    "without native shards of parameters": _strategies(lambda row: not row.cuts_parameters or row.zero_stage > 0),
-    "with shards of parameters and stages": _strategies(lambda row: row.cuts_parameters and not row.no_pipeline),
-    "without offload of the optimizer": _strategies(lambda row: "optimizer" not in row.offloads),
-    "without offload of parameters": _strategies(lambda row: "parameters" not in row.offloads),
-    "one stage a rank": _schedules(lambda row: not row.several_stages),
-    "several stages a rank": _schedules(lambda row: row.several_stages),
-    "split backward passes": _schedules(lambda row: row.splits_backward),
+_NAMED: Mapping[str, Callable[[], tuple[str, ...]]] = {
+    "zero": lambda: _strategies(lambda row: bool(row.zero_stage)),
+    "not zero": lambda: _strategies(lambda row: not row.zero_stage),
+    "not ddp": lambda: _strategies(lambda row: row.name != "ddp"),
+    "without groups": lambda: _strategies(lambda row: not row.groups),
+    "without native shards of parameters": lambda: _strategies(
+        lambda row: not row.cuts_parameters or row.zero_stage > 0
+    ),
+    "with shards of parameters and stages": lambda: _strategies(
+        lambda row: row.cuts_parameters and not row.no_pipeline
+    ),
+    "without offload of the optimizer": lambda: _strategies(lambda row: "optimizer" not in row.offloads),
+    "without offload of parameters": lambda: _strategies(lambda row: "parameters" not in row.offloads),
+    "one stage a rank": lambda: _schedules(lambda row: not row.several_stages),
+    "several stages a rank": lambda: _schedules(lambda row: row.several_stages),
+    "split backward passes": lambda: _schedules(lambda row: row.splits_backward),
 }
 """Names of strategies and schedules, by words of the file."""
 
@@ -159,21 +159,33 @@ _WORDS: Mapping[str, Callable[[Any], bool]] = {
     "any keys": bool,
 }
 
-EXCLUSIONS: list[Exclusion] = [
-    *_of_strategies({_STAGES: "above 1"}, lambda row: row.no_pipeline),
-    *_of_strategies({"parallel.tensor": "above 1"}, lambda row: row.no_tensor),
-    *_of_strategies({"parallel.context": "above 1"}, lambda row: row.no_tensor),
-    *_of_strategies({"parallel.load": ["broadcast"]}, lambda row: row.no_broadcast),
-    *_of_strategies({"compile": [True]}, lambda row: row.no_compile),
-    *_of_file(),
-]
+
+def _of_tables() -> Iterator[Exclusion]:
+    yield from _of_strategies({_STAGES: "above 1"}, lambda row: row.no_pipeline)
+    yield from _of_strategies({"parallel.tensor": "above 1"}, lambda row: row.no_tensor)
+    yield from _of_strategies({"parallel.context": "above 1"}, lambda row: row.no_tensor)
+    yield from _of_strategies({"parallel.load": ["broadcast"]}, lambda row: row.no_broadcast)
+    yield from _of_strategies({"compile": [True]}, lambda row: row.no_compile)
+    yield from _of_groups(json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")))
+
+
+def _of_optimizer(row: Registration) -> Iterator[Exclusion]:
+    if others := resolved(row.value).exclusions:
+        yield from _of_groups([{"first": {"optimizer.name": [row.name]}, "others": others}])
+
+
+EXCLUSIONS = [*_of_tables()]
 """Every pair that is refused for any model, data and number of ranks."""
 
 
-def _add_optimizer(row: Registration) -> None:
-    others = resolved(row.value).exclusions
-    EXCLUSIONS.extend(_of_groups([{"first": {"optimizer.name": [row.name]}, "others": others}] if others else []))
+def _add_strategy(_: Registration) -> None:
+    """Make all rows again, since they name the strategies that combine."""
+    EXCLUSIONS[:] = _of_tables()
+    for row in registered("optimizer"):
+        EXCLUSIONS.extend(_of_optimizer(row))
+    EXCLUSIONS.extend(_of_groups(row.value for row in registered("exclusions")))
 
 
-consume("optimizer", _add_optimizer)
+consume("optimizer", lambda row: EXCLUSIONS.extend(_of_optimizer(row)))
 consume("exclusions", lambda row: EXCLUSIONS.extend(_of_groups([row.value])))
+consume("strategy", _add_strategy)

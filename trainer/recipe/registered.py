@@ -1,4 +1,4 @@
-"""Registered tasks, metrics, optimizers, schedules and keys in the schema of recipes."""
+"""Registered tasks, metrics, strategies, optimizers, schedules and keys in the schema of recipes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trainer.recipe.schema import (
     FileData,
     Logging,
     OptimizerKeys,
+    Parallel,
     Recipe,
     ScheduleKeys,
     Section,
@@ -20,6 +21,7 @@ from trainer.recipe.schema import (
     file_schema,
 )
 from trainer.recipe.schema.section import descriptions
+from trainer.recipe.strategies import STRATEGIES, Strategy
 
 __all__ = [
     "all_of",
@@ -29,6 +31,7 @@ __all__ = [
     "optimizer_sections",
     "schedule_name",
     "schedule_sections",
+    "strategy_name",
     "task_name",
     "task_sections",
 ]
@@ -76,6 +79,19 @@ def schedule_name(keys: type[ScheduleKeys]) -> str:
     return _literal(keys, "name", "schedule")
 
 
+def strategy_name(strategy: Strategy) -> str:
+    """Return the `parallel.strategy` of a row.
+
+    Raises:
+        UsageError: It is no row, or has the name of a strategy that ships with trainer.
+    """
+    if not isinstance(strategy, Strategy):
+        raise UsageError(f"a strategy must be a Strategy, but is {strategy!r}")
+    if strategy.name in _SHIPPED_STRATEGIES:
+        raise UsageError(f"the strategy {strategy.name!r} ships with trainer; register yours under another name")
+    return strategy.name
+
+
 def _literal(keys: type[Section], key: str, kind: str) -> str:
     """Return the only value of the key that names a kind of section."""
     names = get_args(keys.model_fields[key].annotation) if key in keys.model_fields else ()
@@ -121,6 +137,7 @@ def _words(section: type[Section], key: str) -> tuple[str, ...]:
 # Read before any registration reaches the schema, which happens at the end of this module.
 _SHIPPED = {name: tuple(_sections(name)) for name in ("task", "optimizer", "schedule")}
 _SHIPPED_METRICS = frozenset(name for section in task_sections().values() for name in _words(section, "metrics"))
+_SHIPPED_STRATEGIES = frozenset(STRATEGIES)
 _SHIPPED_LOGGING = _words(Logging, "to")
 _SHIPPED_FORMAT = str(FileData.model_fields["format"].description)
 
@@ -128,6 +145,13 @@ _SHIPPED_FORMAT = str(FileData.model_fields["format"].description)
 def _add_task(registration: Registration) -> None:
     row = resolved(registration.value)
     _add_section("task", registration, row if isinstance(row, type) else row.keys)
+
+
+def _add_strategy(registration: Registration) -> None:
+    # `STRATEGIES` has the row already: its own consumer was the first.
+    names: Any = getitem(Literal, tuple(STRATEGIES))
+    Parallel.model_fields["strategy"].annotation = names
+    Parallel.model_rebuild(force=True)
 
 
 def _add_optimizer(registration: Registration) -> None:
@@ -243,6 +267,7 @@ def _compile() -> None:
 
 
 consume("task", _add_task, _compile)
+consume("strategy", _add_strategy, _compile)
 consume("optimizer", _add_optimizer, _compile)
 consume("schedule", _add_schedule, _compile)
 consume("keys", _add_keys, _compile)

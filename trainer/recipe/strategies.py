@@ -1,13 +1,15 @@
 """The table of strategies: what each shards over the data-parallel ranks, and what it combines with.
 
-To add a strategy, add its row here and its builder in `engine/builders.py`. The schema, `trainer check`, the start-up
-summary, the documentation and the parity tests read this table.
+To add a strategy, add its row here, or register it. The schema, `trainer check`, the start-up summary, the
+documentation and the parity tests read this table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from trainer.base.extensions import consume, resolved
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -17,12 +19,14 @@ class Strategy:
     """Placement of parameters, gradients and optimizer state over N data-parallel ranks; not cut means replicated.
 
     `communication` is the volume that one rank sends in one optimizer step without accumulation, for large N, where P
-    is the number of parameters (Rajbhandari et al. 2020, arXiv:1910.02054, section 7).
+    is the number of parameters (Rajbhandari et al. 2020, arXiv:1910.02054, section 7). `builder` is the text
+    "module:name" of an `EngineBuilder` (`engine/builders.py`), for models without pipeline stages.
     """
 
     name: str
     summary: str
     communication: str
+    builder: str
     cuts_parameters: bool = False
     cuts_gradients: bool = False
     cuts_optimizer: bool = False
@@ -55,12 +59,16 @@ STRATEGIES: dict[str, Strategy] = {
     row.name: row
     for row in (
         Strategy(
-            "ddp", "every rank holds the whole model (DistributedDataParallel)", "2P: one all-reduce of the gradients"
+            "ddp",
+            "every rank holds the whole model (DistributedDataParallel)",
+            "2P: one all-reduce of the gradients",
+            "trainer.engine.ddp:build_ddp",
         ),
         Strategy(
             "fsdp",
             "shards parameters, gradients and optimizer state; gathers each layer when needed (fully_shard)",
             "3P: gather for forward and for backward, reduce-scatter; 2P with `reshard_after_forward` false",
+            "trainer.engine.sharded:build_sharded",
             offloads=("none", "parameters"),
             **_CUT_ALL,
         ),
@@ -68,6 +76,7 @@ STRATEGIES: dict[str, Strategy] = {
             "hsdp",
             "as fsdp within groups of `shard` ranks; the groups are replicas",
             "3P within a group, and 2P/`shard` across groups",
+            "trainer.engine.sharded:build_sharded",
             groups=True,
             offloads=("none", "parameters"),
             **_CUT_ALL,
@@ -76,6 +85,7 @@ STRATEGIES: dict[str, Strategy] = {
             "zero1",
             "shards the optimizer state (DeepSpeed)",
             "2P: reduce the gradients, gather the updated parameters",
+            "trainer.engine.zero:build_zero",
             cuts_optimizer=True,
             zero_stage=1,
             offloads=("none", "optimizer"),
@@ -85,6 +95,7 @@ STRATEGIES: dict[str, Strategy] = {
             "zero2",
             "shards gradients and optimizer state (DeepSpeed)",
             "2P: reduce-scatter the gradients in each microbatch, gather the updated parameters",
+            "trainer.engine.zero:build_zero",
             cuts_gradients=True,
             cuts_optimizer=True,
             zero_stage=2,
@@ -95,6 +106,7 @@ STRATEGIES: dict[str, Strategy] = {
             "zero3",
             "shards parameters, gradients and optimizer state; gathers each weight when needed (DeepSpeed)",
             "3P: gather for forward and for backward, reduce-scatter",
+            "trainer.engine.zero:build_zero",
             zero_stage=3,
             offloads=("none", "optimizer", "parameters"),
             no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
@@ -106,6 +118,7 @@ STRATEGIES: dict[str, Strategy] = {
             "dp",
             "one process with a replica of the model on every GPU of the machine (DataParallel)",
             "2P a step from and to the first GPU, which limits the speed",
+            "trainer.engine.replicated:build_replicated",
             single_process=True,
             no_tensor=_ONE_PROCESS,
             no_pipeline=_ONE_PROCESS,
@@ -114,4 +127,4 @@ STRATEGIES: dict[str, Strategy] = {
         ),
     )
 }
-STRATEGY_NAMES = tuple(STRATEGIES)
+consume("strategy", lambda row: STRATEGIES.update({row.name: resolved(row.value)}))

@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.base.extensions import registered
 from trainer.recipe.foreign import values
-from trainer.recipe.strategies import STRATEGY_NAMES
+from trainer.recipe.strategies import STRATEGIES
 
 
 class Kind(Enum):
@@ -69,7 +69,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 _NOTES = _read("notes") | {
-    "strategies": f"one of {', '.join(STRATEGY_NAMES)}",
+    "strategies": f"one of {', '.join(STRATEGIES)}",
     "optimizer_names": values.optimizer_names(),
 }
 

@@ -192,6 +192,8 @@ def _schema_of(section: type[Section]) -> Schema:
 
 consume("metric", lambda _: _schema_of.cache_clear())
 consume("format", lambda _: _schema_of.cache_clear())
+consume("logging", lambda _: _schema_of.cache_clear())
+consume("strategy", lambda _: _schema_of.cache_clear())
 
 
 def _schema_at(finding: Finding) -> Schema:

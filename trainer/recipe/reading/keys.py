@@ -87,6 +87,7 @@ def known_keys() -> tuple[str, ...]:
 
 consume("task", lambda _: known_keys.cache_clear())
 consume("optimizer", lambda _: known_keys.cache_clear())
+consume("schedule", lambda _: known_keys.cache_clear())
 consume("keys", lambda _: known_keys.cache_clear())
 
 

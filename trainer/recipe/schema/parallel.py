@@ -10,7 +10,7 @@ from pydantic import Field
 from trainer.recipe.schedules import SCHEDULE_NAMES, SCHEDULES
 from trainer.recipe.schema.fields import Duration, DurationField, Name
 from trainer.recipe.schema.section import Contradiction, Section, clash
-from trainer.recipe.strategies import STRATEGY_NAMES
+from trainer.recipe.strategies import STRATEGIES
 
 
 class Pipeline(Section):
@@ -51,7 +51,7 @@ class Communication(Section):
 class Parallel(Section):
     """Distribution of the training over ranks; does not change the result beyond rounding."""
 
-    strategy: Literal[STRATEGY_NAMES] = "ddp"  # type: ignore[valid-type]  # from the table
+    strategy: Literal[tuple(STRATEGIES)] = "ddp"  # type: ignore[valid-type]  # from the table
     """Placement of parameters, gradients and optimizer state over the data-parallel ranks."""
     shard: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Ranks in one shard group under hsdp; auto: the ranks of one node."""
