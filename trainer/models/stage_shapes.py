@@ -1,4 +1,4 @@
-"""Shapes of the tensors between pipeline stages, and costs of the layers of an image model.
+"""Shapes of the tensors between pipeline stages, and costs of layers that change shapes.
 
 If layers change the shape of their input, the model's forward pass on the meta device finds the shapes. It computes no
 values, and every rank gets the same result without communication.
@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.models.families.family import StagePlan
 from trainer.models.families.table import layers_of
 
 Shape = tuple[int, ...]
-
-_IMAGE_SIZE = 224
-"""Height and width of the image for the costs of layers, the usual training size of ResNets.
-
-The assignment of layers to stages must depend on the recipe only, not on the data."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +37,17 @@ class CrossingShapes:
         model: the whole model, on any device including meta; it is not changed.
         starts: the names of the first layers of all stages but the first.
         crossings: the tensors that the stage before each of these layers sends.
-        traced: whether layers change the shape of their input.
+        plan: the stages of the model's family.
     """
 
-    def __init__(self, model: nn.Module, starts: Sequence[str], crossings: Sequence[Crossing], traced: bool) -> None:
-        self._config: Any = model.config
+    def __init__(self, model: Any, starts: Sequence[str], crossings: Sequence[Crossing], plan: StagePlan) -> None:
+        self._config = model.config
+        self._main_input = model.main_input_name
+        self._positions = plan.positions
         self._starts = tuple(starts)
         self._crossings = tuple(crossings)
-        # A pass on `meta` for each size of images, and not for each step.
-        self._traced = cache(partial(_layer_inputs, _meta_copy(model))) if traced else None
+        # A pass on `meta` for each shape of rows, and not for each step.
+        self._traced = cache(partial(_layer_inputs, _meta_copy(model))) if plan.costed_row else None
 
     def of(self, inputs: Mapping[str, Tensor], num_rows: int) -> tuple[tuple[Shape, ...], ...]:
         """Return the shapes for one microbatch, those of each stage but the last.
@@ -60,7 +58,8 @@ class CrossingShapes:
         if self._traced is None:
             # Multiple choice has several texts in a row, which the model joins into the batch.
             num_texts = inputs["input_ids"][0].numel() // inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1
-            result = (num_rows * num_texts, *_hidden_shape(self._config, inputs))
+            length = self._positions(self._config, inputs) if self._positions else inputs["input_ids"].shape[-1]
+            result = (num_rows * num_texts, length, self._config.hidden_size)
             # Layers that use the result of an earlier stack are of a decoder, with positions of its own.
             positions = inputs["decoder_input_ids"].shape[-1] if "decoder_input_ids" in inputs else result[1]
             decoded = (result[0], positions, result[2])
@@ -68,37 +67,33 @@ class CrossingShapes:
                 (decoded if crossing.result else result,) * crossing.hidden + (result,) * crossing.result
                 for crossing in self._crossings
             )
-        shapes = self._traced(tuple(inputs["pixel_values"].shape[1:]))
+        shapes = self._traced(tuple(inputs[self._main_input].shape[1:]))
         return tuple(((num_rows, *shapes[layer]),) for layer in self._starts)
 
 
-def multiplications(model: nn.Module) -> dict[str, int]:
-    """Return the multiplications of each module and its submodules in a forward pass of one image.
+def multiplications(model: nn.Module, row: Shape) -> dict[str, int]:
+    """Return the multiplications of each module and its submodules in a forward pass of one row.
 
     Args:
-        model: the whole image model, on any device including meta; it is not changed.
+        model: the whole model, on any device including meta; it is not changed.
+        row: the shape of its main input, without the row dimension.
     """
-    config: Any = model.config
     with FlopCounterMode(display=False) as counter:
-        _run(_meta_copy(model), (config.num_channels, _IMAGE_SIZE, _IMAGE_SIZE))
+        _run(_meta_copy(model), row)
     prefix = f"{type(model).__name__}."
     # The counter counts a multiplication and its addition as two.
     return {name.removeprefix(prefix): sum(of.values()) // 2 for name, of in counter.get_flop_counts().items()}
 
 
-def _layer_inputs(model: nn.Module, image: Shape) -> dict[str, Shape]:
-    """Return the shape of the input of each layer, without the row dimension.
-
-    Args:
-        image: the shape of an image `[channels, height, width]`.
-    """
+def _layer_inputs(model: nn.Module, row: Shape) -> dict[str, Shape]:
+    """Return the shape of the input of each layer, without the row dimension, as that of the main input."""
     shapes: dict[str, Shape] = {}
 
     def note(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         shapes[name] = tuple(args[0].shape[1:])
 
     hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in layers_of(model).items()]
-    _run(model, image)
+    _run(model, row)
     for hook in hooks:
         hook.remove()
     return shapes
@@ -109,19 +104,5 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, image: Shape) -> None:
-    model(pixel_values=torch.empty(1, *image, device="meta"))
-
-
-def _hidden_shape(config: Any, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Return the positions and features of a transformer's hidden states, which are equal between all layers.
-
-    Args:
-        inputs: `input_ids` `[batch, ..., positions]`, or `pixel_values` `[batch, channels, height, width]`.
-    """
-    if "input_ids" in inputs:
-        return inputs["input_ids"].shape[-1], config.hidden_size
-    size = config.patch_size
-    rows, columns = (size, size) if isinstance(size, int) else size
-    height, width = inputs["pixel_values"].shape[2:]
-    return (height // rows) * (width // columns) + 1, config.hidden_size  # 1 for the class token
+def _run(model: Any, row: Shape) -> None:
+    model(**{model.main_input_name: torch.empty(1, *row, device="meta")})

@@ -73,8 +73,8 @@ class StagePart:
         """Run this stage's part of the model's forward pass.
 
         Args:
-            received: the tensors of the previous stage, each `[batch, positions, hidden]`, or
-                `[batch, channels, height, width]` if layers change the shape of images.
+            received: the tensors of the previous stage, each `[batch, positions, hidden]`, or of another shape if
+                layers change shapes.
             inputs: the model's keyword arguments, equal on all stages.
 
         Returns:
@@ -213,9 +213,10 @@ def _costs(model: nn.Module, layers: Names) -> tuple[float, list[float], float]:
 
 
 def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]]:
-    """Yield each module with direct parameters, and its cost for one token or for one image."""
+    """Yield each module with direct parameters, and its cost for one token or for one row."""
     # A convolution uses its parameters once per position, and deeper layers have fewer positions.
-    counted = multiplications(model) if plan.changes_shape else None
+    row = plan.costed_row(model.config) if plan.costed_row else None
+    counted = None if row is None else multiplications(model, row)
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
@@ -313,7 +314,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     receives, sends = staged.crossing(first), staged.crossing(first + len(layers))
     later = split.starts[1:]
     shapes = CrossingShapes(
-        model, [split.layers[start] for start in later], list(map(staged.crossing, later)), staged.plan.changes_shape
+        model, [split.layers[start] for start in later], list(map(staged.crossing, later)), staged.plan
     )
     # Before anything is replaced: the stand-ins hide which names are tied.
     origins, holders = _shared_parameters(staged)

@@ -375,7 +375,7 @@ def _begin(temporary: Path) -> None:
 
 
 def _save_preparation(data: PreparedData, recipe: Recipe, model: nn.Module, folder: Path) -> None:
-    """Write tokenizer or image processor, and the files of the task."""
+    """Write the files of the preparation, such as a tokenizer, and those of the task."""
     data.preparation.save(folder)
     hidden_size = getattr(model.config, "hidden_size", None)
     for name, content in data.task.exported.files(recipe.data.max_length, hidden_size).items():

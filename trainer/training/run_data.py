@@ -182,7 +182,7 @@ def _load(
     problems: Problems,
     source: RowSource | None,
 ) -> tuple[Preparation | None, Splits]:
-    """Load the tokenizer or image processor, and the rows. A problem of the first does not hide those of the rows."""
+    """Load the preparation and the rows. A problem of the first does not hide those of the rows."""
     preparation = splits = None
     with problems.collect():
         preparation = load(recipe)

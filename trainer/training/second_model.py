@@ -48,7 +48,7 @@ class SecondModel:
 
         Args:
             task: the task, perhaps without its classes.
-            preparation: that of the trained model; None if its tokenizer or image processor is not on this machine.
+            preparation: that of the trained model; None if it is not on this machine.
 
         Raises:
             UsageError: the model is missing, of another task, or does not read the inputs of the trained one.

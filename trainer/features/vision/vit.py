@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
 from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
+
+
+def _positions(config: Any, inputs: Mapping[str, Tensor]) -> int:
+    size = config.patch_size
+    rows, columns = (size, size) if isinstance(size, int) else size
+    height, width = inputs["pixel_values"].shape[2:]
+    return int((height // rows) * (width // columns) + 1)  # 1 for the class token
+
 
 VIT = ModelFamily(
     "vit",
@@ -18,5 +31,5 @@ VIT = ModelFamily(
         sequence_parallel=True,
         context_parallel=True,
     ),
-    stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),)),
+    stages=StagePlan((LayerStack(_LAYERS, before=("embeddings",)),), positions=_positions),
 )

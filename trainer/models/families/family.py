@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class TensorPlan:
@@ -68,9 +70,11 @@ class StagePlan:
     """The layers between which an architecture is cut into pipeline stages; other modules are on the last stage."""
 
     stacks: tuple[LayerStack, ...]
-    # Whether layers change the shape of their input, as in a convolutional network. A forward pass over an image then
-    # gives shapes and costs.
-    changes_shape: bool = False
+    # If layers change the shape of their input, as in a convolutional network: the shape of an input of one row, by the
+    # configuration. A forward pass over it gives the costs of layers, so it must depend on the recipe only.
+    costed_row: Callable[[Any], tuple[int, ...]] | None = None
+    # The positions of hidden states, by configuration and inputs; None: those of `input_ids`.
+    positions: Callable[[Any, Mapping[str, Tensor]], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class DataKeys(Section):
     preparation_processes: Annotated[int, Field(ge=1, le=256)] | None = None
     """Processes of a node that tokenise a split; null: its cores, fewer for little text."""
     cache: PathField | None = None
-    """Folder for tokenised texts and resized images; null: the user's cache."""
+    """Folder for prepared rows, such as tokenised texts; null: the user's cache."""
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None = None
     """Date that a chat template writes as today's, such as 2026-01-31; null: the day of the first start of the run."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageClassification, ResNetConfig
 
 from tests.helpers.training import TINY_RESNET
+from trainer.features.vision.resnet import RESNET
 from trainer.models.families.table import layers_of
 from trainer.models.stage_shapes import Crossing, CrossingShapes, multiplications
 
@@ -37,7 +38,7 @@ def given(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
 def test_shapes_are_those_that_the_model_finds(layer_type, first):
     model = resnet(layer_type=layer_type, downsample_in_first_stage=first).eval()
     starts = list(layers_of(model))[1:]
-    shapes = CrossingShapes(model, starts, [Crossing(hidden=True, result=False)] * len(starts), traced=True)
+    shapes = CrossingShapes(model, starts, [Crossing(hidden=True, result=False)] * len(starts), RESNET.stages)
     for size in ((64, 64), (35, 35), (17, 64), (1, 1)):
         images = torch.randn(3, 1, *size)
         assert list(shapes.of({"pixel_values": images}, num_rows=3)) == [(shape,) for shape in given(model, images)[1:]]
@@ -46,7 +47,7 @@ def test_shapes_are_those_that_the_model_finds(layer_type, first):
 def test_what_is_counted_is_what_is_multiplied_and_the_model_stays_as_it_is():
     model = resnet()
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    counts = multiplications(model)
+    counts = multiplications(model, RESNET.stages.costed_row(model.config))
     assert counts["resnet.embedder.embedder.convolution"] == 49 * 8 * 112**2
     assert counts["resnet.encoder.stages.1.layers.0.shortcut.convolution"] == 8 * 16 * 28**2
     assert counts["resnet.encoder.stages.1.layers.1"] == 2 * 9 * 16 * 16 * 28**2
