@@ -234,7 +234,7 @@ def test_another_file_with_the_time_of_the_first_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["json-train", "trainer-map-*"])
 def test_a_damaged_file_in_the_cache_of_datasets_is_written_again(tmp_path, monkeypatch, name):
-    monkeypatch.setattr("trainer.features.data_map.feature._IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("trainer.features.data_map.source_map._IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n')

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.base.errors import DataError, RecipeError
 from trainer.data.sources import load_splits
-from trainer.features.data_map import feature
+from trainer.features.data_map import source_map
 from trainer.features.data_map.row_map import RowMap
 from trainer.features.data_map.section import DataMap
 from trainer.recipe.reading.loading import load_recipe
@@ -46,7 +46,7 @@ def mapped(columns: dict[str, Any] | None = None, where: list[str] = (), rows=RO
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_columns_are_renamed_chosen_cast_made_and_looked_up(in_folder, monkeypatch, in_memory):
     if not in_memory:
-        monkeypatch.setattr(feature, "_IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(source_map, "_IN_MEMORY_BYTES", 0)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", in_folder)
     columns = {
         "text": "{title}[: {body}]",

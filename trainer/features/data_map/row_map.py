@@ -1,7 +1,4 @@
-"""The columns that `data.map` makes from those of a source: a function from rows to rows.
-
-Known shapes of chats and instructions are maps too, which are recognised by their columns.
-"""
+"""The columns that `data.map` makes from those of a source: a function from rows to rows."""
 
 from __future__ import annotations
 
@@ -18,12 +15,11 @@ from trainer.base.nulls import given
 from trainer.base.text import blanks_hint, listed, number_in
 from trainer.data.formats.base import CellKind, json_chats
 from trainer.features.data_map.section import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
+from trainer.features.data_map.shapes import SYSTEM, Mapped, columns_of_shape
 from trainer.features.data_map.texts import Comparison, Template, text_of
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 """A batch of rows, by column."""
-Mapped: TypeAlias = "str | MappedColumn | FlagColumns | Sequence[MadeMessage]"
-"""A new column in the form of the recipe."""
 
 _UNUSABLE = (ValueError, OverflowError, RecursionError)
 """Errors of values of a source that a map cannot use: wrong, too large for a number, or nested too deeply."""
@@ -32,16 +28,6 @@ _LARGEST_INTEGER = (1 << 63) - 1
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _WITH_COMMA = re.compile(r"\s*[+-]?([0-9]{1,3}(\.[0-9]{3})+|[0-9]+)(,[0-9]+)?\s*")
 _MOST = 10  # columns and values in a message
-
-_CONVERSATIONS, _MESSAGES, _SYSTEM, _HISTORY = "conversations", "messages", "system", "history"
-_OF_ALPACA = ("instruction", "input", "output", _SYSTEM)
-_SHAREGPT = ChatKeys(
-    role="from",
-    content="value",
-    roles={
-        "human": "user", "gpt": "assistant", "function_call": "tool_calls", "observation": "tool",
-    },
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,12 @@ class RowMap:
         notes: list[str] = []
         columns: Mapping[str, Mapped] = section.columns or {}
         if section.columns is None:
-            columns, notes = _shape(section.shape, wanted, values, where, predicts)
+            columns, note = columns_of_shape(section.shape, wanted, values, predicts)
+            if columns:
+                read = {*wanted, "tools", *cls(columns).sources}  # tasks have a note of their own on tools
+                unread = [name for name in values if name not in read and not predicts]
+                notes = [f"{_quoted(columns)} of {where}: {note}"]
+                notes += [f"columns of {where} that are not read: {_quoted(unread)}"] if unread else []
             if not columns and section.shape not in ("auto", "none"):
                 raise DataError(
                     f"`{key}.shape` is {section.shape}, but the rows of {where} have another shape: their columns are"
@@ -111,7 +102,7 @@ class RowMap:
 
     def keeps_column(self, name: str) -> bool:
         """Return whether a column of the source stays; that of systems becomes a part of the chats."""
-        return self.keeps_others and name not in self.columns and (name != _SYSTEM or name not in self.sources)
+        return self.keeps_others and name not in self.columns and (name != SYSTEM or name not in self.sources)
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -195,9 +186,11 @@ class RowMap:
         return found
 
 
-def kinds_of_sources(section: DataMap, kinds: Mapping[str, CellKind]) -> dict[str, CellKind]:
-    """Return the kinds of the columns of a CSV file, given those of the columns that the task reads."""
-    found: dict[str, CellKind] = {**dict.fromkeys(_OF_ALPACA, "text"), **kinds} if section.columns is None else {}
+def kinds_of_sources(
+    section: DataMap, kinds: Mapping[str, CellKind], known: Mapping[str, CellKind]
+) -> dict[str, CellKind]:
+    """Return further kinds of the columns of a CSV file, given those of the columns that the task reads."""
+    found: dict[str, CellKind] = {}
     for name, mapped in (section.columns or {}).items():
         maker = _maker(mapped)
         kind = "text" if maker.make is not None else kinds.get(name)
@@ -205,7 +198,7 @@ def kinds_of_sources(section: DataMap, kinds: Mapping[str, CellKind]) -> dict[st
     for condition in map(Comparison.parse, section.where):
         values = condition.value if isinstance(condition.value, list) else [condition.value]
         if all(isinstance(value, str) for value in values):
-            found.setdefault(condition.column, "text")
+            found.setdefault(condition.column, known.get(condition.column, "text"))
     return found
 
 
@@ -440,40 +433,6 @@ def _calls(text: Any, place: str) -> list[dict[str, Any]]:
     return [call if "function" in call else {"type": "function", "function": call} for call in found]
 
 
-def _holds_sharegpt(values: Sequence[Any]) -> bool:
-    """Return whether the first chat of a column, a list or a message, has `from` and `value`."""
-    chat = next((value for value in values if isinstance(value, list | dict) and value), None)
-    first = chat[0] if isinstance(chat, list) else chat
-    return isinstance(first, dict) and {"from", "value"} <= first.keys() and "role" not in first
-
-
-def _shape(
-    shape: str, wanted: Sequence[str], values: Mapping[str, Sequence[Any]], where: str, predicts: bool
-) -> tuple[dict[str, Mapped], list[str]]:
-    """Return the columns of a known shape, and notes; empty if the rows do not have it, or need no conversion."""
-    columns: dict[str, Mapped] = {}
-    missing = [name for name in wanted if name not in values]
-    note = "chats in the shape of ShareGPT are read as messages"
-    if shape in ("auto", "sharegpt"):
-        keys = _SHAREGPT.model_copy(update={"system": _SYSTEM}) if _SYSTEM in values else _SHAREGPT
-        for name in wanted:
-            source = _CONVERSATIONS if name in missing and name == _MESSAGES else name
-            if source in values and _holds_sharegpt(values[source]):
-                columns[name] = MappedColumn(column=source, chat=keys)
-            elif source in values and source != name:
-                columns[name] = source
-    needed = {"instruction"} if predicts else {"instruction", "output"}
-    if not columns and shape in ("auto", "alpaca") and needed <= values.keys():
-        columns = {name: mapped for name, mapped in _alpaca(values).items() if name in missing}
-        note = "made from the columns of Alpaca"
-    if not columns:
-        return {}, []
-    read = {*wanted, "tools", *RowMap(columns).sources}  # tasks have a note of their own on tools
-    unread = [name for name in values if name not in read and not predicts]
-    notes = [f"{_quoted(columns)} of {where}: {note}"]
-    return columns, notes + ([f"columns of {where} that are not read: {_quoted(unread)}"] if unread else [])
-
-
 def _quoted(names: Iterable[str]) -> str:
     return listed([f"`{name}`" for name in names], _MOST) or "none"
 
@@ -485,23 +444,3 @@ def _question(mapped: Mapped) -> Mapped:
     # The prompt ends with the last message that is no answer.
     last = max((place for place, message in enumerate(mapped) if message.role != "assistant"), default=-1)
     return mapped[: last + 1]
-
-
-def _holds_turns(values: Sequence[Any]) -> bool:
-    """Return whether a column may hold lists of pairs; that of texts has no values here, or texts."""
-    chat: Any = next(filter(None, values), [])
-    return len(values) > 0 and isinstance(chat, list) and all(isinstance(pair, list) for pair in chat)
-
-
-def _alpaca(columns: Mapping[str, Sequence[Any]]) -> dict[str, Mapped]:
-    question = "{instruction}[\n{input}]" if "input" in columns else "{instruction}"
-    system = [MadeMessage(role="system", content="[{system}]")] if _SYSTEM in columns else []
-    history = [MadeMessage(role="turns", content=_HISTORY)] if _holds_turns(columns.get(_HISTORY, ())) else []
-    return {
-        _MESSAGES: [
-            *system, *history, MadeMessage(role="user", content=question),
-            MadeMessage(role="assistant", content="{output}"),
-        ],
-        "prompt": question,
-        "completion": "output",
-    }  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from trainer.features.data_map.texts import Comparison, Template
 from trainer.recipe.paths import KeyPath, dotted
 from trainer.recipe.schema import Data, DataKeys, FileData
 from trainer.recipe.schema.fields import Name, NameKey
@@ -93,6 +92,10 @@ class DataMap(Section):
     A column in double quotes may have blanks around it. `trainer predict` and `trainer mine` read all rows."""
 
     def contradictions(self, base: KeyPath = ("data", "map")) -> Iterator[Contradiction]:
+        if self == type(self)():
+            return  # most recipes need no parser of texts
+        from trainer.features.data_map.texts import Comparison, Template
+
         if self.columns is not None and self.shape in ("sharegpt", "alpaca"):
             own: KeyPath = (*base, "columns")
             text = f'is "{self.shape}", which stands for its own `{dotted(own)}`; remove one of them'
