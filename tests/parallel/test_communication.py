@@ -16,7 +16,6 @@ from tests.helpers.ranks import RankPools
 from trainer.parallel.communication import (
     copy_to_group,
     gather_sequence,
-    group_size,
     heads_to_positions,
     join_sequence,
     positions_to_heads,
@@ -24,6 +23,7 @@ from trainer.parallel.communication import (
     scatter_sum_sequence,
     split_sequence,
 )
+from trainer.parallel.groups import group_size
 from trainer.parallel.shards.slices import bounds_of_part
 
 

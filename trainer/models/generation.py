@@ -235,7 +235,8 @@ class _Draw(LogitsProcessor):  # type: ignore[misc]
 @contextmanager
 def _whole_logits(model: nn.Module) -> Iterator[None]:
     """Gather logits that are sharded over the vocabulary, so that each tensor rank chooses the same token."""
-    from trainer.parallel.communication import gather_sequence, group_size
+    from trainer.parallel.communication import gather_sequence
+    from trainer.parallel.groups import group_size
     from trainer.parallel.tensor.linear import ColumnParallelLinear
 
     heads = [module for module in model.modules() if isinstance(module, ColumnParallelLinear) and module.pads]

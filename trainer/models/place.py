@@ -17,8 +17,8 @@ from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.models.describe import ModelDescription
 from trainer.models.parameter_rules import ParameterGroups
-from trainer.parallel.communication import group_size, index_in_group
 from trainer.parallel.dropout import DropoutKeys
+from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Placements, whole
 from trainer.parallel.row_groups import RowGroups

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.models.place import ModelCut
-from trainer.parallel.communication import group_size, index_in_group
+from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.slices import ranges_of_part
 from trainer.parallel.stored_in_parts import CODES

@@ -30,8 +30,9 @@ from trainer.models.forward_context import run_within
 from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
 from trainer.models.names import prefixes, replace_in, tied_names
 from trainer.models.vector_scale import scale_of
-from trainer.parallel.communication import Group, copy_to_group, group_size, in_product_type, index_in_group
+from trainer.parallel.communication import copy_to_group, in_product_type
 from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.pipeline.stand_ins import Absent
 from trainer.parallel.placement import (
     CONTEXT_AXIS,

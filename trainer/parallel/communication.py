@@ -34,24 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.shards.slices import bounds_of_part
-
-Group = dist.ProcessGroup | None
-
-
-def group_size(group: Group) -> int:
-    """Return the number of ranks in `group`; 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def index_in_group(group: Group) -> int:
-    """Return the index of this rank in `group`; 0 for None."""
-    return 0 if group is None else group.rank()
-
-
-def planned_group(size: int) -> dist.ProcessGroup:
-    """Return a stand-in for a group of ranks, as its first rank sees it; it has a size and cannot communicate."""
-    return dist.ProcessGroup(0, size)  # type: ignore[call-arg]  # the store is for those that communicate
 
 
 def in_product_type(x: Tensor) -> Tensor:

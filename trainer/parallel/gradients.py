@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.base.batches import batches
-from trainer.parallel.communication import Group
+from trainer.parallel.groups import Group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, ParameterPlacement
 from trainer.parallel.shards.gathering import local_part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.parallel.communication import Group, planned_group
+from trainer.parallel.groups import Group, planned_group
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS
 

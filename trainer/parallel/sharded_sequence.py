@@ -17,16 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from trainer.parallel.communication import (
-    Group,
     gather_sequence,
-    group_size,
     heads_to_positions,
     in_product_type,
-    index_in_group,
     join_sequence,
     positions_to_heads,
     split_sequence,
 )
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.random import LANES
 from trainer.parallel.shards.slices import bounds_of_part
 

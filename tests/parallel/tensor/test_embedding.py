@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPools
 from trainer.base.errors import UsageError
-from trainer.parallel.communication import copy_to_group, index_in_group
+from trainer.parallel.communication import copy_to_group
+from trainer.parallel.groups import index_in_group
 from trainer.parallel.placement import Split
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.benchmarks.loss import BLOCKS, WHOLE, peaks
 from tests.helpers.ranks import RankPools
-from trainer.parallel.communication import Group
+from trainer.parallel.groups import Group
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.placement import Split
 from trainer.parallel.shards.slices import join_parts, part_of

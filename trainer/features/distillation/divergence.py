@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.communication import Group, group_size, index_in_group
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.shards.slices import bounds_of_part
 
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.parallel.communication import Group, group_size, index_in_group, reduce_from_group
+from trainer.parallel.communication import reduce_from_group
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.kinds import ShardedEmbedding

@@ -15,16 +15,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from trainer.parallel.communication import (
-    Group,
-    copy_to_group,
-    group_size,
-    in_product_type,
-    index_in_group,
-    reduce_from_group,
-    scatter_sum_sequence,
-)
+from trainer.parallel.communication import copy_to_group, in_product_type, reduce_from_group, scatter_sum_sequence
 from trainer.parallel.dropout import KeyedDropout
+from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.mesh import JOINT_AXES
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.sharded_sequence import SEQUENCE_DIM

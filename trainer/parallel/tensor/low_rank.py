@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.parallel.communication import Group, in_product_type, reduce_from_group
+from trainer.parallel.communication import in_product_type, reduce_from_group
+from trainer.parallel.groups import Group
 from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
 from trainer.parallel.tensor.kinds import ATTRIBUTE, START, MatrixProduct

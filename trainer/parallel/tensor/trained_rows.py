@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.parallel.communication import Group, copy_to_group, index_in_group
+from trainer.parallel.communication import copy_to_group
+from trainer.parallel.groups import Group, index_in_group
 from trainer.parallel.tensor.kinds import ROWS
 from trainer.parallel.wide_products import linear
 
