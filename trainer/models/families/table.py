@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, Table, consume, resolved
+from trainer.base.extensions import Registration, Table, consume
 from trainer.models.families.family import ModelFamily, matches, relative_name
 
 Value = TypeVar("Value")
@@ -37,7 +37,10 @@ _SHIPPED = frozenset(FAMILIES)
 def _add(row: Registration) -> None:
     if row.name in _SHIPPED:
         raise UsageError(f"the model family {row.name!r} ships with trainer; register another model type")
-    family: ModelFamily = resolved(row.value)
+    if isinstance(row.value, str):  # of a folder
+        FAMILIES[row.name] = row.value
+        return
+    family: ModelFamily = row.value
     if family.model_type != row.name:
         raise UsageError(f"the model family {row.name!r} must be of that model type, but is of {family.model_type!r}")
     FAMILIES[row.name] = family
