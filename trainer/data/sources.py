@@ -11,7 +11,7 @@ import csv
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,18 +166,19 @@ def load_splits(
         TrainerError: the hub cannot be reached.
     """
     own = Problems() if problems is None else problems
+    loading = _Loading(columns, kinds or {}, own, transform_of(data))
     with _quiet_datasets():
-        match data:
-            case FileData():
-                splits = _load_files(data, columns, kinds or {}, own, most_rows, read_train)
-            case _:
-                splits = _named_splits(data, columns, kinds or {}, own)
-        if problems is None:
+        if isinstance(data, FileData):
+            loading.read_files(data, most_rows, read_train)
+        else:
+            loading.take_named(data)
+        if problems is None or "data.train" not in loading.splits:
             own.raise_all()
-        if not isinstance(data.validation, float) or not splits.train.is_whole:
-            return splits
-        held_out = _hold_out(splits.train, data.validation, label)
-        return replace(held_out, notes=(*splits.notes, *held_out.notes))
+        train, notes = loading.splits["data.train"], tuple(loading.notes)
+        if not isinstance(data.validation, float) or not train.is_whole:
+            return Splits(train, loading.splits.get("data.validation"), notes)
+        held_out = _hold_out(train, data.validation, label)
+        return replace(held_out, notes=(*notes, *held_out.notes))
 
 
 @contextlib.contextmanager
@@ -196,55 +197,116 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _named_splits(
-    data: HubData | FolderData, columns: Sequence[str], kinds: Mapping[str, CellKind], problems: Problems
-) -> Splits:
-    if isinstance(data, HubData):
-        found, name, folders = _load_hub(data, kinds), _hub_name(data), _hub_folders(data.name)
-    else:
-        found, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
-    splits: dict[str, Split] = {}
-    notes: list[str] = []
-    for key, wanted in (("data.train", data.train), ("data.validation", data.validation)):
-        with problems.collect():
-            if not isinstance(wanted, str):
-                continue
-            if wanted not in found:
-                names = ", ".join(f"`{one}`" for one in found)
-                raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
-            split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
-            splits[key] = _transformed(split, transform_of(data), columns, notes)
-    others = [f"`{one}`" for one in found if one != data.train]
-    if isinstance(data.validation, float) and others:
-        notes.append(f"`data.validation` is a share of `{data.train}`; other splits of {name}: {listed(others, 6)}")
-    return _with_train(splits, notes, problems)
+@dataclass
+class _Loading:
+    """The splits of a recipe by their keys, with notes for the user. Problems of one split leave the other."""
 
+    columns: Sequence[str]
+    kinds: Mapping[str, CellKind]
+    problems: Problems
+    transform: RowTransform
+    splits: dict[str, Split] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-def _transformed(split: Split, transform: RowTransform, columns: Sequence[str], notes: list[str]) -> Split:
-    """Return a split with the rows of the task, and append notes for the user.
+    def take_named(self, data: HubData | FolderData) -> None:
+        """Load the splits of a data set that has names for them."""
+        if isinstance(data, HubData):
+            of_sources = self.transform.kinds(self.kinds)
+            found, name, folders = _load_hub(data, of_sources), _hub_name(data), _hub_folders(data.name)
+        else:
+            found, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
+        for key, wanted in (("data.train", data.train), ("data.validation", data.validation)):
+            with self.problems.collect():
+                if not isinstance(wanted, str):
+                    continue
+                if wanted not in found:
+                    names = ", ".join(f"`{one}`" for one in found)
+                    raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
+                split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
+                self.splits[key] = self._transformed(split, self.transform)
+        others = [f"`{one}`" for one in found if one != data.train]
+        if isinstance(data.validation, float) and others:
+            of_name = f"other splits of {name}: {listed(others, 6)}"
+            self.notes.append(f"`data.validation` is a share of `{data.train}`; {of_name}")
 
-    Raises:
-        DataError: a column is missing, a value cannot be used, or no row is left.
-    """
-    with split.explains_rows():
-        rows, chosen, own = transform.whole(split.rows, columns, split.where)
-    notes.extend(own)
-    split = replace(split, rows=rows, transform=transform)
-    if chosen is None:
-        return split
-    places = replace(split.places, chosen=chosen) if split.places else None
-    return replace(split, where=f"the filtered rows of {split.where}", places=places)
+    def read_files(
+        self, data: FileData, most_rows: int | None, read_train: Callable[[Sequence[str]], Split] | None
+    ) -> None:
+        """Read files; the arguments are those of `load_splits`."""
+        names: dict[str, Any] = {"data.train": data.train, "data.validation": data.validation}
+        if read_train is not None:
+            del names["data.train"]
+            with self.problems.collect():
+                self.splits["data.train"] = self._transformed(read_train(self.columns), self.transform)
+        files: dict[str, list[Path]] = {}
+        for key, named in names.items():
+            with self.problems.collect(), reading(key):
+                files[key] = files_of(named if not isinstance(named, float) else None, key)
+        found = [path for paths in files.values() for path in paths]
+        # Files of both splits decide the format together.
+        with self.problems.collect():
+            file_format = data.format or (common_format(found) if found else "json")
+            for name, row in file_formats().items():
+                if found and file_format != name and (keys := data.changed(*row.keys)):
+                    problem = f"is for {row.shown} files, but `{found[0]}` is read as {file_format}"
+                    raise DataError(f"`data.{keys[0]}` {problem}; remove it")
+            for key, paths in files.items():
+                if paths:
+                    with self.problems.collect(), reading(key):
+                        self.splits[key] = self._read(data, file_format, key, paths, most_rows)
 
+    def _read(self, data: FileData, file_format: str, key: str, paths: list[Path], most_rows: int | None) -> Split:
+        bound, text = most_rows if is_large(paths) else None, text_options(data)
+        if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+            self.notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
+        entries = self._entries(data, key, paths, bound)
+        read = [self._read_entry(file_format, Files(own, text, key, bound)) for own, _ in entries]
+        of_sources = [transform.kinds(self.kinds) for _, transform in entries]
+        typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
+        mapped = [
+            self._transformed(replace(split, rows=rows), transform)
+            for split, rows, (_, transform) in zip(read, typed, entries, strict=True)
+        ]
+        return mapped[0] if len(mapped) == 1 else _joined(read, mapped, self.columns, key, data.mixture is not None)
 
-def _with_train(splits: Mapping[str, Split], notes: Sequence[str], problems: Problems) -> Splits:
-    """Return the splits, given them by their keys.
+    def _entries(
+        self, data: FileData, key: str, paths: list[Path], bound: int | None
+    ) -> list[tuple[list[Path], RowTransform]]:
+        """Return the parts of a split that are read apart: their files, and the transform of their rows."""
+        of_entries = self.transform.of_entries(data) if key == "data.train" else None
+        if of_entries is None and (key != "data.train" or data.mixture is None or bound is not None):
+            return [(paths, self.transform)]
+        named = [data.train] if isinstance(data.train, str) else data.train
+        transforms = [self.transform] * len(named) if of_entries is None else of_entries
+        return [(files_of(entry, key), of_entry) for entry, of_entry in zip(named, transforms, strict=True)]
 
-    Raises:
-        TrainerError: there is no training split; the error has all problems.
-    """
-    if "data.train" not in splits:
-        problems.raise_all()
-    return Splits(splits["data.train"], splits.get("data.validation"), tuple(notes))
+    def _read_entry(self, file_format: str, files: Files) -> Split:
+        """Return the rows of files; see `read_files` of `readers`."""
+        rows, notes = read_files(file_format, files)
+        split = replace(
+            _not_empty(rows or [], ", ".join(f"`{path}`" for path in files.paths), files.key),
+            places=RowPlaces(tuple(files.paths), file_format, files.text),
+            folders=tuple(dict.fromkeys(path.parent for path in files.paths)),
+        )
+        with split.explains_rows():
+            own = reader_of(file_format).notes(split.rows, files.paths[0], files.text, split.where)
+        self.notes += [*notes, *own]
+        return replace(split, is_whole=files.most_rows is None or len(split.rows) < files.most_rows)
+
+    def _transformed(self, split: Split, transform: RowTransform) -> Split:
+        """Return a split with the rows of the task.
+
+        Raises:
+            DataError: a column is missing, a value cannot be used, or no row is left.
+        """
+        with split.explains_rows():
+            rows, chosen, notes = transform.whole(split.rows, self.columns, split.where)
+        self.notes += notes
+        split = replace(split, rows=rows, transform=transform)
+        if chosen is None:
+            return split
+        places = replace(split.places, chosen=chosen) if split.places else None
+        return replace(split, where=f"the filtered rows of {split.where}", places=places)
 
 
 def _not_empty(rows: Any, where: str, key: str) -> Split:
@@ -276,14 +338,13 @@ def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Data
     try:
         splits: Mapping[str, Dataset] = load()
         first = next(iter(splits.values()))
-        of_sources = transform_of(data).kinds(kinds)
-        if first.info.builder_name == "csv" and any(_is_guessed(first.features.get(name)) for name in of_sources):
+        if first.info.builder_name == "csv" and any(_is_guessed(first.features.get(name)) for name in kinds):
             texts = {
                 name: datasets.Value("string") if _is_guessed(kind) else kind for name, kind in first.features.items()
             }
             # Loaded again as texts, because a guessed number has lost its leading zeros.
             again = load(features=datasets.Features(texts), **NULLS)
-            return dict(zip(again, reader_of("csv").typed([*again.values()], of_sources), strict=True))
+            return dict(zip(again, reader_of("csv").typed([*again.values()], kinds), strict=True))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"`data.name` must name a data set on the hub or a local folder, but is `{data.name}`:"
@@ -336,95 +397,6 @@ def text_options(data: Data) -> TextOptions:
     keys = [key for row in file_formats().values() for key in row.keys]
     further = {key: getattr(data, key) for key in keys}
     return TextOptions(codecs.lookup(data.encoding).name, data.delimiter, data.quotes, further)
-
-
-def _load_files(
-    data: FileData,
-    columns: Sequence[str],
-    kinds: Mapping[str, CellKind],
-    problems: Problems,
-    most_rows: int | None,
-    read_train: Callable[[Sequence[str]], Split] | None,
-) -> Splits:
-    names: dict[str, Any] = {"data.train": data.train, "data.validation": data.validation}
-    splits, notes = dict[str, Split](), list[str]()
-    if read_train is not None:
-        del names["data.train"]
-        with problems.collect():
-            splits["data.train"] = _transformed(read_train(columns), transform_of(data), columns, notes)
-    splits |= _read_splits(data, names, columns, kinds, problems, most_rows, notes)
-    return _with_train(splits, notes, problems)
-
-
-def _read_splits(
-    data: FileData,
-    names: Mapping[str, float | str | list[str] | None],
-    columns: Sequence[str],
-    kinds: Mapping[str, CellKind],
-    problems: Problems,
-    most_rows: int | None,
-    notes: list[str],
-) -> dict[str, Split]:
-    """Return the splits of files by their keys, without those that have a problem, and append notes."""
-    files: dict[str, list[Path]] = {key: [] for key in names}
-    for key, named in names.items():
-        with problems.collect(), reading(key):
-            files[key] = files_of(named if not isinstance(named, float) else None, key)
-    splits: dict[str, Split] = {}
-    found = [path for paths in files.values() for path in paths]
-    text = text_options(data)
-    # Files of both splits decide the format together, and an error of one split leaves the other to be checked.
-    with problems.collect():
-        file_format = data.format or (common_format(found) if found else "json")
-        for name, row in file_formats().items():
-            if found and file_format != name and (keys := data.changed(*row.keys)):
-                problem = f"is for {row.shown} files, but `{found[0]}` is read as {file_format}"
-                raise DataError(f"`data.{keys[0]}` {problem}; remove it")
-        for key, paths in files.items():
-            if not paths:
-                continue
-            with problems.collect(), reading(key):
-                bound = most_rows if is_large(paths) else None
-                if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
-                    notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
-                entries = _entries(data, key, paths, bound)
-                read = [_read_entry(file_format, Files(own, text, key, bound), notes) for own, _ in entries]
-                of_sources = [transform.kinds(kinds) for _, transform in entries]
-                typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
-                read = [replace(split, rows=rows) for split, rows in zip(read, typed, strict=True)]
-                mapped = [
-                    _transformed(split, transform, columns, notes)
-                    for split, (_, transform) in zip(read, entries, strict=True)
-                ]
-                is_mixed = data.mixture is not None
-                splits[key] = mapped[0] if len(mapped) == 1 else _joined(read, mapped, columns, key, is_mixed)
-    return splits
-
-
-def _entries(data: FileData, key: str, paths: list[Path], bound: int | None) -> list[tuple[list[Path], RowTransform]]:
-    """Return the parts of a split that are read apart: their files, and the transform of their rows."""
-    transform = transform_of(data)
-    of_entries = transform.of_entries(data) if key == "data.train" else None
-    if of_entries is None and (key != "data.train" or data.mixture is None or bound is not None):
-        return [(paths, transform)]
-    named = [data.train] if isinstance(data.train, str) else data.train
-    transforms = [transform] * len(named) if of_entries is None else of_entries
-    return [(files_of(entry, key), of_entry) for entry, of_entry in zip(named, transforms, strict=True)]
-
-
-def _read_entry(file_format: str, files: Files, notes: list[str]) -> Split:
-    """Return the rows of files, and append notes for the user; see `read_files`."""
-    rows, own = read_files(file_format, files)
-    notes.extend(own)
-    paths, most_rows = files.paths, files.most_rows
-    split = replace(
-        _not_empty(rows or [], ", ".join(f"`{path}`" for path in paths), files.key),
-        places=RowPlaces(tuple(paths), file_format, files.text),
-        folders=tuple(dict.fromkeys(path.parent for path in paths)),
-    )
-    with split.explains_rows():
-        notes.extend(reader_of(file_format).notes(split.rows, paths[0], files.text, split.where))
-    return replace(split, is_whole=most_rows is None or len(split.rows) < most_rows)
 
 
 def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[str], key: str, is_mixed: bool) -> Split:
