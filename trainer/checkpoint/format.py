@@ -103,6 +103,7 @@ def share_name(rank: int, world_size: int) -> str:
 def snapshot(parts: Sequence[TensorPart]) -> dict[str, Tensor]:
     """Return CPU copies of the boxes that this rank saves, by the keys of its file."""
     return {
+        # A copy, so that training goes on while it is written; safetensors takes contiguous tensors only.
         _key(part.name, box.start): box.view.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for part, box in own_share(parts)
     }
@@ -286,6 +287,7 @@ class SavedBoxes:
                         found += number
                 if found != box.view.numel():
                     raise ValueError(f"{self.folder} lacks elements of {part.name}")
+        # Each file is opened once for all boxes that need it.
         for file in sorted(wanted):
             with self.open_file(file) as read:
                 for saved, box in wanted[file]:
@@ -319,6 +321,7 @@ class SavedBoxes:
                 ends = [start + size for start, size in zip(box.start, box.shape, strict=False)]
                 if len(box.start) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
                     raise ValueError(f"it is damaged: {box.key} lies outside of {name}")
+            # The boxes of one save do not overlap, so the number of their elements tells whether any is missing.
             if sum(prod(box.shape) for box in boxes) != prod(shape):
                 raise ValueError(f"it is damaged: the parts of {name} do not cover it")
 
@@ -430,6 +433,7 @@ def _regular(path: Path) -> os.stat_result:
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
+    # Before it is read, since the checkpoint may come from anyone.
     if _regular(folder / FACTS).st_size > LARGEST_FACTS_BYTES:
         raise ValueError(f"it is damaged: {FACTS} is too long")
     try:

@@ -104,6 +104,7 @@ class CheckpointStore:
         file = self.folder / _MEMORY_KEY
         if key := self.read_memory_key():
             return key, []
+        # Also a link that leads nowhere, which the new file replaces.
         is_damaged = os.path.lexists(file)
         key = secrets.token_hex(_KEY_BYTES)
         replace_text(file, key)
@@ -116,6 +117,7 @@ class CheckpointStore:
     def newest_facts(self) -> Facts | None:
         """Return everything but the tensors of the newest checkpoint that can be read; None: there is none."""
         for step in reversed(self.steps()):
+            # An older one serves if the newest is damaged.
             with suppress(OSError, ValueError):
                 return read_facts(self.path(step), step)
         return None
@@ -123,6 +125,7 @@ class CheckpointStore:
     def read_memory_key(self) -> str:
         """Return the name that `memory_key` has given; empty if there is none, or none that it can have given."""
         try:
+            # One byte more than a key, so that a longer file is none.
             content = read_plain(self.folder / _MEMORY_KEY, 2 * _KEY_BYTES + 1)
         except OSError:
             return ""
@@ -134,12 +137,14 @@ class CheckpointStore:
         Raises:
             OSError: the file cannot be created.
         """
+        # Random, so that the marker of an earlier start proves nothing.
         name = f"{_MARKER}{secrets.token_hex(8)}"
         (self.folder / name).touch()
         return name
 
     def sees(self, marker: str) -> bool:
         """Return whether the marker appears within the time limit for network file systems."""
+        # The folder is listed, because NFS may remember for a while that a single name is missing.
         end = time.monotonic() + self._seconds
         return wait_until(lambda: os.path.isdir(self.folder) and marker in os.listdir(self.folder), end)
 
@@ -199,6 +204,7 @@ class CheckpointStore:
 
     def _rotate(self, step: int, best: int | None) -> None:
         steps = self.steps()
+        # Checkpoints of later steps do not count: the run resumed from before them.
         kept = {*[other for other in steps if other <= step][-self._keep :], *({best} if best is not None else ())}
         self.keep_only(kept.union(self._held))
 

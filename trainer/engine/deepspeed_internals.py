@@ -76,7 +76,9 @@ def partition(built: PlacedModel, mesh: ParallelMesh, config: dict[str, Any], de
     choice = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=True)
     with redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(backend(mesh.device), verbose=False, dist_init_required=False)
+        # An empty module, because `Init` partitions all parameters of a module that it gets.
         zero = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+        # By parameter and not by name: a tied one is partitioned once.
         for own, names in aliases(built.model).items():
             parameter: Any = own
             if built.shards is None:
@@ -101,6 +103,7 @@ def shape_of(parameter: Any, unpartitioned: Sequence[int]) -> tuple[int, ...]:
 def bounds(parameter: Any, index: int) -> tuple[int, int]:
     """Return the start of the part of a parameter of stage 3 on a data rank, and the number of its elements."""
     size = parameter.ds_tensor.ds_numel  # with padding
+    # The last ranks may have padding only, and so no elements.
     start = size * index
     return start, min(size, max(0, parameter.ds_numel - start))
 
@@ -135,12 +138,14 @@ def _flatten_one_by_one(
     flat = own[0].new_empty(size + -size % alignment)  # a page takes memory when it is written
     start = 0
     for tensor, padding in zip(tensors, paddings, strict=True):
+        # The list has the last reference, so the memory is free once the copy is made.
         one = own.pop(0)
         flat[start : start + one.numel()] = one.reshape(-1)
         start += one.numel()
         flat[start : start + padding] = 0
         start += padding
         setattr(tensor, attribute, one.new_empty(0))
+    # The alignment is zero as in DeepSpeed's own buffer.
     flat[start:] = 0
     return flat
 
@@ -213,6 +218,7 @@ def infinite_norm(zero: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Attributes of the object hid the methods of its class, which are visible again.
         del zero.scaled_global_norm, zero._get_norm_groups
 
 

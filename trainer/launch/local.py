@@ -290,6 +290,8 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
+            # A rank that has not failed is done (0), or stopped with a checkpoint (75), which is then the end of the
+            # run.
             return max(end.exit_code for end in ends)
         if sys.stdout.isatty():  # a killed rank 0 leaves the cursor hidden
             os.write(sys.stdout.fileno(), SHOW_CURSOR)

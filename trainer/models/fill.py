@@ -97,6 +97,7 @@ def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadP
     notes = [*notes, *described.check_invariance(model, keys), *prepared]
     if cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
+    # The strategy shards whole parameters itself, so no shard is cut here.
     return place(model, replace(cut, shard=None), keys, notes, lacking, described.groups(model))
 
 
@@ -211,11 +212,13 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
     files = [] if described.recipe.is_random else described.files()
     stored = _fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
     seed = described.seed
+    # The model's own rules may draw; the random numbers of the caller stay where they are.
     with torch.random.fork_rng(devices=[]):
         parts, whole, sources = _empty_parts(described, cut, stored)
         _rebuild_buffers(parts.model)
         parts.read(stored, sources.renamed)
         parts.convert(stored, sources.converted, whole)
+        # Each module draws from a stream of its own, so a rank leaves out modules without changing the others.
         draw_weights(whole, sources.missing, seed, parts.drawing(whole), parts.holds)
         for name, shape in parts.factors.items():
             from trainer.parallel.tensor.low_rank import drawn_factor
@@ -448,6 +451,7 @@ def _renamed(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[li
         if name not in expected:
             continue
         if pattern is not None:
+            # A converter merges or splits tensors, so their parts cannot be read in slices.
             converted.setdefault(name, []).append(key)
         elif name in renamed:
             raise CannotLoadPartsError(f"{key} and {renamed[name]} in its files are both {name}")
@@ -494,6 +498,7 @@ class _Parts:
         first = {name: names[0] for names in tied for name in names}  # in the whole model
         self._quantized = quantized_in(self.model)
         for name, weight in self._quantized.items():
+            # A quantised weight is no parameter of this model; its codes and scales stand for it under its name.
             first |= {f"{name}.{part}": name for part, _ in weight.named_parameters()}
         # A stage may hold a copy of a parameter under another name than the whole model.
         origins = placed.stage.origins if placed.stage else {}
@@ -623,6 +628,7 @@ class _Parts:
             self.shards |= dict.fromkeys(names, part)
             return
         assert part.shape == empty.shape, f"{names[0]} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
+        # One parameter under all its names, so that ties of the whole model hold here too.
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
         for own in names:
             replace_in(self.model, own, parameter)

@@ -277,6 +277,7 @@ class _StagedModel:
         relative = self.relative(name)
         for stack in self.plan.stacks:
             parts = stack.layers.split(".")
+            # Prefixes of the pattern from its first `*` on name the modules that hold several layers.
             first = next((number for number, part in enumerate(parts, 1) if "*" in part), len(parts))
             if any(matches(".".join(parts[:length]), relative) for length in range(first, len(parts))):
                 return True
@@ -322,6 +323,7 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     _copy_first_layer(staged, stage)
     _stand_in(staged, stage, traffic)
     _connect(staged, traffic, split.layers[first] if receives.hidden else None, sends.result and not receives.result)
+    # After the stand-ins: the names that this stage still has.
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return StagePart(
         layers,
@@ -347,6 +349,7 @@ def _shared_parameters(staged: _StagedModel) -> tuple[dict[str, str], dict[str, 
             source, target, _ = copied
             for name, _ in base.get_submodule(source).named_parameters():
                 origin = origins[f"{at}{target}.{name}"] = f"{at}{source}.{name}"
+                # Both stages hold the parameter, so their gradients are summed as those of tied weights.
                 held += [(origin, staged.stage(owner_of(origin))), (origin, stage)]
     holders: dict[str, set[int]] = {}
     for origin, stage in held:

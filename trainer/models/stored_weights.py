@@ -52,6 +52,7 @@ class StoredWeights:
                     stored = opened.get_slice(key)
                     self._files[key] = file
                     self.shapes[key] = tuple(stored.get_shape())
+                    # Without rows, only the header is read; a scalar has no rows to leave out.
                     self.dtypes[key] = (stored[:0] if self.shapes[key] else opened.get_tensor(key)).dtype
 
     def again(self) -> StoredWeights:
@@ -65,12 +66,14 @@ class StoredWeights:
         the own shard.
         """
         shape, dtype = self.shapes[key], self.dtypes[key]
+        # Weights begin in fp32, whatever the type of the files; integers, such as codes, keep their type.
         dtype = torch.float32 if dtype.is_floating_point else dtype
         if placement is None or cut is None or not shape or (not placement.splits and cut.shard is None):
             whole = torch.empty(shape, dtype=dtype, device=self.device)
             self._copy(key, [((), whole)])
             return whole
         extent, slices = _slices_of_part(shape, placement, cut)
+        # Zeros, because the padding of a last part is in no slice of the file.
         part = torch.zeros(extent, dtype=dtype, device=self.device)
         self._copy(key, [(index, part.narrow(dim, *place)) for dim, place, index in slices])
         return part
@@ -94,6 +97,7 @@ class StoredWeights:
         if not self.shapes[key]:
             return torch.equal(self.read(key), self.read(other))
         num_rows, *columns = self.shapes[key]
+        # A few rows at a time: embeddings and heads are the largest tensors.
         step = max(1, _CHUNK_ELEMENTS // max(1, torch.Size(columns).numel()))
         return all(
             torch.equal(*(self.rows(name, start, start + step) for name in (key, other)))
@@ -104,6 +108,7 @@ class StoredWeights:
         """Return a copy of some rows of a tensor, in its own type; a scalar is one row."""
         with safe_open(self._files[key], framework="pt") as opened:
             rows: Tensor = opened.get_slice(key)[start:stop] if self.shapes[key] else opened.get_tensor(key)
+            # The clone lets go of the pages of the mapped file.
             return rows.clone()
 
     def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
@@ -152,6 +157,7 @@ class EnlargedWeights(_ChangedWeights):
             return
         shape, before = self.shapes[key], self._stored.shapes[key]
         dim = next(dim for dim, size in enumerate(shape) if size != before[dim])
+        # The mean needs all rows, which are read once for all slices of the tensor.
         if key not in self._means:
             self._means[key] = _mean(self._stored.read(key), dim)
         stored: list[tuple[Index, Tensor]] = []
@@ -159,12 +165,14 @@ class EnlargedWeights(_ChangedWeights):
             slices = (*index, *[slice(None)] * (len(shape) - len(index)))
             places = [slice(*one.indices(size)) for one, size in zip(slices, shape, strict=True)]
             own = places[dim]
+            # A slice may begin in stored rows and end in further ones, or lie wholly in either.
             num_stored = max(0, min(own.stop, before[dim]) - own.start)
             if num_stored:
                 places[dim] = slice(own.start, own.start + num_stored)
                 stored.append((tuple(places), target.narrow(dim, 0, num_stored)))
             places[dim] = slice(None)
             target.narrow(dim, num_stored, own.stop - own.start - num_stored).copy_(self._means[key][tuple(places)])
+        # Also without a slice: ranks of a node that share their reads must all call it.
         self._stored._copy(key, stored)
 
 
@@ -172,6 +180,7 @@ def _mean(tensor: Tensor, dim: int) -> Tensor:
     """Return the mean over a dimension, which is kept; its bits do not depend on the number of threads."""
     if tensor.is_meta:
         return tensor.narrow(dim, 0, 1)
+    # In numpy, because the order of torch's sum depends on the number of threads.
     return torch.from_numpy(tensor.numpy().mean(axis=dim, dtype=np.float64, keepdims=True)).float()
 
 
@@ -183,6 +192,7 @@ _SIZES_OF_BLOCKS = {"nf4": {"blocksize": 64, "nested_blocksize": 256}, "nf4_sing
 def quantized_keys(keys: Collection[str]) -> dict[str, str]:
     """Return the tensors that bitsandbytes has quantised among those of files, with the names of their formats."""
     weights = [key.removesuffix(_STATE) for key in keys if key.endswith(_STATE)]
+    # With `nested_absmax`, the scales of the blocks are codes themselves.
     found = {key: "nf4" if f"{key}.nested_absmax" in keys else "nf4_single" for key in weights}
     return found | {f"{key.removesuffix('SCB')}weight": "int8" for key in keys if key.endswith(".SCB")}
 
@@ -200,6 +210,7 @@ class QuantizedFiles(_ChangedWeights):
     def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(stored, shapes)
         self._kinds = quantized_keys(stored.shapes)
+        # The tensors of a format belong to their weight and match no parameter of the model.
         inside = {key for key in stored.shapes for end in (".weight.", ".SCB", ".weight_format") if end in key}
         self.shapes = {key: shape for key, shape in stored.shapes.items() if key not in inside} | dict(shapes)
         self.dtypes = stored.dtypes | dict.fromkeys(shapes, torch.float32)
@@ -239,6 +250,7 @@ class QuantizedFiles(_ChangedWeights):
         parts = self.quantized(key)
         if parts is None:
             self._stored._copy(key, targets)
+        # `quantized` above has made the reads that ranks of a node share, so a rank without targets is done.
         elif targets and self.device != "meta":
             from trainer.parallel.quantized_linear import FORMATS
 
@@ -262,6 +274,7 @@ class SharedWeights(StoredWeights):
         self._paths = files
         self._own: StoredWeights | None = None  # of the reader
 
+        # Only the reader of the node runs it; the others get shapes and names of types.
         def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
             self._own = own = StoredWeights(files)
             return {key: (shape, str(own.dtypes[key]).removeprefix("torch.")) for key, shape in own.shapes.items()}
@@ -271,6 +284,7 @@ class SharedWeights(StoredWeights):
         self.dtypes = {key: getattr(torch, name) for key, (_, name) in described.items()}
 
     def again(self) -> StoredWeights:
+        # A later read is of this rank alone: the others of the node may not need the same tensor.
         return StoredWeights(self._paths)
 
     def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
@@ -290,6 +304,7 @@ class SharedWeights(StoredWeights):
         for start, chunk in self._chunks(key):
             for index, target in targets:
                 own, *columns = index or (slice(0, num_rows),)
+                # The rows that both the chunk and the target have; perhaps none.
                 first, last = max(own.start, start), min(own.stop, start + len(chunk))
                 if first < last:
                     own_rows = (slice(first - start, last - start), *columns)
@@ -300,6 +315,7 @@ class SharedWeights(StoredWeights):
         """Yield the rows of a tensor in chunks, each with the index of its first row; a scalar is one row."""
         num_rows, *columns = self.shapes[key] or (1,)
         dtype = self.dtypes[key]
+        # From shape and type alone, so that all ranks of the node agree on the chunks.
         step = max(1, _CHUNK_BYTES // max(1, torch.Size(columns).numel() * dtype.itemsize))
         for start in range(0, num_rows, step):
             stop = min(num_rows, start + step)
@@ -335,6 +351,7 @@ def _slices_of_part(
         width, ranges = ranges_of_part(shape[dim], split, index_in_group(group), group_size(group))
     else:
         dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
+    # A part has its range of each block one behind the other, such as of query, key and value in one matrix.
     extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
     first, last = cut.shard.bounds(extent) if cut.shard is not None else (0, extent[0])
     extent[0] = last - first
@@ -343,6 +360,7 @@ def _slices_of_part(
         place = block * width  # of the block in the part
         if dim == 0:  # only the rows of the shard
             start, stop = max(start, start + first - place), min(stop, start + last - place)
+            # Places in the part count from the first row of the shard.
             place = max(place - first, 0)
         if start < stop and first < last:
             before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []

@@ -104,6 +104,7 @@ def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int,
     for pattern, dim, blocks in [*columns, *((pattern, 1, 1) for pattern in plan.rows)]:
         for place in places:
             if matches(pattern, place.relative):
+                # Conv1D of GPT-2 stores `[in, out]`, the transpose of nn.Linear.
                 stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
                 features = place.module.get_parameter("weight").shape[stored_dim] // blocks
                 yield features, f"{features} features of {place.name}"
@@ -152,6 +153,7 @@ def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> 
     tensor, context = group_size(groups.tensor), group_size(groups.context)
     check_split(model, tensor, context, sequence)
     plan = _plan_of(model, context > 1)
+    # Before the replacement, which gives each name a parameter of its own.
     tied = tied_names(model)
     stacks = _stacks(model, groups, sequence)
     if tensor == 1 and context > 1:  # matrices of layers stay whole
@@ -200,6 +202,7 @@ class _Cutting:
                 setattr(place.owner, place.attribute, part)
                 axes = self._context_axes(place)
                 for name, placement in part.placements(f"{place.name}.").items():
+                    # A context rank applies the matrix to its positions only, so its gradient is a term of the sum.
                     placements[name] = replace(placement, partial_over=(*placement.partial_over, *axes))
                 for module in part.modules():
                     if isinstance(module, KeyedDropout):  # of LoRA
@@ -214,6 +217,8 @@ class _Cutting:
         transposed = isinstance(module, Conv1D)
 
         def column(blocks: int) -> ColumnParallelLinear:
+            # The gradient of an input is summed over tensor ranks once: around the module that shares it, by the gather
+            # of positions, or here.
             copies_input = not has_sharer and cut is None
             part = ColumnParallelLinear(module, group, blocks=blocks, transposed=transposed, copies_input=copies_input)
             if cut and not has_sharer:
@@ -240,6 +245,7 @@ class _Cutting:
         def shared(cut: SequenceCut | None, name: str, tensor: Tensor) -> Tensor:
             if cut and name == HIDDEN_STATES:
                 return cut.gather(tensor)
+            # Rounded before the copy, the gradient that the group sums has half of the bytes.
             return copy_to_group(in_product_type(tensor), group)
 
         for place in self._matching(self._plan.shared_inputs):
@@ -257,6 +263,7 @@ class _Cutting:
         plan, index = self._plan, index_in_group(self._groups.tensor)
         for place in self._places:
             context, module = self._stacks.context_of(place.name), place.module
+            # This rank's number among all shares of heads: context ranks divide the heads of a tensor rank.
             of_heads = index * context.of_heads.heads + context.head_part if context else index
             if _any(plan.attention, place):
                 move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=of_heads))
@@ -284,6 +291,7 @@ class _Cutting:
             over_tensor = _any(self._plan.partial, place) or self._stacks.sequence_of(place.name)
             axes = [TENSOR_AXIS] * bool(over_tensor) + self._context_axes(place)
             for name, parameter in place.module.named_parameters(place.name, recurse=False):
+                # Matrices that are cut got their placements when they were replaced.
                 if axes and place.name not in self._cut:
                     placements[name] = ParameterPlacement(
                         name, tuple(parameter.shape), partial_over=("dp", *axes), trainable=parameter.requires_grad
@@ -318,6 +326,7 @@ def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
     config: Any = model.config
     split = context_split(config, group_size(groups.tensor), group_size(groups.context))
     if split is not None and split.ring > 1:
+        # transformers looks up the function of this name in each forward pass.
         config._attn_implementation = RING_ATTENTION
     layers = {id(layer) for layer in layers_of(model).values()} if sequence or split else set()
     named = {name: module for name, module in model.named_modules() if id(module) in layers}
@@ -326,6 +335,7 @@ def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
 
 def _places(model: nn.Module) -> Iterable[_Place]:
     for name, module in model.named_modules():
+        # A stand-in of another stage has nothing to cut.
         if name and not isinstance(module, Absent):
             parent, _, attribute = name.rpartition(".")
             yield _Place(model.get_submodule(parent), attribute, name, relative_name(model, name), module)

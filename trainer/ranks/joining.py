@@ -102,6 +102,7 @@ class Rendezvous:
                 f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}; end the"
                 " ranks of earlier starts, or give this run a port of its own"
             )
+        # `add` is atomic: of two processes with the same rank, the second one learns of the first.
         if self.store.add(f"here/{own.rank}", 1) > 1:
             raise two_processes(own.rank)
         enter(self.store, "here", own.rank)
@@ -115,6 +116,7 @@ class Rendezvous:
     def dismiss(self, waiting: int, code: int) -> None:
         """Give `waiting` other ranks, which are in `dismissed`, the exit code of the run."""
         self._put("dismissed/code", code)
+        # The store may end with this process, so the others read the code first.
         self._wait_for_count("dismissed/known", waiting)
 
     def dismissed(self) -> int:
@@ -180,6 +182,7 @@ class Rendezvous:
         rank = self._environment.rank
 
         def read(name: str) -> list[Any] | None:
+            # Rank 0 asks once for all values, so its messages do not grow with the ranks.
             keys = [f"{name}/{one}" for one in range(self._size)]
             return [decode(one) for one in self.store.multi_get(keys)] if rank == 0 else None
 
@@ -206,6 +209,7 @@ class Rendezvous:
         """
 
         def compare(name: str) -> None:
+            # Each rank compares its text with that of the first one to come, so none reads the texts of all.
             if self.store.compare_set(f"{name}/first", "", text).decode() != text:
                 self.store.set(f"{name}/differ", "")
 
@@ -377,6 +381,7 @@ def _reach(environment: LaunchEnvironment, deadline: float) -> str:
                 f"rank {environment.rank} on {socket.gethostname()} cannot reach {_place(environment)} yet: {problem}",
                 err=True,
             )
+            # The notice comes once.
             notice = deadline
         time.sleep(_RETRY_SECONDS)
 

@@ -239,6 +239,7 @@ class Assembly:
         measured: dict[int, list[float]] = {}
         for rank, share in gathered or []:
             if share is not None:
+                # Data replicas of a pipeline rank wait for other ranks than its own, so the mean of all counts.
                 measured.setdefault(rank, []).append(share)
         if not measured:
             return None
@@ -253,6 +254,7 @@ class Assembly:
         stages = pipeline.stages_of(self.mesh.index("pp"))
         sizes = [sum(p.numel() for p in model.parameters()) for model in self.models]
         layers = [part.stage.layers if part.stage else () for part in self.built]
+        # One replica tells about a stage, but all ranks join the gather.
         own = list(zip(stages, layers, sizes, strict=True)) if self.mesh.is_first_replica else []
         gathered = self.mesh.gather(own)
         texts = [str(pipeline)]

@@ -129,13 +129,16 @@ class Loop:
                 self._log()
             wanted = self._agreed()
             is_due = self.validation.evaluator is not None and self._due(self.recipe.evaluation.every)
+            # The condition is the same on all ranks, which an evaluation needs: it has collectives.
             out_of_patience = (is_due or wanted.evaluate) and self._evaluate()
             wanted = joined([wanted, self._agreed()]) or wanted  # those of the evaluation too
+            # Begun with the step, so the answer has travelled while the device computed.
             request = asked()
             # All ranks get the largest request, so they obey the same one after the same step.
             if request == _FAILING:
                 self.mesh.on_every_rank(self._flush)
             ending = self._ending(out_of_patience, request, wanted.stop)
+            # Every ending saves, so that the same command continues from here or finds nothing to do.
             self._save(bool(ending) or request == SAVE or wanted.save)
             if ending:
                 self._end()
@@ -173,6 +176,7 @@ class Loop:
             with self.meter.during(CHECKPOINT):
                 self.saver.save()
             self._report_checkpoint()
+        # A checkpoint on disk serves also as one in memory that is due after the same step.
         elif self._due(self.saver.between):
             self._read_begun()
             self.mesh.on_every_rank(self._require_reports)
@@ -206,6 +210,7 @@ class Loop:
         from trainer.training.bad_steps import describe, examine, remedy
 
         rows = self.loader.row_ids(begun.number - 1)
+        # On all ranks, since the numbers of a step are equal on all of them.
         record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1
         self._report(lambda: self.observers.bad_step(record))
@@ -269,6 +274,7 @@ class Loop:
         self.observers.doing(self.progress.step, what)
 
     def _count(self, batch: RankBatch) -> None:
+        # Counted when it is begun: a step that proves bad changes no weight, but passes its rows.
         self.progress.step += 1
         self.progress.samples += batch.num_rows
         self.progress.tokens += batch.num_tokens
@@ -294,6 +300,7 @@ class Loop:
             before, (*_, self._compiled) = self._compiled, compilations()
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()
+        # A collective: every rank logs, although only rank 0 writes.
         ranks = self._numbers(rates)
         memory = tuple(rank.memory_bytes for rank in ranks)
         places = sum(rank.positions for rank in ranks)
@@ -345,6 +352,7 @@ class Loop:
         return self.validation.is_out_of_patience()
 
     def _ending(self, out_of_patience: bool, request: int, is_asked: bool) -> Ending | None:
+        # The first reason that holds names the ending; after the last step, nothing that was asked matters.
         if self.progress.step >= self.total_steps:
             return "finished"
         if request > SAVE:
