@@ -240,6 +240,7 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 _FORWARD_AND_BACKWARD: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "copy_to_group": (lambda x, _: x.view_as(x), _sum),  # autograd needs another tensor than the input
+    # Every rank repeats the work on y, so its dy is whole already.
     "reduce_from_group": (_sum, lambda grad, _: grad),
     "gather_sequence": (_gather, _scatter_sum),
     "scatter_sum_sequence": (_scatter_sum, _gather),

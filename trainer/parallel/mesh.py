@@ -168,6 +168,7 @@ class ParallelMesh:
 
     def agree_any(self, *values: bool) -> tuple[bool, ...]:
         """Return whether each value is true on any rank, on all ranks."""
+        # The maximum of zeros and ones is a logical or.
         agreed = torch.tensor(values, dtype=torch.int64)
         if self.world_size > 1:
             _begin_all_reduce(agreed, dist.ReduceOp.MAX, self._control)()
@@ -280,6 +281,7 @@ class ParallelMesh:
             action()
         except TrainerError as raised:
             error = raised
+        # Every rank answers, also without an error, so none waits for one that has left.
         errors = self.all_gather(error_to_values(error) if error else None)
         if failed := next((values for values in errors if values is not None), None):
             raise error or error_of_values(failed)
@@ -347,5 +349,6 @@ def init_process_group(device: torch.device, rank: int, world_size: int, store: 
         rank=rank,
         world_size=world_size,
         timeout=timeout,
+        # With a device, NCCL connects here and not in the first collective.
         device_id=device if device.type == "cuda" else None,
     )

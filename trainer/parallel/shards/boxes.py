@@ -65,6 +65,7 @@ def positions_of(start: Sequence[int], shape: Sequence[int], whole: Sequence[int
     """Return the position of each element of a block in the flattened whole tensor, int64 `[elements]`."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for first, size, total in zip(start, shape, whole, strict=True):
+        # In row-major order, each dimension multiplies the positions so far.
         positions = positions.unsqueeze(-1) * total + torch.arange(first, first + size, device=device)
     return positions.flatten()
 
@@ -118,6 +119,7 @@ def _replicas(split_axes: Sequence[str], mesh: ParallelMesh) -> tuple[tuple[str,
     axes = tuple(axis for axis in _REPLICATING_AXES if axis not in split)
     index, number = 0, 1
     for axis in axes:
+        # In mixed radix, so the numbers of replicas are distinct and begin at 0.
         index = index * mesh.size(axis) + mesh.index(axis)
         number *= mesh.size(axis)
     return axes, index, number
@@ -137,6 +139,7 @@ def segments_of(placement: ParameterPlacement, mesh: ParallelMesh, splits: Seque
     extents = list(placement.shape)
     for split in splits:
         assert split.dim is not None, "a flattened parameter is cut by who flattened it"
+        # A later split cuts the tensor that the earlier ones have left.
         index, size, dim = mesh.index(split.axis), mesh.size(split.axis), split.dim
         width, ranges = ranges_of_part(extents[dim], split, index, size)
         dims[dim] = [
@@ -209,6 +212,7 @@ def own_share(parts: Iterable[TensorPart], small_bytes: int = 1 << 16) -> Iterat
     turns: dict[tuple[str, ...], int] = {}  # replicas along the same axes have the same boxes, in the same order
     for part in parts:
         for box in part.boxes:
+            # With fewer rows than replicas, a box counts as small.
             if box.view.nbytes > small_bytes and box.shape and box.shape[0] >= part.num_replicas:
                 first, last = bounds_of_part(box.shape[0], part.replica, part.num_replicas)
                 if first < last:

@@ -72,6 +72,7 @@ class _ParallelLinear(ShardedLinear):
         self.in_features, self.out_features = self.weight.shape if transposed else reversed(self.weight.shape)
         product = product_of(whole)
         self.lora = None if product is None else self._part_of_product(product)
+        # The dropout of an adapter follows the mode of the whole layer.
         self.train(whole.training)
 
     @property
@@ -120,6 +121,7 @@ class _ParallelLinear(ShardedLinear):
     def _part_of(self, whole: Tensor, split: Split | None) -> nn.Parameter:
         part = whole.detach()
         if split is None:
+            # A copy, so that the memory of the whole tensor can go.
             part = part.clone()
         else:
             part = part_of(part, split, index_in_group(self.group), group_size(self.group))

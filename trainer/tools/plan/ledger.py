@@ -234,6 +234,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(storage, component)
         if self._component[key] != component:
             size = self._bytes[key]
+            # By way of 0: the old component gives the bytes back before the new one counts them.
             self._set_size(key, 0)
             self._component[key] = component
             self._set_size(key, size)
@@ -258,6 +259,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             change, component = size - self._bytes[key], self._component[key]
             self._bytes[key] = size
             self._alive[component] += change
+            # The host has a peak of its own.
             if component.endswith(_ON_HOST):
                 self._now_on_host += change
                 if self._now_on_host > sum(self.most_on_host.values()):
@@ -351,11 +353,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
         if function.namespace == "bitsandbytes":
             return CASTS
+        # A copy of a weight in a smaller type is one of autocast.
         is_smaller = function in _CASTING and outputs[0].dtype.itemsize < inputs[0].dtype.itemsize
         if is_smaller and self._component.get(inputs[0].untyped_storage()._cdata) in (PARAMETERS, GATHERED):
             return CASTS
         if not self._inside:
             return TEMPORARY if _in_backward() else LOSS
+        # Recomputation enables gradients, so its results are activations again.
         return TEMPORARY if _in_backward() and not torch.is_grad_enabled() else ACTIVATIONS
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -363,7 +367,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _phase(self) -> str:
         if _in_backward():
+            # A module is entered in a backward pass to be recomputed.
             return RECOMPUTED if self._inside else BACKWARD
+        # Outside of modules, the optimizer alone runs without gradients.
         return FORWARD if self._inside or torch.is_grad_enabled() else OPTIMIZER_STEP
 
     def _count_collective(self, function: Any, args: Any, inputs: list[Tensor]) -> None:

@@ -167,12 +167,14 @@ class _Simulation:
         if numbers:
             longer = {number: short.run(short.build(), number) for number in numbers}
             found = lengthen(found, longer, [stack for part in stacks for stack in part])
+        # One update of all layers takes the place of that of the short model, which was left out.
         return found.followed_by(*self.update()) if is_apart else found
 
     def run(self, built: Sequence[PlacedModel], longer: int | None = None) -> StepPlan:
         """Run some steps, and return the result of the last; see `shorten` for `longer`."""
         with self.opened(built, longer) as (engine, ledger, batch):
             positions(batch.microbatches)  # the loop counts them before a step, which then has them
+            # They make the state of the optimizer, which every later step finds.
             for _ in range(_warm_up_steps(self.plan)):
                 engine.train_step(_smallest(batch, self.plan))
             _label_model(ledger, engine, built, self.offload)
@@ -222,6 +224,7 @@ class _Simulation:
             copies_between_host_and_device(ledger, plan) if splits else nullcontext(),
         ):
             batch = copied_ahead(rows, ledger) if copies_ahead else rows
+            # Before layers go, because the rules of groups have the names of all.
             before = _origins(built)
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
@@ -239,6 +242,7 @@ class _Simulation:
                     change["model"] = plan.recipe.model.model_copy(update={"unfreeze_at_step": sys.maxsize})
                 simulated = replace(plan, recipe=plan.recipe.model_copy(update=change))
                 added_loss = _added_loss(plan, task, self.mesh, ledger)
+                # The number of steps shapes the learning rate only, which changes no size.
                 engine = build_engine(built, task, self.mesh, simulated, 2, added_loss)
             assert isinstance(engine, (NativeEngine, ZeroEngine))
             _label_model(ledger, engine, built, self.offload)
