@@ -829,7 +829,7 @@ _TASKS = [
     Defect(
         "prompt_trained",
         "The tokens of a prompt are trained, too.",
-        "tasks/text/chats.py",
+        "tasks/text/answers.py",
         "[False] * len(before)",
         "[True] * len(before)",
         ("tasks/test_causal_lm.py::test_only_completions_are_trained",),

@@ -30,13 +30,13 @@ from trainer.data.formats.base import Files, TextOptions
 from trainer.data.readers import read_files
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
+from trainer.features.chats import templates as chat_templates
+from trainer.features.chats.encoder import TEMPLATE
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import CausalLM, Generation
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
-from trainer.tasks.text import chat_templates
-from trainer.tasks.text.chats import name_notes
 from trainer.tasks.text.columns import tokenise
 
 WHERE = "`rows.jsonl`"
@@ -645,9 +645,9 @@ def test_names_of_speakers_that_the_template_leaves_out_are_noted(chatty):
         (TOOLS_TEMPLATE, None),
     ):
         chatty.chat_template = template
-        found = name_notes(columns, rows, chatty)
+        found = TEMPLATE.column_notes(columns, rows, chatty)
         assert [notes in note for note in found] == [True] * (notes is not None)
-    assert not name_notes(columns, rows_of(messages=[[ASKED]], prompt=["a"]), chatty)
+    assert not TEMPLATE.column_notes(columns, rows_of(messages=[[ASKED]], prompt=["a"]), chatty)
 
 
 def test_later_messages_with_other_keys_than_the_first_are_read(tmp_path, monkeypatch):

@@ -9,25 +9,22 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import Generation, TaskKeys
+from trainer.recipe.schema import CausalLM, Generation, TaskKeys
 from trainer.tasks.exported import GENERATION
 from trainer.tasks.task import Task
-from trainer.tasks.text.chat_templates import Tools
-from trainer.tasks.text.chats import (
+from trainer.tasks.text.answers import (
     Tokens,
+    Tools,
     Turns,
-    chat_prompt,
     check_texts_or_chats,
+    encoder_of_chats,
     end_token,
     features_of,
     features_of_labels,
     holds_chats,
     known_end,
+    required_chats,
     tokens_after,
-    tokens_of_chat,
-    tools_of,
-    turn_ends,
-    turn_notes,
     unread_notes,
     without_end,
 )
@@ -75,8 +72,8 @@ class CausalLMTask(TokenLabels):
 
     @classmethod
     def of(cls, section: TaskKeys, **given: Any) -> Task:
-        columns = {key: getattr(section, key) for key in ("text", "prompt", "completion", "messages")}
-        return super().of(section, sources={key: name for key, name in columns.items() if name is not None}, **given)
+        assert isinstance(section, CausalLM)
+        return super().of(section, sources=section.sources, **given)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -116,15 +113,15 @@ class CausalLMTask(TokenLabels):
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ends = [] if (end := known_end(tokenizer)) is None else [end]
-        if "text" not in self.sources and tokenizer.chat_template:
-            ends += turn_ends(tokenizer)
+        if "text" not in self.sources and tokenizer.chat_template and (chats := encoder_of_chats()):
+            ends += chats.ends(tokenizer)
         return tuple(dict.fromkeys(ends))
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
         is_chat = "messages" in self.sources and not self.continues and tokenizer.is_fast
         if not is_chat or not tokenizer.chat_template:
             return []
-        return turn_notes(tokenizer, self.train_on)
+        return required_chats().notes(tokenizer, self.train_on)
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if "text" not in self.sources:
@@ -229,7 +226,7 @@ class CausalLMTask(TokenLabels):
             if others:
                 own = [tokens_after(first, others[0], tokenizer, tools, place)]
             else:
-                own = tokens_of_chat(first, tokenizer, self.train_on, place, tools)
+                own = required_chats().whole(first, tokenizer, self.train_on, place, tools)
             found += [(place, tokens) for tokens in own]
         return features_of(found, max_length)
 
@@ -237,7 +234,7 @@ class CausalLMTask(TokenLabels):
         """Return the tools of a row; None without `task.tools`."""
         if self.tools is None:
             return None
-        return tools_of(cells[self.tools][row], tokenizer, cell(self.tools, first_row + row, where))
+        return required_chats().tools(cells[self.tools][row], tokenizer, cell(self.tools, first_row + row, where))
 
     def _encode_prompts(
         self, rows: Dataset, cells: Mapping[str, Any], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
@@ -256,7 +253,7 @@ class CausalLMTask(TokenLabels):
             texts = cells[column]
             if is_chat:
                 texts = [
-                    chat_prompt(
+                    required_chats().prompt(
                         chat,
                         tokenizer,
                         cell(column, first_row + row, where),

@@ -74,10 +74,11 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """
     tokenizer: Tokenizer = load_tokenizer(recipe.model)
     if tokenizer.chat_template is not None:
-        from trainer.tasks.text.chat_templates import set_date
+        from trainer.tasks.text.answers import encoder_of_chats
 
         # A chat template may ask for today's date; a fixed one keeps rows and cache equal on later days.
-        set_date(tokenizer, recipe.data.date)
+        if chats := encoder_of_chats():
+            chats.set_date(tokenizer, recipe.data.date)
     if recipe.task.languages is not None:
         set_languages(tokenizer, *recipe.task.languages)
     return tokenizer

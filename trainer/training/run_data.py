@@ -300,14 +300,12 @@ def _written_date(recipe: Recipe, task: Task, preparation: Preparation, train: S
     tokenizer, features = preparation.text_tokenizer, train.rows.features
     if tokenizer is None or not recipe.task.traits.chats or recipe.data.date is not None:
         return None
-    from trainer.tasks.text.chats import holds_chats
+    from trainer.tasks.text.answers import holds_chats, required_chats
 
     if not any(holds_chats(features[name]) for name in task.columns if name in features):
         return None
-    from trainer.tasks.text.chat_templates import set_date
-
     day = day or date.today().isoformat()
-    return day if set_date(tokenizer, day) else None
+    return day if required_chats().set_date(tokenizer, day) else None
 
 
 def _date_notes(data: PreparedData) -> list[str]:
@@ -327,9 +325,10 @@ def _tokenizer_notes(task: Task, preparation: Preparation, train: Split) -> list
     notes = task.tokenizer_notes(tokenizer)
     if not tokenizer.chat_template:
         return notes
-    from trainer.tasks.text.chats import name_notes
+    from trainer.tasks.text.answers import encoder_of_chats
 
-    return [*notes, *name_notes(task.columns, train.rows, tokenizer)]
+    chats = encoder_of_chats()
+    return [*notes, *(chats.column_notes(task.columns, train.rows, tokenizer) if chats else ())]
 
 
 def _token_notes(data: PreparedData) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.base.errors import DataError
-from trainer.tasks.text.chats import Tokens, end_token
+from trainer.tasks.text.answers import Tokens, end_token
 from trainer.tasks.text.columns import framed
 from trainer.tasks.text.tied_texts import MOST_COMPARED, texts_of
 from trainer.tasks.types import EncodedRows, Tokenizer

@@ -22,8 +22,15 @@ from trainer.tasks.exported import GENERATION
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import Inputs, NextTokens, RowPreview
 from trainer.tasks.task import Task
-from trainer.tasks.text.chat_messages import messages_of
-from trainer.tasks.text.chats import Tokens, check_texts_or_chats, features_of, tokens_after, tools_of, unread_notes
+from trainer.tasks.text.answers import (
+    Tokens,
+    check_texts_or_chats,
+    features_of,
+    messages_of,
+    required_chats,
+    tokens_after,
+    unread_notes,
+)
 from trainer.tasks.text.columns import cell, cells_of, require_columns
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, Tokenizer
@@ -226,7 +233,9 @@ class PreferenceTask(TokenLabels):
                 prompt, *answers = _divided(of_row[0], of_row[1], places[0])
             else:
                 prompt, *answers = of_row
-            described = tools_of(of_tools, tokenizer, cell(self.tools, first_row + row, where)) if self.tools else None
+            described = None
+            if self.tools is not None:
+                described = required_chats().tools(of_tools, tokenizer, cell(self.tools, first_row + row, where))
             if self.is_chat:  # a text among messages is then an error, and no pair of texts
                 prompt, answers = messages_of(prompt), list(map(messages_of, answers))
             for place, answer in zip(places, answers, strict=True):

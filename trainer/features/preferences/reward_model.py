@@ -19,7 +19,7 @@ from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.several_texts import ScoredTexts
 from trainer.tasks.task import Task
-from trainer.tasks.text.chats import check_texts_or_chats, end_token, holds_chats, tokens_after, unread_notes
+from trainer.tasks.text.answers import check_texts_or_chats, end_token, holds_chats, tokens_after, unread_notes
 from trainer.tasks.text.columns import cell, cells_of, finite_numbers, framed, require_columns
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
 from trainer.recipe.schema.task_keys import DECODER, Start, TextKeys, Traits, VocabularyKeys
@@ -84,14 +83,6 @@ class CausalLM(VocabularyKeys):
     """Column of prompts, texts or messages, not trained."""
     completion: Name | None = None
     """Column of completions of the prompts."""
-    messages: Name | None = None
-    """Column of chats, as lists of {"role": ..., "content": ...}; the assistant's turns are trained, unless their
-    `weight` is 0."""
-    tools: Name | None = None
-    """Column of the tools of a chat, as lists of JSON schemas or their text."""
-    train_on: Literal["all", "last", "each"] = "all"
-    """Trained turns of a chat: all in one row, the last one, or each in its own row. `last` and `each` suit templates
-    that change earlier messages."""
     generation: Generation = Generation()
     """Length of the texts of `trainer predict`, and their search."""
     packing: Literal["none", "documents", "joined"] = "none"
@@ -100,11 +91,16 @@ class CausalLM(VocabularyKeys):
     metrics: list[Literal["perplexity", "accuracy"]] = Field(default=["perplexity"], min_length=1)
     """Exponential of the mean loss of trained tokens; share predicted correctly."""
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The columns of texts and chats by their keys."""
+        keys = ("text", "prompt", "completion", "messages")
+        return {key: column for key in keys if (column := getattr(self, key, None)) is not None}
+
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         yield from self.generation.contradictions()
-        sources = ("text", "prompt", "completion", "messages")
-        columns = {key: column for key in sources if (column := getattr(self, key)) is not None}
+        columns = self.sources
         given = list(columns)
         keys = [f"task.{key}" for key in given]
         named = " and ".join(f"`{key}`" for key in keys)
@@ -117,14 +113,6 @@ class CausalLM(VocabularyKeys):
             yield clash(f"must be the only source of examples, but set are {named}; set the others to null", *keys)
         else:
             yield from shared(columns)
-        if self.tools is not None:
-            if given == ["text"]:
-                yield clash(f"applies to chats, but the examples are {named}; remove it", "task.tools", *keys)
-            if self.tools in (self.messages, self.prompt, self.completion):
-                text = f"is {shown_value(self.tools)}, which is also a column of {named}; name another"
-                yield clash(text, "task.tools", *keys)
-        if self.train_on != "all" and given != ["messages"]:
-            yield clash(f"applies to `task.messages`, but the examples are {named}; remove it", "task.train_on", *keys)
         if self.packing == "joined" and given != ["text"]:
             yield clash(
                 f'is "joined", which applies to `task.text`, but the examples are {named}; use "documents"',

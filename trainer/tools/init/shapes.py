@@ -116,15 +116,6 @@ class _Columns:
         return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
 
 
-def _of_chats(columns: _Columns) -> Iterator[Shape]:
-    chat = columns.get(("chat",), "messages", "conversations", "conversation", "chat")
-    chat = chat or next((column for column in columns.all if column.kind == "chat"), None)
-    if chat is not None:
-        tools = columns.get(("objects", "text"), "tools")
-        keys = {} if tools is None else {"tools": tools.name}
-        yield Shape({"type": "causal_lm", "messages": chat.name, **keys}, f"`{chat.name}` holds chats")
-
-
 def _of_sequences(columns: _Columns) -> Iterator[Shape]:
     for names in _SEQUENCES:
         pair = columns.every(_TEXT, *names)
@@ -334,7 +325,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
 _RULES: tuple[tuple[int, _Rule], ...] = (
-    (40, _of_chats), (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
+    (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
 )  # fmt: skip
 """Rules by their places: of the tasks that columns allow, the first is proposed."""
 

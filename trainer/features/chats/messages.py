@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.tasks.text.chat_templates import (
+from trainer.features.chats.templates import (
     ChatTemplate,
-    Tools,
     names_key,
     needs_parts,
     needs_text_of_arguments,
@@ -22,6 +21,7 @@ from trainer.tasks.text.chat_templates import (
     writes_calls,
     writes_role,
 )
+from trainer.tasks.text.answers import Tools, messages_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -35,11 +35,6 @@ _OF_CALLS = _LABELS | {"type", "index", "function", "arguments"}
 _REASONING = re.compile(r"</?think>")
 _SHOWN = 40  # characters of a text in a message
 _OTHER = "another text"
-
-
-def messages_of(value: Any) -> list[Any]:
-    """Return the messages of a cell, which holds a list of them or one."""
-    return value if isinstance(value, list) else [value]
 
 
 def read_messages(

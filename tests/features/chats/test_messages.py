@@ -7,8 +7,8 @@ import json
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.tasks.text.chat_messages import read_messages
-from trainer.tasks.text.chat_templates import ChatTemplate
+from trainer.features.chats.messages import read_messages
+from trainer.features.chats.templates import ChatTemplate
 
 PLACE = "row 1"
 TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}|{% endfor %}"

@@ -14,8 +14,8 @@ import pytest
 
 from trainer.base.errors import DataError, UsageError
 from trainer.data.tokenised_split import tokenizer_digest
-from trainer.tasks.text import chat_templates
-from trainer.tasks.text.chat_templates import ChatTemplate, set_date
+from trainer.features.chats import templates as chat_templates
+from trainer.features.chats.templates import ChatTemplate, set_date
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{{% set ns = namespace(x={}) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}{{{{ ns.x }}}}"

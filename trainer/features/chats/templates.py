@@ -20,13 +20,11 @@ from itertools import product
 from typing import Any
 
 from trainer.base.errors import DataError, TrainerError, UsageError
-from trainer.tasks.text.template_watch import watched
+from trainer.features.chats.template_watch import watched
+from trainer.tasks.text.answers import Tools
 from trainer.tasks.types import Tokenizer
 
 Message = Mapping[str, Any]
-
-Tools = Sequence[dict[str, Any]] | None
-"""The tools of a chat, as JSON schemas; None: it has none."""
 
 _SECONDS = 10
 _BYTES = 256 << 20  # of memory beside the present one

@@ -1,0 +1,1 @@
+"""Chats: lists of messages, which the chat template of a tokenizer writes as texts."""
