@@ -145,6 +145,7 @@ class OwnedLock:
 
     def _is_the_file(self, descriptor: int) -> bool:
         try:
+            # By inode, because another file may have the name by now.
             return os.path.samestat(os.fstat(descriptor), os.stat(self.file))
         except FileNotFoundError:
             return False

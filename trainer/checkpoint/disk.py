@@ -84,6 +84,7 @@ class Disk(WritingTier[list[WrittenFile]]):
             state = open_verified(self.store.path(found.step), self._mesh.rank, self._mesh.world_size, found.step)
         except (OSError, ValueError) as error:
             problem = str(error)
+        # One damaged file spoils the checkpoint, which all ranks must skip together.
         problems = [one for one in self._mesh.all_gather(problem) if one]
         return (None, problems) if problems else (state, [])
 
@@ -111,6 +112,7 @@ class Disk(WritingTier[list[WrittenFile]]):
         return files
 
     def _complete(self, facts: Facts, writing: Background[list[WrittenFile]]) -> None:
+        # Rank 0 seals the checkpoint, for which it needs the checksums of all files.
         gathered = self._mesh.gather([asdict(file) for file in writing.result or []])
         shapes = gather_shapes(self._mesh, facts.shapes)
 
@@ -126,6 +128,7 @@ class Disk(WritingTier[list[WrittenFile]]):
         self._mesh.on_rank_zero(lambda: self._refuse(step, failures[0], writing.error))
 
     def _or_fail(self, step: int, action: Callable[[], object]) -> None:
+        # Before each write, because another run may have taken over the folder meanwhile.
         self._check_owner()
         try:
             action()

@@ -173,6 +173,7 @@ class PipelinedForward(ModelForward):
         # No collective is left out: the data ranks of one stage all have scores, or all have none.
         if not parts:
             return None
+        # The losses need labels and indices of rows, and no inputs.
         real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows, _ in parts]
         return joint_losses(
             self._task, self.mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
@@ -338,6 +339,7 @@ def _tied_gradients(
     copies: dict[str, list[nn.Parameter]] = {}
     for stage in built:
         for label, parameter in stage.model.named_parameters():
+            # Frozen copies never change, so they need no sum.
             if placements[label].stages and parameter.requires_grad:
                 copies.setdefault(placements[label].name, []).append(parameter)
     return TiedGradients(

@@ -53,6 +53,7 @@ class ReplicatedForward(ModelForward):
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         microbatch = microbatch.to(self.mesh.device)
         with self._watch:
+            # DataParallel splits tensors along the batch, and gives the number of the step to each copy.
             sums: Tensor = self._replicas(
                 step=self._step, rows=microbatch.text_rows, labels=microbatch.labels, **microbatch.inputs
             )

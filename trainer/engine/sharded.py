@@ -130,6 +130,7 @@ def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> 
             assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
             made[empty] = filled(empty, rows)
         state[name] = made[empty]
+    # Assigned and not copied, so that tied names keep one parameter.
     model.load_state_dict(state, strict=False, assign=True)
     shards.clear()  # where rows are padded, the parameter has a copy
 

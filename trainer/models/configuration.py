@@ -325,6 +325,7 @@ def computed_facts(config: Any) -> dict[str, Any]:
         defaults = _plain_values(type(config)())
     except Exception:  # some classes have no defaults
         defaults = {}
+    # A key that a later transformers adds with a default then changes nothing.
     of_config = _plain_values(config).items()
     return {key: value for key, value in of_config if key == "model_type" or value != defaults.get(key)}
 

@@ -81,6 +81,7 @@ def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = Fa
     config._attn_implementation = attention
     layers = getattr(config, "num_hidden_layers", None)
     with torch.random.fork_rng(devices=[]):
+        # The same weights on every rank, so that all come to the same result.
         torch.manual_seed(0)
         if isinstance(layers, int) and layers > _MOST_LAYERS and not is_whole:
             small = copy.deepcopy(config)

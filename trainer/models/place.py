@@ -137,6 +137,7 @@ class PlacedModel:
         from trainer.parallel.tensor.cross_entropy import VocabularyCut
         from trainer.parallel.tensor.linear import ColumnParallelLinear
 
+        # Only a head over a vocabulary is padded.
         heads = [m for m in self.model.modules() if isinstance(m, ColumnParallelLinear) and m.pads]
         assert len(heads) <= 1, f"a model has one head over its vocabulary, not {len(heads)}"
         return VocabularyCut(heads[0].group, heads[0].whole_out_features) if heads else None
@@ -199,6 +200,7 @@ def _cut_to_stage(model: nn.Module, choice: StageChoice) -> StagePart:
 
 def _of_stage(placement: ParameterPlacement, part: StagePart, stage: int) -> ParameterPlacement:
     origin = part.origins.get(placement.name, placement.name)
+    # The first stage with a shared parameter has the original: norms and checkpoints leave the copies out.
     holders = part.holders.get(origin, ())
     return replace(placement, name=origin, stages=holders, is_copy=bool(holders) and holders[0] != stage)
 

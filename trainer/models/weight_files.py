@@ -222,6 +222,7 @@ def _types(model: Any, names: Collection[str], dtype: torch.dtype) -> dict[str, 
 
 def _together(names: Collection[str], conversions: Sequence[Any]) -> Iterator[list[str]]:
     """Yield groups of tensors that `revert_weight_conversion` splits or merges together."""
+    # In the reverse order, as transformers undoes its conversions.
     reverse = [rule.reverse_transform() for rule in conversions[::-1]]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
     groups: dict[tuple[str, bool], list[str]] = {}

@@ -91,6 +91,7 @@ class _Draws:
         if missing("dropout", rows.device) is None:
             table: Tensor = KERNELS["dropout"].row_keys(keys, rows)
             return table
+        # Row 0 comes last, for masks that all rows share.
         return row_keys(keys, torch.cat([rows, rows.new_zeros(1)]))
 
 
@@ -281,6 +282,7 @@ class _MaskedScale(torch.autograd.Function):
 
 def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     """Return `x * mask / (share kept)`."""
+    # Scaled for the share that the mask really drops, so that the mean stays.
     dropped: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - quantised(probability)))  # type: ignore[no-untyped-call]
     return dropped
 
@@ -390,6 +392,7 @@ class DropoutSite:
         """Return the start of this rank's part of each dimension of activations of a local shape."""
         offsets = [0] * len(shape)
         if self.cut_dim is not None:
+            # The parts are equal, so the number of this one gives its start.
             offsets[self.cut_dim] = self.part * shape[self.cut_dim]
         if self.sequence is not None:
             offsets[self.sequence.dim] = self.sequence.start

@@ -192,6 +192,7 @@ class TiedGradients:
             for part in parts[1:]:
                 total += part
             if (group := self._groups[name]) is not None:
+                # The copies of this rank are added in their own type; only the transport rounds.
                 total = total.to(self._sent_in or total.dtype)
                 dist.all_reduce(total, group=group)
             for part in parts:

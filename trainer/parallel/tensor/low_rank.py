@@ -135,6 +135,7 @@ class LowRank(MatrixProduct):
             # The two products together are one of twice the rank, since `start` is subtracted.
             if start:
                 first, second = torch.cat([first, start[0]]), torch.cat([second, -start[1]], dim=1)
+            # In 16 bits, the squares would lose the small terms of the product.
             weight, first, second = weight.float(), first.float(), second.float() * self.scaling
             squares = torch.linalg.vector_norm(weight, dim=1).square()
             squares = squares + (second * (2 * (weight @ first.t()) + second @ (first @ first.t()))).sum(dim=1)

@@ -177,8 +177,10 @@ class LayoutSearch:
         if left:
             return SearchResult(tried, left + len(self._variants()))
         choices = SearchResult(tried).choices
+        # The index decides between equal bounds, since variants cannot be compared.
         variants = sorted((self._bound(one, choices), index, one) for index, one in enumerate(self._variants()))
         while variants:
+            # A variant above the last layout that is shown would not be shown.
             limit = [choice.seconds for choice in SearchResult(tried).choices][MOST_SHOWN - 1 : MOST_SHOWN] or [inf]
             fast = [one.overrides for bound, _, one in variants[:_VARIANTS_AT_ONCE] if bound < limit[0]]
             more, left = self._tried(fast)
@@ -221,6 +223,7 @@ class LayoutSearch:
                     continue
                 overrides = self._free(*words, *([f"parallel.pipeline.schedule={schedule}"] if schedule else []))
                 if overrides not in planned:
+                    # Without the keys that the user gave, several layouts may be one.
                     found.setdefault(overrides, Variant(row, schedule, _cuts(overrides), overrides))
         return list(found.values())
 
@@ -269,6 +272,7 @@ class LayoutSearch:
         if workers < 2:
             yield from map(self._try, layouts)
             return
+        # Forks would inherit the locks of torch's threads.
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             try:
                 for future in [pool.submit(self._try, layout) for layout in layouts]:
