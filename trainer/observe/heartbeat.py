@@ -145,6 +145,7 @@ class Heartbeat(Observer):
         return ranks_folder(self.run_folder) / f"machine-{self._first_rank:05d}.jsonl"
 
     def doing(self, step: int, what: str) -> None:
+        # The watchdog of this process reads the count, which costs no look at the disk.
         self.beats += 1
         self._step = step
         if self._descriptor is not None:

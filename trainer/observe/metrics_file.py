@@ -224,6 +224,7 @@ class MetricsFile(Observer):
         path, lost = run.folder / METRICS_FILE_NAME, Counter[str]()
         with written(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # The kept lines form a new file, so a kill meanwhile leaves the old one.
             replace_text(path, (f"{line}\n" for line in _kept_lines(path, run.resumed_from, lost)))
             self._file = GrowingFile(path)
         self._write({"run": asdict(replace(run, lost_seconds=lost.total()))})

@@ -148,6 +148,7 @@ def _check(
     if model is None:
         return CheckedModel()
     with problems.collect():
+        # Before the cuts, which apply to the parameters of adapters too.
         described.adapt(model, lacking)
         notes += context_notes(described.config, parallel)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []

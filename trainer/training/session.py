@@ -138,6 +138,7 @@ class Session:
         self._saver = saver
         # On every rank: an error of one rank's callbacks ends all.
         mesh.on_every_rank(start)
+        # By now, rank 0 has removed the records of the run before.
         self._heartbeat.begin(saver.progress.step)
         self._watchdog.begin()
         for note in notes:

@@ -177,6 +177,7 @@ def _kernels(operations: Iterable[reference.Operation]) -> dict[str, Points]:
     groups: dict[str, dict[int, list[reference.Operation]]] = defaultdict(lambda: defaultdict(list))
     for one in operations:
         if one.kind.operation != VIEW and one.size > 0:
+            # Sizes within a factor of two are averaged.
             groups[kernel_of(one.kind)][one.size.bit_length()].append(one)
     return {
         name: [
@@ -215,6 +216,7 @@ class _Measurement:
 
     def _seconds(self, work: Callable[[], Any], budget: float = _SECONDS) -> float:
         """Return the first quartile of the seconds of work; all ranks run it as often as each other."""
+        # The first run may compile, allocate or connect.
         work()
         self._wait()
         start = time.perf_counter()
@@ -258,6 +260,7 @@ class _Measurement:
         ranks, rank = self._number, dist.get_rank()
 
         def exchange(whole: Tensor, _: Tensor) -> None:
+            # Ranks 0 and 1 are a pair, 2 and 3, and so on.
             neighbour = rank ^ 1
             for sender in (0, 1) if neighbour < ranks else ():  # to the neighbour and back, in all pairs at once
                 dist.send(whole, neighbour) if rank % 2 == sender else dist.recv(whole, neighbour)
@@ -312,5 +315,6 @@ class _Measurement:
             work.wait()
 
         computed, sent = self._seconds(compute), self._seconds(lambda: dist.all_reduce(tensor))
+        # The seconds that both together lack were hidden.
         hidden = computed + sent - self._seconds(both)
         return min(1.0, max(0.0, hidden / min(computed, sent)))

@@ -34,6 +34,7 @@ _SIZES = ((128, 2, 32), (320, 2, 96))  # hidden size, layers, tokens of a text
 
 def engine_and_batch(plan: RunPlan, length: int, steps: int) -> tuple[Engine, RankBatch]:
     """Return the engine of this rank on its CPU with random weights, and a batch without data."""
+    # As in a run on CPUs, so that allocations cost the same.
     keep_freed_memory()
     task, recipe = planned_task(plan), plan.recipe
     mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)

@@ -183,6 +183,7 @@ def _state_files(plan: RunPlan, rank: int, length: int) -> StateFiles:
         # A digest of zeros has the length of a real one.
         report = encode([asdict(WrittenFile(name, written, "0" * 64))])
         shapes = encode({part.name: part.shape for part in state.parts})
+        # A rank that resumes reads all that it holds; replicas read the same elements.
         read = sum(box.view.nbytes for part in state.parts for box in part.boxes)
         return StateFiles(name, written, len(own), read, len(report), len(shapes))
 

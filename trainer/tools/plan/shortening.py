@@ -53,6 +53,7 @@ def shorten(model: nn.Module, stacks: Iterable[Stack], longer: int | None) -> di
         assert isinstance(layers, nn.ModuleList)
         # Stacks of equal depth are lengthened together; a plan for each depth gives its slope.
         kept = FEWEST + (stack.number == longer)
+        # The last layer stays too, because other tensors are alive at the ends of a stack.
         del layers[stack.first + kept - 1 : stack.first + stack.number - 1]
         positions = [_FIRST, *[_BETWEEN] * (kept - FEWEST), _LAST]
         for position, layer in zip(positions, list(layers)[stack.first :], strict=False):

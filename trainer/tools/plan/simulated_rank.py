@@ -46,6 +46,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
+            # It was inherited, so the new value is removed and not replaced.
             if value is _MISSING:
                 delattr(owner, name)
             else:
@@ -192,6 +193,7 @@ def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
 
 
 def _pre_forward(wrapped: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    # As in DDP, but without the collective in which ranks agree on the order of buckets.
     if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
         wrapped.reducer.prepare_for_forward()
     return inputs, kwargs

@@ -72,6 +72,7 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
     parts, timeline = found[LIKELY]
     samples = plan.batch.global_batch_size / likely
     work = (pair for step in steps for pair in step.totals.work.items())
+    # Recomputation is no work of the model, so MFU leaves it out.
     ideal = sum(
         amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work if kind.phase != RECOMPUTED
     ) / len(steps)
@@ -212,8 +213,10 @@ class _Estimate:
         for kind, amount in step.totals.work.items():
             if not amount.number:
                 continue
+            # The operations of a kind count as equal, since a plan has their sums.
             flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
             issued[kind.phase] += amount.number * self._speed.operation.seconds(moved)
+            # A view costs the host a call and the device nothing.
             if kind.operation != VIEW:
                 each = operation_seconds(kind, flops, moved, self._speed)
                 device[kind.phase] += amount.number * each
@@ -232,6 +235,7 @@ class _Estimate:
     def _collectives(self, step: StepPlan) -> list[_Collective]:
         found = []
         for collective, traffic in step.totals.traffic.items():
+            # The difference of two plans may leave a kind without calls.
             if traffic.calls > 0:
                 axis, calls = step.axes.get(collective.group, "all"), traffic.calls
                 link = link_of(self._plan.layout, axis, self._machine.local_ranks)
@@ -310,6 +314,7 @@ class _Estimate:
             if action.kind == RUN_FORWARD:
                 return seconds[RUN_FORWARD][rank]
             whole = seconds[RUN_BACKWARD][rank]
+            # A split backward pass is two actions, for inputs and for weights, with about the same work.
             return whole if action.kind == RUN_BACKWARD else whole / 2
 
         order = order_of(pipeline)
