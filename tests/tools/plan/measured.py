@@ -35,6 +35,7 @@ SMALL_BERT = {
     "intermediate_size": 256,
     "max_position_embeddings": 64,
 }
+SHALLOW_BERT = {**SMALL_BERT, "num_hidden_layers": 2}
 Traffic = Mapping[tuple[str, str], tuple[int, int]]
 
 
@@ -55,7 +56,7 @@ class Measured:
 def recipe_of(keys: Mapping[str, Any]) -> Recipe:
     """Return a recipe of a small model with dropout, and `keys` in place of its own."""
     sections = {
-        "model": {"config": SMALL_BERT, "tokenizer": "none"},
+        "model": {"config": SHALLOW_BERT, "tokenizer": "none"},
         "training": {"max_steps": 4, "global_batch_size": 16, "micro_batch_size": 4},
     }
     return tiny_recipe(**{**sections, **keys})

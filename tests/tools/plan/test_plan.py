@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import trainer
 from tests.helpers.training import tiny_recipe
 from tests.tools.plan import measured
-from tests.tools.plan.measured import LENGTH, SMALL_BERT, Measured
+from tests.tools.plan.measured import LENGTH, SHALLOW_BERT, Measured
 from trainer.base import cgroup
 from trainer.base.errors import UsageError
 from trainer.cli import main
@@ -48,12 +48,8 @@ RANK_VARIABLES = {
 }
 
 
-MODEL = {**SMALL_BERT, "num_hidden_layers": 2}
-SMALL = {
-    "model": {"config": MODEL, "tokenizer": "none"},
-    "training": {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4},
-}
-"""Two layers and two microbatches. Plans of more take longer, and `test_truth.py` compares these with measurements."""
+SMALL = {"training": {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4}}
+"""Two microbatches. Plans of more take longer, and `test_truth.py` compares these with measurements."""
 
 
 def recipe_of(keys: Mapping[str, Any]) -> Recipe:
@@ -439,7 +435,7 @@ def test_gradients_in_16_bits_take_half_of_the_bytes(parallel: dict[str, Any], o
 @pytest.mark.slow
 def test_gradients_of_tied_weights_are_summed_over_stages():
     keys = {"task": {"type": "masked_lm", "text": "text"}, "parallel": {"pipeline": {"stages": 2}}}
-    assert sent("allreduce", "all", **keys) == MODEL["vocab_size"] * MODEL["hidden_size"] * 4
+    assert sent("allreduce", "all", **keys) == SHALLOW_BERT["vocab_size"] * SHALLOW_BERT["hidden_size"] * 4
 
 
 @pytest.mark.slow
@@ -449,7 +445,7 @@ def test_partial_gradients_of_tensor_ranks_take_half_of_the_bytes():
         for kind in ("fp32", "bf16")
     )
     # Each layer has two norms with weight and bias, and two biases of row-parallel layers.
-    number = MODEL["num_hidden_layers"] * 6 * MODEL["hidden_size"]
+    number = SHALLOW_BERT["num_hidden_layers"] * 6 * SHALLOW_BERT["hidden_size"]
     assert whole - halved == 2 * number
 
 

@@ -173,7 +173,8 @@ def _boxes(
     for segments in product(*clipped):
         piece = view
         for dim, segment in enumerate(segments):
-            piece = piece.narrow(dim, segment.local, segment.length)
+            if segment.length < piece.shape[dim]:
+                piece = piece.narrow(dim, segment.local, segment.length)
         if piece.numel():
             yield Box(tuple(segment.start for segment in segments), piece)
 
