@@ -134,15 +134,17 @@ class Case:
     def num_steps(self) -> int:
         """The number of steps to train, at most 20.
 
-        One case of each strategy has 20 steps of AdamW in fp32. The others cover an epoch, with its incomplete last
-        batch, and one step of the next. 3 steps cover gradient, moments and schedule if only the model family differs
-        from another case.
+        One case of each strategy has 20 steps of AdamW in fp32, or 10 if four ranks accumulate. The others cover an
+        epoch, with its incomplete last batch, and one step of the next. 3 steps cover gradient, moments and schedule
+        if only the model family differs from another case.
         """
         if self.num_rows == FEW_ROWS:
             is_family = self.model_type not in ("bert", *IMAGE_FAMILIES) and self.world_size == 2
             return 3 if is_family else FEW_STEPS
         is_plain = self.model_type == "bert" and self.tolerance == self.precision and self.optimizer == "adamw"
-        return 20 if is_plain and (self.world_size == 1 or (self.precision == "fp32" and not self.is_extra)) else SHORT
+        if is_plain and (self.world_size == 1 or (self.precision == "fp32" and not self.is_extra)):
+            return 10 if self.world_size == 4 and self.accumulates else 20
+        return SHORT
 
     def recipe(self, sgd: bool = False) -> Recipe:
         """Return a recipe of 20 steps with AdamW, or of one step of gradient descent without clipping."""
@@ -217,7 +219,7 @@ def tensor_matrix() -> Iterator[Case]:
             dropout = 0.1 if (index + RANK_STRATEGIES.index(strategy)) % 2 else 0.0
             # Without data ranks, strategies differ in their engine only.
             is_nightly = world_size == tensor and strategy != "ddp"
-            is_nightly = is_nightly or (precision == "fp16" and strategy not in ("ddp", "zero3"))
+            is_nightly = is_nightly or (precision == "fp16" and strategy != "ddp")
             is_nightly = is_nightly or strategy in ("hsdp", "zero1")
             how = {"tensor": tensor, "sequence": sequence, "is_nightly": is_nightly}
             yield Case(strategy, world_size, accumulates, precision, checkpointing, dropout, **how)
@@ -238,7 +240,7 @@ def context_matrix() -> Iterator[Case]:
 
     for strategy in RANK_STRATEGIES:
         if not STRATEGIES[strategy].no_tensor:
-            yield case(strategy, 4, accumulates=True, is_nightly=strategy not in ("fsdp", "zero3"))
+            yield case(strategy, 4, accumulates=True, is_nightly=strategy != "fsdp")
     yield case("ddp", 2, accumulates=True, checkpointing="selective")
     yield case("ddp", 4, 4, task="masked_lm", precision="bf16", is_nightly=True)
     yield case("zero2", 2, precision="bf16", checkpointing="full")
@@ -286,13 +288,15 @@ def pipeline_matrix() -> Iterator[Case]:
     for schedule in SCHEDULES:
         yield case("ddp", 2, 2, schedule, num_layers=4)
     yield case("ddp", 2, 2, "1f1b", num_layers=4, dropout=0.0, accumulates=True)
-    yield case("ddp", 2, 2, "gpipe", num_layers=4, precision="bf16", checkpointing="full", accumulates=True)
+    how = {"checkpointing": "full", "accumulates": True, "is_nightly": True}
+    yield case("ddp", 2, 2, "gpipe", num_layers=4, precision="bf16", **how)
     yield case("ddp", 2, 2, "1f1b", num_layers=4, precision="fp16", checkpointing="selective")
     yield case("ddp", 4, 2, "zero_bubble", num_layers=4, precision="fp16", checkpointing="full", is_nightly=True)
     yield case("ddp", 3, 3, "gpipe", num_layers=4, dropout=0.0, is_nightly=True)
     yield case("ddp", 4, 4, "1f1b", num_layers=5)
     yield case("ddp", 4, 2, "interleaved_1f1b", num_layers=4, tensor=2, sequence=True, is_nightly=True)
-    yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", accumulates=True, dropout=0.0)
+    how = {"accumulates": True, "dropout": 0.0, "is_nightly": True}  # in bf16: `weights_matrix`
+    yield case("fsdp", 4, 2, "1f1b", num_layers=4, precision="fp16", **how)
     yield case("fsdp", 4, 2, "interleaved_1f1b", num_layers=4, checkpointing="full")
     for strategy in ("ddp", "fsdp", "hsdp"):
         how = {"tensor": 2, "sequence": True, "num_layers": 4, "checkpointing": "full"}
@@ -300,7 +304,8 @@ def pipeline_matrix() -> Iterator[Case]:
     # T5 has two encoder and two decoder layers.
     for task, model_type, layers in (("masked_lm", "bert", 4), ("sequence_classification", "t5", None)):
         for schedule in ("1f1b", "interleaved_1f1b"):
-            yield case("ddp", 2, 2, schedule, task=task, model_type=model_type, num_layers=layers)
+            how = {"is_nightly": schedule != "1f1b" and model_type == "bert"}  # T5 has tied weights too
+            yield case("ddp", 2, 2, schedule, task=task, model_type=model_type, num_layers=layers, **how)
         how = {"dropout": 0.0, "is_nightly": True}  # tied weights with shards: `weights_matrix`
         yield case("fsdp", 4, 2, "1f1b", task=task, model_type=model_type, num_layers=layers, **how)
     yield case("ddp", 4, 2, "1f1b", task="masked_lm", num_layers=4, tensor=2, sequence=True)
@@ -312,7 +317,7 @@ def pipeline_matrix() -> Iterator[Case]:
 
 def communication_matrix() -> Iterator[Case]:
     """Iterate over cases with gradients that are sent in 16 bits, for each place in which they are sent."""
-    case = partial(Case, accumulates=True, checkpointing="none", dropout=0.1, num_layers=4)
+    case = partial(Case, accumulates=True, checkpointing="none", dropout=0.1, has_few_rows=True)
     for index, strategy in enumerate(RANK_STRATEGIES):
         precision = ("bf16", "fp32")[index % 2]
         how = {"gradients": "bf16", "is_nightly": strategy == "zero1"}  # ZeRO-2 sends them in the same way
@@ -323,20 +328,22 @@ def communication_matrix() -> Iterator[Case]:
         case("zero2", 4, tensor=2, sequence=True, precision="fp32", gradients="bf16", is_nightly=True),
         case("fsdp", 4, tensor=2, sequence=True, precision="bf16", gradients="bf16", is_nightly=True),
     )
-    yield case("ddp", 2, stages=2, task="masked_lm", precision="bf16", gradients="bf16")
-    yield case("ddp", 4, stages=2, precision="fp32", gradients="bf16", is_nightly=True)
-    yield case("fsdp", 4, stages=2, precision="fp16", gradients="fp16", is_nightly=True)
+    staged = partial(case, stages=2, num_layers=4)
+    yield staged("ddp", 2, task="masked_lm", precision="bf16", gradients="bf16")
+    yield staged("ddp", 4, precision="fp32", gradients="bf16", is_nightly=True)
+    yield staged("fsdp", 4, precision="fp16", gradients="fp16", is_nightly=True)
 
 
 def optimizer_matrix() -> Iterator[Case]:
     """Iterate over cases of the optimizers that need whole matrices or average weights, for each way to cut them."""
     for optimizer in ("muon", "adafactor"):
         facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
-        case = partial(Case, **facts, optimizer=optimizer)
+        case = partial(Case, **facts, optimizer=optimizer, has_few_rows=True)
         yield case("ddp", 2)
         # `test_learning.py` has Muon on three ranks, which do not divide the matrices, and Adafactor on tensor ranks.
         yield case("fsdp", 3, is_nightly=optimizer == "muon")
-        yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2")  # blocks of q, k and v
+        blocks = {"model_type": "gpt2", "is_nightly": optimizer == "adafactor"}  # those of q, k and v
+        yield case("fsdp", 4, tensor=2, sequence=True, **blocks)
         yield case("ddp", 2, tensor=2, task="masked_lm", is_nightly=optimizer == "adafactor")
         yield case("ddp", 2, stages=2, task="masked_lm", is_nightly=optimizer == "adafactor")
     facts = {"accumulates": False, "precision": "fp32", "checkpointing": "none", "dropout": 0.1}
@@ -346,7 +353,7 @@ def optimizer_matrix() -> Iterator[Case]:
     yield case("fsdp", 4, tensor=2, sequence=True, model_type="gpt2", is_nightly=True)
     yield case("ddp", 2, tensor=2, task="masked_lm")  # columns, and a vocabulary that is padded
     yield case("ddp", 2, stages=2, task="masked_lm", is_nightly=True)
-    facts = {"checkpointing": "none", "dropout": 0.1, "optimizer": "schedule_free_adamw"}
+    facts = {"checkpointing": "none", "dropout": 0.1, "optimizer": "schedule_free_adamw", "has_few_rows": True}
     case = partial(Case, precision="fp32", accumulates=True, **facts)
     yield case("ddp", 2, tensor=2, task="masked_lm")
     yield case("fsdp", 3)
@@ -360,7 +367,7 @@ def optimizer_matrix() -> Iterator[Case]:
 def weights_matrix() -> Iterator[Case]:
     """Iterate over cases with weights in bf16, for each way to cut them and each way to sum their gradients."""
     for weights in ("bf16_compensated", "bf16_stochastic"):
-        facts = {"precision": "bf16", "checkpointing": "none", "dropout": 0.1, "weights": weights}
+        facts = {"precision": "bf16", "checkpointing": "none", "dropout": 0.1, "weights": weights, "has_few_rows": True}
         case = partial(Case, accumulates=True, **facts)
         # Both kinds round the same sums, so that one of them runs under each cut, and the other one under some.
         is_nightly = weights == "bf16_stochastic"

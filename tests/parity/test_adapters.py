@@ -153,16 +153,16 @@ QUICK |= {("masked-lm", "tensor-sequence-accumulated")}
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 NIGHTLY = {
-    "bert": ("ddp", "zero1", "context", "tensor-context", "zero-bubble", "fsdp-tensor-pipeline"),
+    "bert": ("ddp", "zero1", "zero3-tensor", "context", "tensor-context", "zero-bubble", "fsdp-tensor-pipeline"),
     "masked-lm": ("fsdp-accumulated", "zero3", "fsdp-tensor-pipeline"),
     "tokens": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
     "dora": ("fsdp-accumulated", "pipeline", "fsdp-tensor-pipeline"),
-    "started": ("zero3", "pipeline", "fsdp-tensor-pipeline"),
+    "started": ("fsdp-accumulated", "zero3", "pipeline", "fsdp-tensor-pipeline"),  # `RESUMED` begins with FSDP
     "llama": ("fsdp-accumulated", "zero3", "pipeline", "fsdp-tensor-pipeline"),
     "deberta-shared": ("fsdp-accumulated",),
     "deberta-own": ("fsdp-accumulated", "zero3-tensor"),
     "frozen": ("fsdp-accumulated", "tensor-sequence-accumulated", "fsdp-tensor-pipeline"),
-    "nf4": ("ddp", "hsdp-pipeline", "zero1", "interleaved", "ring"),
+    "nf4": ("ddp", "hsdp-pipeline", "fsdp-offload-recomputed", "zero1", "interleaved", "ring"),
     "int8": ("zero-bubble", "context"),
 }
 """Layouts that cut a case as another layout does, or another case with the same modules."""

@@ -49,7 +49,6 @@ SLOW = [
     ("zero3", "stage3_param_persistence_threshold"),
     ("zero2", "overlap_comm"),
     ("zero2", "contiguous_gradients"),
-    ("zero3", "sub_group_size"),
 ]
 
 

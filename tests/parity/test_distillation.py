@@ -35,7 +35,7 @@ WITH_LAYOUTS = ("weighted_classification", "token_classification", "causal_lm")
 REPEATED = {
     "weighted_classification": (
         "ddp", "zero3-tensor", "context", "ring", "pipeline", "tensor-context", "fsdp-tensor-pipeline", "zero2",
-        "zero1-tensor", "hsdp",
+        "zero1-tensor", "hsdp", "fsdp-accumulated",
     ),
     "causal_lm": ("ddp", "context", "tensor-context", "zero1-tensor", "hsdp", "fsdp-tensor-pipeline"),
 }  # fmt: skip

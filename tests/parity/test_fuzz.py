@@ -15,9 +15,24 @@ from tests.parity.fuzz import LIMITS, Fuzz
 
 SEED = 0
 # Numbers and attempts of short cases, which hold every task, strategy and precision. `make test` runs the first, and
-# `make test-all` four.
-QUICK = [(510, 0), (149, 0), (136, 1), (507, 1)]
-CASES = [*QUICK, (8, 1), (12, 0), (13, 1), (15, 0), (186, 0), (1, 1), (512, 1), (514, 3), (116, 0), (71, 0), (126, 0)]
+# `make test-all` two.
+QUICK = [(510, 0), (149, 0)]
+CASES = [
+    *QUICK,
+    (136, 1),
+    (507, 1),
+    (8, 1),
+    (12, 0),
+    (13, 1),
+    (15, 0),
+    (186, 0),
+    (1, 1),
+    (512, 1),
+    (514, 3),
+    (116, 0),
+    (71, 0),
+    (126, 0),
+]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_table_is_within_the_promise(ranks: RankPools):
     assert is_beyond_it_everywhere(torchs_own), torchs_own
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_in_bf16_are_within_the_promise_at_a_small_rate_only(ranks: RankPools):
     limits = (TOLERANCES["bf16"].loss, TOLERANCES["bf16"].grad_norm) * 2
     small, large = (weights_in_bf16(ranks, "bf16_stochastic", rate, num_seeds=1) for rate in (1e-3, 1e-2))

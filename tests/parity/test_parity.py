@@ -61,7 +61,7 @@ def test_the_matrix_holds_any_two_levels_together():
     cases = list(matrix())
     assert len({str(case) for case in cases}) == len(cases)
     assert {case.strategy for case in cases if case.is_fast} == set(RANK_STRATEGIES)
-    assert {case.strategy for case in cases if case.num_steps == 20} == set(RANK_STRATEGIES)
+    assert {case.strategy for case in cases if case.num_steps >= 10} == set(RANK_STRATEGIES)
     assert {case.strategy for case in cases if case.precision == "fp32" and case.accumulates} == set(RANK_STRATEGIES)
     levels: dict[str, Sequence[object]] = {
         "strategy": RANK_STRATEGIES,
