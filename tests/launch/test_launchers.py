@@ -177,6 +177,7 @@ def overrides(folder: Path, *more: str, steps: int = 3) -> list[str]:
         "logging.every=1 step",
         "evaluation.every=null",
         "evaluation.best=null",
+        "evaluation.verify_export=0",
         f"checkpoint.folder={folder}",
         *more,
     ]
