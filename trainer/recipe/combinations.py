@@ -180,6 +180,7 @@ EXCLUSIONS = [*_of_tables()]
 
 def _add_strategy(_: Registration) -> None:
     """Make all rows again, since they name the strategies that combine."""
+    # In place, because other modules hold the list.
     EXCLUSIONS[:] = _of_tables()
     for row in registered("optimizer"):
         EXCLUSIONS.extend(_of_optimizer(row))

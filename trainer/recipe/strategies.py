@@ -127,4 +127,5 @@ STRATEGIES: dict[str, Strategy] = {
         ),
     )
 }
+# The first consumer: the schema and the exclusions read the table in theirs.
 consume("strategy", lambda row: STRATEGIES.update({row.name: resolved(row.value)}))

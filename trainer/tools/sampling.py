@@ -139,6 +139,7 @@ class Sampler:
         if _profiler_enabled():  # by a callback: there is one profiler in a process
             yield
             return
+        # The begin and the end of the profiler count as sampling, and the step between them as a step.
         with self._meter.during(SAMPLING), StepProfile() as profiled, self._meter.during(STEP):
             yield
         self._sums = [total + one for total, one in zip(self._sums, profiled.seconds, strict=True)]
@@ -185,6 +186,7 @@ def combined(ranks: Sequence[Sequence[float]]) -> SampledStep | None:
     slowest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
     others = [own for rank, own in enumerate(ranks) if rank != slowest] or [ranks[slowest]]
     computing, exposed, host = (sum(one) / len(others) for one in zip(*others, strict=True))
+    # The slowest rank waits for no other one, so its seconds are those of the messages alone.
     communication = min(exposed, ranks[slowest][1])
     return SampledStep(computing, host, communication, exposed - communication, slowest)
 
@@ -221,6 +223,7 @@ def _inside(whole: Interval, found: Iterable[Interval]) -> Iterator[Interval]:
 def _length(found: Iterable[Interval]) -> float:
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(found):
+        # Of a sorted interval, only the part behind all earlier ends is new.
         length += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return length

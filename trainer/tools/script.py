@@ -158,6 +158,7 @@ def write_launch_script(
         check_nodes(resolved.recipe, (least, most), gpus)
     job = _Job(source, overrides, resolved, most, gpus, options, least)
     text = kind.write(kind.file, job)
+    # Names and paths enter the script, where a control character could hide a command.
     if for_terminal(text) != text:
         raise UsageError("the script must hold no control characters, but a name or path in it does; rename that")
     return text, kind.command(job)
@@ -196,6 +197,7 @@ class _File:
         self._replace(r"\A(#!.*\n)?(?:#(?!SBATCH).*\n)+", lambda match: f"{match[1] or ''}{comment}")
 
     def _replace(self, pattern: str, value: str | Callable[..., str]) -> None:
+        # A function, because `re.sub` would read the backslashes of a text.
         replacement = value if callable(value) else lambda match: value
         self.text, number = re.subn(pattern, replacement, self.text, flags=re.MULTILINE)
         assert number == 1, f"{pattern} occurs {number} times"
@@ -232,6 +234,7 @@ def _fill_slurm(file: _File, job: _Job) -> None:
         file.assign(RESTARTS=options.restarts)
     if options.container:
         run_folder = job.resolved.recipe.checkpoint.folder
+        # The folder above that of the run, which need not exist yet.
         folders = [os.getcwd(), os.path.dirname(run_folder), *map(_folder, chain(*job.paths.values()))]
         if not job.is_shipped:
             folders.append(os.path.dirname(job.recipe))
@@ -356,6 +359,7 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
     added = [f"{_FOLDER_KEY}={folder}"]
     if job.resolved.origins["parallel.join_timeout"] == DEFAULT:
         added.append(_POD_JOIN_TIMEOUT)
+    # The image has the shipped recipe, so its name is enough; its files are mapped as any others.
     if job.is_shipped:
         words = []
         for override in job.overrides:
@@ -414,6 +418,7 @@ def _maps(words: Sequence[str]) -> dict[str, str]:
 
 
 def _mapped(key: str, path: str, maps: Mapping[str, str]) -> str:
+    # The longest first, because a folder may lie in another one of the list.
     for here in sorted(maps, key=len, reverse=True):
         if path == here or path.startswith(f"{here}{os.sep}"):
             return maps[here] + path[len(here) :]

@@ -228,6 +228,7 @@ def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bo
         adapted = copy.deepcopy(described)
         adapt(adapted, origin, 0, [])
         layers = {name for name, module in described.named_modules() if isinstance(module, torch.nn.Linear)}
+        # PEFT must leave exact the layers that the training left exact.
         whole = layers - {name.rpartition(".")[0] for name in quantized_in(adapted)}
         quantization = {
             "load_in_4bit": True,

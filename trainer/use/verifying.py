@@ -148,6 +148,7 @@ def _data(
     folder = place / "preparation"
     shutil.copytree(preparation, folder)
     write_added(added, folder, torch.float32)
+    # In fp32, so that a difference comes from the folder and not from rounding.
     plain: dict[str, Any] = {key: "fp32" for key in ("precision", "weights") if key in recipe}
     if "packing" in recipe["task"]:  # other programs read one document in a row
         plain["task"] = {**recipe["task"], "packing": "none"}
@@ -191,6 +192,7 @@ class _Expected:
                 output = model(**inputs, **constants)
             outputs = {name: output[name].float() for name in OUTPUTS if output.get(name) is not None}
             num_bytes += sum(tensor.nbytes for tensor in outputs.values())
+            # The row alone and one whole batch are compared in any case.
             if len(self.batches) > 1 and num_bytes > _MOST_BYTES:
                 break
             self.batches.append(batch)

@@ -72,6 +72,7 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
         TrainerError: it cannot be read.
         OSError: the cache cannot be written.
     """
+    # With size and time in its name, so that a changed shard has another index.
     kept = cache / f"index-{digest_of([shard.place, shard.size, shard.stamp, shard.file_format])[:32]}.json"
     try:
         digest, _, content = read_plain(kept).decode().partition("\n")
@@ -79,6 +80,7 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
             raise ValueError
     except (OSError, ValueError):
         content = json.dumps(_row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard))
+        # Ranks of several machines may write it at once; they write the same.
         replace_text(kept, f"{digest_of(content)}\n{content}", alone=False)
     return _index(shard, *json.loads(content))
 
@@ -123,6 +125,7 @@ def _count_rows(shard: Shard, start: int, lines: bytes) -> int:
     characters = np.frombuffer(lines, np.uint8)
     ends = np.flatnonzero(characters == ord("\n"))
     begins = np.concatenate([[0], ends[:-1] + 1])
+    # The first byte of a line tells an object from an empty line, without a parser.
     firsts = characters[begins]
     num_empty = int((firsts == ord("\n")).sum())
     for line in np.flatnonzero((firsts != ord("{")) & (firsts != ord("\n"))):
@@ -295,6 +298,7 @@ class RowReader:
                 raise DataError(f"row {number} of `{shard}` is not JSON: {error}; correct the line") from error
             if not isinstance(row, dict):
                 raise DataError(f"row {number} of `{shard}` must be a JSON object, but is not; write one on each line")
+            # Only an escape can hold half of a surrogate pair, so other lines need no look.
             if b"\\ud" in line.lower() and not is_text(row):
                 raise DataError(f"row {number} of `{shard}` {HALF_PAIR}")
             rows.append(row if self._columns is None else {name: row.get(name) for name in self._columns})

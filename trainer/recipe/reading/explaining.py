@@ -229,6 +229,7 @@ def _remedy(value: object, schema: Schema) -> str:
     branches = _branches(schema)
     if isinstance(value, str):
         return _remedy_for_text(value, branches)
+    # A truth value is an integer in Python, and no number in a recipe.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ""
     types = {branch.get("type") for branch in branches}
@@ -286,6 +287,7 @@ def _list_in(text: str, schema: Schema) -> str:
         return ""
     text = text.strip()
     inner = text[1:-1] if text[:1] + text[-1:] in ("[]", "()", "{}") else text
+    # Inner brackets have a meaning of their own, so the text is one item.
     items = [inner] if set("[](){}") & set(inner) else [part.strip().strip("'\"") for part in inner.split(",")]
     if not schema.get("minItems", 0) <= len(items) <= schema.get("maxItems", len(items)) or not all(items):
         return ""

@@ -186,6 +186,7 @@ class _Parser(Reading):
 
     def _value(self, key_origin: Origin | None = None) -> Node:
         start = self._token.start
+        # Before the descent, so that no text reaches Python's recursion limit.
         if len(self._path) >= MAX_DEPTH:
             raise self._error(start, TOO_DEEP)
         value: Any
@@ -240,6 +241,7 @@ class _Parser(Reading):
         raise self._expected("a value" + (f' (JSON writes "{remedy}")' if remedy else ""))
 
     def _number(self, token: _Token) -> int | float:
+        # Python reads an integer in a time that grows with the square of its digits.
         if len(token.text) > MAX_NUMBER_LENGTH:
             raise self._error(token.start, f"a number of more than {MAX_NUMBER_LENGTH} characters")
         number: int | float = json.loads(token.text)

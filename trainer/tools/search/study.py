@@ -116,8 +116,10 @@ class Rules:
 
     def make_sampler(self, place: int) -> BaseSampler:
         """Return the sampler of a trial, by its place among all that count."""
+        # Of seed and place alone, so that the number of processes does not change it.
         seed = int(digest_of([self.seed, place])[:8], 16)
         if self.sampler == "tpe":
+            # Running trials count as poor ones (`constant_liar`), so that workers propose other values than theirs.
             return TPESampler(seed=seed, n_startup_trials=min(10, 2 + 2 * len(self.axes)), constant_liar=True)
         points = self.points if self.sampler == "grid" else [{}]
         with warnings.catch_warnings():

@@ -60,6 +60,7 @@ class Crew:
                 f"{self.at_once} trials of {ranks} processes need {ranks * self.at_once} GPUs, but this machine shows"
                 f" {number}; lower --at-once or --processes"
             )
+        # Of the GPUs that this process may use itself.
         names = (child_variables().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(number)))).split(",")
         return [tuple(names[ranks * at : ranks * (at + 1)]) for at in range(self.at_once)]
 
@@ -151,6 +152,7 @@ class Workers:
     def _train(self, trial: Trial, run: TrialRun) -> None:
         def is_poor(record: EvaluationRecord) -> bool:
             value = record.metrics.get(self._crew.metric, math.nan)
+            # A resumed run repeats evaluations, which the study has already.
             if record.step not in self._study.reported(trial) and math.isfinite(value):
                 trial.report(value, record.step)
             return bool(trial.should_prune())
