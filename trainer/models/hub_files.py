@@ -177,6 +177,7 @@ def _require_safe_names(name: str, index: str) -> None:
             f" most {_MOST_FILES:,} are allowed; save the model again with `save_pretrained`"
         )
     for file in files:
+        # A pickle can run code, and a path could lead out of the folder.
         if not file.endswith(".safetensors") or "/" in file or "\\" in file:
             raise UsageError(
                 f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} names the file {file!r}, and"

@@ -51,6 +51,7 @@ class Averages(OptimizerUpdate):
             share = share * (1 - self.found_inf)
         for parameter in trained:
             state = self.state[parameter]
+            # If all earlier steps were bad, the state holds weights that are no average yet.
             if _OTHER in state and self._num_averaged:
                 average = local_part(state[_OTHER])
                 weight = share.to(average.dtype) if isinstance(share, Tensor) else share

@@ -143,7 +143,9 @@ def _plan(looks: list[Any], num_training: int) -> _Plan:
     step, size = newest = max(complete, default=(0, 0))
     moves: list[_Move] = []
     for part, ranks in sorted(complete.get(newest, {}).items()):
+        # A share that a training host holds stays there.
         if training.isdisjoint(found[rank].host for rank in ranks):
+            # The receivers take turns, so that the memory of their hosts fills evenly.
             moves.append((part, ranks[0], leaders[len(moves) % len(leaders)]))
     return _Plan(
         is_used=any(look.is_used for look in found.values()),

@@ -190,6 +190,7 @@ class HostMemory(WritingTier[None]):
                 zip(self._hosts.indices, self._mesh.all_gather(held), strict=True)
             ).items()
         ]
+        # False sorts first: a checkpoint of as many ranks has each share on the host of its rank.
         return sorted(complete, key=lambda one: one.size != self._mesh.world_size)
 
     def read(self, found: FoundShares) -> tuple[SavedShares | None, list[str]]:
@@ -226,6 +227,7 @@ class HostMemory(WritingTier[None]):
     def _reader(self, part: int, hosts: Mapping[int, Sequence[int]]) -> int:
         """Return the rank that reads a share from its first host for the others."""
         ranks = self._hosts.ranks_on(hosts[part][0])
+        # The ranks of a host take turns, so that each reads about as many shares.
         return ranks[part % len(ranks)]
 
     def _open_share(self, found: FoundShares, part: int) -> _Share:
@@ -294,6 +296,7 @@ class HostMemory(WritingTier[None]):
         needed = KEPT * sum(shares[rank] for rank in [*ranks, *copied])
 
         def check() -> None:
+            # The run's own older checkpoints give their memory back before the next ones need it.
             held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
             room, where = room_in(self.folder)
             if needed > room + held:
@@ -395,6 +398,7 @@ class HostMemory(WritingTier[None]):
         error = writing.error
         is_consequence = isinstance(error, FileNotFoundError)  # another rank had nothing to send
         failure = (is_consequence, f"rank {self._mesh.rank} on {self._name}: {error}") if error else None
+        # False sorts first: a cause comes before its consequences.
         failures = sorted(one for one in self._mesh.gather(failure) or [] if one)
         self._num_failed += bool(failures)  # on rank 0
         if failures and self._num_failed == 1:  # `close` shows the number of all

@@ -95,6 +95,7 @@ class PipelineDriver:
         self._run(lambda: schedule.step(target=numbers, losses=losses, return_outputs=False, **inputs))
         if not losses:
             return torch.zeros((), device=self._device, dtype=torch.float64)
+        # In fp64, so that the number of microbatches does not change the rounding of the sum.
         return torch.stack([value.detach() for value in losses]).double().sum()
 
     @torch.no_grad()
