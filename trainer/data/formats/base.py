@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import functools
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,6 @@ _PART_BYTES = 1 << 20
 _MOST_OF_GZIP = 1032  # times its bytes, the most that deflate can unpack
 _MOST_TIMES, _FREE_BYTES = 200, 1 << 30
 """Rows may have so many times the bytes of a compressed file, and so many in any case; text has 20 times at most."""
-_LONGEST_VALUE = (1 << 31) - 1  # characters of a value of a CSV file
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
@@ -67,12 +65,6 @@ class TextOptions:
     delimiter: str | None = None
     quotes: bool = True
     further: Mapping[str, Any] = field(default_factory=dict)
-
-    def cells(self, lines: Iterable[str], delimiter: str) -> Any:
-        """Return the reader of the rows of a CSV file, as of `csv.reader` with its limit of characters raised."""
-        # A setting of the process; the default refuses values above 131,072 characters.
-        csv.field_size_limit(_LONGEST_VALUE)
-        return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE)
 
 
 @dataclass(frozen=True)

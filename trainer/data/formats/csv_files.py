@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical ba
 _TAB_ENDINGS = (".tsv", ".tab")
 _SNIFFED_LINES = 20
 _CELLS_LOOKED_AT = 1000
-_LONGEST_NAME = 60  # characters
+_LONGEST_NAME, _LONGEST_VALUE = 60, (1 << 31) - 1  # characters
 _INTEGER = "[+-]?(0|[1-9][0-9]*)"
 _NUMBER = r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
 _TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
@@ -66,7 +66,7 @@ class CsvReader(Reader):
 
         paths, text, key = files.paths, files.text, files.key
         delimiter, notes = _common_delimiter(files)
-        notes = [*_header_notes(files, delimiter), *notes]
+        notes = [*_header_notes(files), *notes]
         options: dict[str, Any] = {**NULLS, "sep": delimiter}
         if text.encoding != "utf-8":
             options["encoding"] = text.encoding
@@ -95,17 +95,15 @@ class CsvReader(Reader):
     def _unclosed(self, path: Path, text: TextOptions) -> int | None:
         """Return the first line of a row that the end of the file ends within quotation marks; None: there is none."""
         line, cells = 0, [_END]
-        with suppress(csv.Error), open_text(path, text.encoding) as file:
-            # An open quotation mark takes the line behind the last one into its value, where it shows.
-            rows = text.cells(chain(file, [_END]), text.delimiter or _delimiter_of(path, text))
-            for line, cells in _numbered(rows):  # noqa: B007
+        # An open quotation mark takes the line behind the last one into its value, where it shows.
+        with suppress(csv.Error), _opened(path, text, _END) as lines:
+            for line, cells in _numbered(lines):  # noqa: B007
                 pass
         return line if cells[-1].endswith(_END) and cells != [_END] else None
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
-        with open_text(path, text.encoding) as file:
-            delimiter = text.delimiter or _delimiter_of(path, text)
-            lines = text.cells(chain(file, [_END]), delimiter)
+        with _opened(path, text, _END) as lines:
+            delimiter = lines.dialect.delimiter
             names: list[str] = next((cells for cells in lines if cells), [])
             require_own_names(names, where)
             if names and names[-1].endswith(_END) and names != [_END]:
@@ -131,15 +129,13 @@ class CsvReader(Reader):
                 writer.writerow([shown(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def num_empty(self, path: Path, text: TextOptions) -> int:
-        with open_text(path, text.encoding) as file:
-            lines = text.cells(file, text.delimiter or _delimiter_of(path, text))
+        with _opened(path, text) as lines:
             is_one = len(next((cells for cells in lines if cells), [])) == 1  # an empty line is then a row
             return 0 if is_one else sum(not cells for cells in lines)
 
     def first_lines(self, path: Path, text: TextOptions) -> Iterator[int]:
-        with open_text(path, text.encoding) as file:
-            numbered = _numbered(text.cells(file, text.delimiter or _delimiter_of(path, text)))
-            yield from (line for line, _ in islice(numbered, 1, None))  # without the names
+        with _opened(path, text) as lines:
+            yield from (line for line, _ in islice(_numbered(lines), 1, None))  # without the names
 
 
 def _fault(cells: Sequence[str], num_columns: int, delimiter: str) -> str:
@@ -162,15 +158,30 @@ def _numbered(rows: Any) -> Iterator[tuple[int, list[str]]]:
         last = rows.line_num
 
 
+@contextmanager
+def _opened(path: Path, text: TextOptions, *behind: str) -> Iterator[Any]:
+    """Yield the reader of the rows of a file, with further lines behind its own; see `csv.reader`."""
+    with open_text(path, text.encoding) as file:
+        yield _cells(chain(file, behind), text, _delimiter_of(path, text))
+
+
+def _cells(lines: Iterable[str], text: TextOptions, delimiter: str) -> Any:
+    # A setting of the process; the default refuses values above 131,072 characters.
+    csv.field_size_limit(_LONGEST_VALUE)
+    return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if text.quotes else csv.QUOTE_NONE)
+
+
 def _delimiter_of(path: Path, text: TextOptions) -> str:
-    """Return the delimiter that gives the same number of columns, and the most, in the first lines of a CSV file."""
+    """Return the given delimiter, or that with the same number of columns, and the most, in the first lines."""
+    if text.delimiter is not None:
+        return text.delimiter
     if ending(path) in _TAB_ENDINGS:
         return "\t"
     with open_text(path, text.encoding) as file:
         lines = [line for _, line in zip(range(_SNIFFED_LINES), file, strict=False)]
     best, most = ",", 1
     for delimiter in _DELIMITERS:
-        widths = [len(row) for row in text.cells(lines, delimiter) if row]
+        widths = [len(row) for row in _cells(lines, text, delimiter) if row]
         # The names and the first row must have as many values; later rows may hold text with the mark.
         if widths and widths[0] > most and widths[0] == widths[min(1, len(widths) - 1)]:
             best, most = delimiter, widths[0]
@@ -194,7 +205,7 @@ def _is_value(name: str) -> bool:
     return len(name) > _LONGEST_NAME or re.fullmatch(r"\s*[-+]?\d*[.,]?\d+\s*", name) is not None
 
 
-def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]:
+def _names(path: Path, text: TextOptions, key: str) -> list[str]:
     """Return the names of the columns of a CSV file, each a name of its own.
 
     pandas renames the second of two equal names, and moves all columns by one if the rows have one value more than
@@ -203,8 +214,8 @@ def _names(path: Path, text: TextOptions, delimiter: str, key: str) -> list[str]
     Raises:
         DataError: two columns have one name, or the first row has more values than there are names.
     """
-    with open_text(path, text.encoding) as file:
-        rows = (cells for cells in text.cells(file, delimiter) if cells)
+    with _opened(path, text) as lines:
+        rows = filter(None, lines)
         names = [name.lstrip("\ufeff") for name in next(rows, [])]
         first: list[str] = next(rows, [])
     twice = sorted({name for name in names if names.count(name) > 1 and name.strip()})
@@ -228,7 +239,7 @@ def _common_delimiter(files: Files) -> tuple[str, list[str]]:
         DataError: files have other delimiters than the first one.
     """
     text, key, first_path = files.text, files.key, files.paths[0]
-    delimiters = {path: text.delimiter or _delimiter_of(path, text) for path in files.paths}
+    delimiters = {path: _delimiter_of(path, text) for path in files.paths}
     first = delimiters[first_path]
     for path, delimiter in delimiters.items():
         if delimiter != first:
@@ -241,13 +252,13 @@ def _common_delimiter(files: Files) -> tuple[str, list[str]]:
     return first, [f"`{key}`: `{first_path.name}` is read with {_DELIMITERS[first]} between its columns"]
 
 
-def _header_notes(files: Files, delimiter: str) -> list[str]:
+def _header_notes(files: Files) -> list[str]:
     """Return a note on the first file with a line of names that looks like a row.
 
     Raises:
         DataError: a file has other columns than the first one.
     """
-    names = {path: _names(path, files.text, delimiter, files.key) for path in files.paths}
+    names = {path: _names(path, files.text, files.key) for path in files.paths}
     for path, own in names.items():
         if problem := other_columns(own, names[files.paths[0]]):
             raise DataError(f"`{files.key}` must hold csv, but `{path}` cannot be read: {problem}")
@@ -333,7 +344,7 @@ def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str)
 
     if not text.quotes or len(rows.features) < 2:
         return []
-    delimiter = text.delimiter or _delimiter_of(path, text)
+    delimiter = _delimiter_of(path, text)
     for name, feature in rows.features.items():
         if "string" not in str(getattr(feature, "dtype", "")):
             continue
@@ -344,13 +355,10 @@ def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str)
             if delimiter == "\t":
                 raise DataError(
                     f"column `{name}`, row {row + 1} of {where} holds a tab and a line break, because a quotation mark"
-                    " opens a value and joins rows; set `data.quotes` to false if quotation marks are part of texts"
+                    f" opens a value and joins rows; {_UNQUOTED}"
                 )
             if any(line.count(delimiter) == len(rows.features) - 1 for line in lines):
-                return [
-                    f"column `{name}`, row {row + 1} of {where} holds lines that look like rows; set `data.quotes` to"
-                    " false if quotation marks are part of texts"
-                ]
+                return [f"column `{name}`, row {row + 1} of {where} holds lines that look like rows; {_UNQUOTED}"]
     return []
 
 
