@@ -7,8 +7,6 @@ import json
 import os
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from trainer.base.errors import DataError, UsageError
@@ -70,31 +68,6 @@ def test_a_quotation_mark_that_is_not_closed(tmp_path, name, rows, line, values)
     *_, last = next(read_chunks(tmp_path / name, "csv", 10, 0, "it", keeps_errors=True))
     assert f"row {line - 1} of it must close its quotation mark" in str(last)
     assert load(tmp_path / name, header + rows, quotes=False).train.rows["text"][:] == values
-
-
-VIEWS = {"text": pyarrow.array(["a", "b"], pyarrow.string_view()), "bytes": pyarrow.array([b"a"] * 2, "binary_view")}
-UNREAD = {
-    "map": pyarrow.array([[("a", 1)]] * 2, pyarrow.map_(pyarrow.string(), pyarrow.int32())),
-    "list": pyarrow.array([["x"]] * 2, pyarrow.list_view(pyarrow.string())),
-    "id": pyarrow.array([b"0123456789abcdef"] * 2, pyarrow.uuid()),
-}
-
-
-def test_types_of_parquet(tmp_path):
-    place = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({**VIEWS, "label": ["x", "y"], **UNREAD}), place)
-    splits = load_splits(FileData(source="files", train=str(place)))
-    assert splits.train.rows.to_list() == [
-        {"text": "a", "bytes": b"a", "label": "x"}, {"text": "b", "bytes": b"a", "label": "y"}
-    ]  # fmt: skip
-    assert splits.train.rows.features["text"].dtype == "string"
-    assert "types that are not read: `map` (map<string, int32" in splits.notes[0]
-    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["text", "label", "label"])
-    pyarrow.parquet.write_table(twice, place)
-    with pytest.raises(DataError, match="names `label` more than once; rename one"):
-        load_splits(FileData(source="files", train=str(place)))
-    with pytest.raises(DataError, match="names `label` more than once; rename one"):
-        next(read_chunks(place, "parquet", 10, 0, "it"))
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])

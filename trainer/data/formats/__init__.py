@@ -1,1 +1,1 @@
-"""Readers of files of rows, one for each format: JSON, CSV and Parquet, also compressed by gzip."""
+"""Readers of files of rows, one for each format: JSON and CSV, also compressed by gzip."""

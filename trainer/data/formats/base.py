@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ from trainer.base.errors import DataError
 from trainer.base.text import listed, size
 
 if TYPE_CHECKING:
+    import pyarrow
     from datasets import Dataset, Features
 
 _MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"} | {
@@ -276,6 +277,31 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
         if message.keys() & {"function", "parameters"} or (is_chat and (of_any_keys or not is_plain)):
             found[name] = json_chats()
     return datasets.Features({**features, **found}) if found else None
+
+
+def readable(schema: pyarrow.Schema) -> Features:
+    """Return the types of the columns that `datasets` can read, with views of texts as texts."""
+    import datasets
+    import pyarrow
+
+    found = {}
+    for column in schema:
+        with suppress(ValueError):  # a map, a view of a list, or a type of another package
+            one = pyarrow.schema([column], schema.metadata)
+            found[column.name] = _without_views(datasets.Features.from_arrow_schema(one)[column.name])
+    return datasets.Features(found)
+
+
+def _without_views(feature: Any) -> Any:
+    """Return a type with texts and binary values as tasks read them, instead of views of them."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {key: _without_views(inner) for key, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_without_views(feature.feature))
+    dtype = str(getattr(feature, "dtype", ""))
+    return datasets.Value(dtype.removesuffix("_view")) if dtype in ("string_view", "binary_view") else feature
 
 
 def _undecoded(features: Features | None) -> Features | None:

@@ -20,9 +20,8 @@ import numpy as np
 from trainer.base.digests import digest_of
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import DataError
-from trainer.data.formats.base import chat_features, require_own_names
+from trainer.data.formats.base import chat_features, readable, require_own_names
 from trainer.data.formats.json_lines import HALF_PAIR, is_text
-from trainer.data.formats.parquet import readable
 from trainer.data.order import IndexArray
 from trainer.features.streams.shards import Shard
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from trainer.data.formats.base import (
     ending,
     leaves,
     load_with_datasets,
+    readable,
     reason,
     require_own_names,
     rows_of_part,
@@ -27,7 +27,6 @@ from trainer.data.formats.base import (
 
 if TYPE_CHECKING:
     import pyarrow
-    from datasets import Features
 
 _ROWS_AT_ONCE = 1000
 _UNREAD_SHOWN = 6
@@ -100,31 +99,6 @@ class ParquetReader(Reader):
         with _with_dictionaries(path) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE):
                 yield sum(map(_logical_bytes, batch.columns))
-
-
-def readable(schema: pyarrow.Schema) -> Features:
-    """Return the types of the columns that `datasets` can read, with views of texts as texts."""
-    import datasets
-    import pyarrow
-
-    found = {}
-    for field in schema:
-        with suppress(ValueError):  # a map, a view of a list, or a type of another package
-            one = pyarrow.schema([field], schema.metadata)
-            found[field.name] = _without_views(datasets.Features.from_arrow_schema(one)[field.name])
-    return datasets.Features(found)
-
-
-def _without_views(feature: Any) -> Any:
-    """Return a type with texts and binary values as tasks read them, instead of views of them."""
-    import datasets
-
-    if isinstance(feature, dict):
-        return {key: _without_views(inner) for key, inner in feature.items()}
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_without_views(feature.feature))
-    dtype = str(getattr(feature, "dtype", ""))
-    return datasets.Value(dtype.removesuffix("_view")) if dtype in ("string_view", "binary_view") else feature
 
 
 def _with_dictionaries(path: Path) -> Any:
