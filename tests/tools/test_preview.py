@@ -40,7 +40,6 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
     ("recipe", "roles", "label", "trained"),
     [
         ("bert_sample", ["text"], "graphics", ""),
-        ("vit_sample", ["image"], "0", ""),
         ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import random
@@ -15,12 +14,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests.helpers.seq2seq import tiny_tokenizer
-from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
+from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError
 from trainer.cli import main
@@ -282,30 +280,3 @@ def test_equal_names_of_csv_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,text\na,b\n")
     with pytest.raises(DataError, match="must have a name of its own for each column, but names `text` more"):
         list(read_chunks(tmp_path / "in.csv", "csv", 10, 0, "`in.csv`"))
-
-
-def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    recipe = write_tiny_image_run(tmp_path, **{key: STEPS[key] for key in ("training", "evaluation")})
-    assert main(["run", str(recipe)]) == 0
-    found, last = evaluated(run, capfd)
-    assert found == pytest.approx(last, abs=1e-6)
-    encoded = io.BytesIO()
-    Image.new("L", (20, 24), 99).save(encoded, "PNG")
-    table = pyarrow.table({"image": [{"bytes": encoded.getvalue(), "path": "a.png"}] * 3, "id": [2, 1, 0]})
-    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
-    output = tmp_path / "out.parquet"
-    assert main(["predict", str(run), "--input", str(tmp_path / "in.parquet"), "--output", str(output)]) == 0
-    rows = pyarrow.parquet.read_table(output).to_pylist()
-    assert [row.pop("id") for row in rows] == [2, 1, 0]
-    for row in rows:
-        check_classes({}, row)
-    (tmp_path / "in.png").write_bytes(encoded.getvalue())
-    images = [{"bytes": None, "path": path} for path in ("in.png", "/etc/passwd", "../in.png")]
-    table = pyarrow.table({"image": [*images, {"bytes": encoded.getvalue(), "path": "/etc/passwd"}]})
-    pyarrow.parquet.write_table(table, tmp_path / "named.parquet")
-    words = ["--input", str(tmp_path / "named.parquet"), "--output", str(tmp_path / "named.jsonl"), "--skip-bad-rows"]
-    assert main(["predict", str(run), *words]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "named.jsonl").read_text().splitlines()]
-    assert ["outside of" in row.get("error", "") for row in rows] == [False, True, True, False]
-    assert shown(rows[0]["probabilities"]) == rows[3]["probabilities"]

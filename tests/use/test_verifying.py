@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import trainer
 from tests.helpers import processes, warm
-from tests.helpers.tiny_run import WORDS, write_tiny_image_run, write_tiny_run
+from tests.helpers.tiny_run import WORDS, write_tiny_run
 from trainer.base.errors import ExitCode, UsageError
 from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
@@ -58,9 +58,8 @@ def answered_here(request: dict[str, Any], place: Path) -> dict[str, Any]:
     [
         (write_tiny_run, SEQUENCE_PAIR, "transformers"),
         (write_tiny_run, MASKED_LM, "transformers"),
-        (write_tiny_image_run, None, "transformers"),
     ],
-    ids=["classes", "masks", "images"],
+    ids=["classes", "masks"],
 )
 def test_a_sound_folder_has_a_certificate(tmp_path, here, write, task, by):
     assert_certified(tmp_path, write, task, by)

@@ -106,18 +106,6 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
         ),
         (["task.class_weights.a=0"], '`task.class_weights` has the weight 0.0 for "a"; use a number above 0'),
         (
-            ["task.type=image_classification", "task.label=image"],
-            '`task.label` is "image", which is also `task.image`; name another column',
-        ),
-        (
-            ["task.type=image_classification", "model.tokenizer=x/y"],
-            "`model.tokenizer` applies to texts, but `task.type` is image_classification; remove it",
-        ),
-        (
-            ["task.type=image_classification", "data.max_length=64"],
-            "`data.max_length` applies to texts, but `task.type` is image_classification; remove it",
-        ),
-        (
             ["data.date=2026-01-30"],
             "`data.date` applies to chats, but `task.type` is sequence_classification; remove it",
         ),
@@ -174,14 +162,6 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             ],
             '`task.class_weights` is "balanced", which counts every row once, but `data.mixture` changes how often each'
             " is read; write the weights",
-        ),
-        (
-            ["task.type=image_classification", "data.group_by_length=true"],
-            "`data.group_by_length` applies to texts, but `task.type` is image_classification; remove it",
-        ),
-        (
-            ["task.type=image_classification", 'task.labels=["a", "b", "c"]', 'task.metrics=["f1"]'],
-            '`task.metrics` has "f1", which needs two classes, but `task.labels` has 3; use "f1_macro"',
         ),
         (['task.text=["a", "a"]'], '`task.text` has the column "a" twice; a pair needs two columns'),
         (
