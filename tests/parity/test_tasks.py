@@ -27,7 +27,6 @@ TASKS = (
     "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",
-    "multiple_choice",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
