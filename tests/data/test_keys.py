@@ -22,6 +22,7 @@ from trainer.data.tokenised_split import encode_split
 from trainer.features.embeddings.section import Embedding
 from trainer.features.multiple_choice.section import MultipleChoice
 from trainer.features.question_answering.section import QuestionAnswering
+from trainer.features.seq2seq_lm.section import Seq2SeqLM
 from trainer.features.token_classification.section import TokenClassification
 from trainer.features.vision.image_split import encode_images
 from trainer.features.vision.processor import ImageProcessor
@@ -29,7 +30,6 @@ from trainer.features.vision.section import ImageClassification
 from trainer.recipe.schema import (
     CausalLM,
     MaskedLM,
-    Seq2SeqLM,
     SequenceClassification,
     SequenceRegression,
 )

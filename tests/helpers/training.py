@@ -23,7 +23,7 @@ from tests.helpers.families import CONFIGS
 from trainer.checkpoint.counters import Progress
 from trainer.data.collate import Batching, Padding
 from trainer.data.loader import TrainLoader
-from trainer.data.split import EncodedSplit, Ragged
+from trainer.data.split import EncodedSplit
 from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.engine.state import MODEL_PREFIX
@@ -229,19 +229,6 @@ def tiny_numbers(num_rows: int = NUM_ROWS) -> EncodedSplit:
     return split
 
 
-def tiny_targets(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return the texts of `tiny_split` with targets of 1 to 11 random tokens that end with T5's end token."""
-    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
-    lengths = random.integers(1, 12, num_rows)
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    labels = random.integers(NUM_SPECIAL, VOCABULARY, int(lengths.sum()))
-    labels[offsets[1:] - 1] = T5_END
-    starts = np.concatenate([[0], labels[:-1]])
-    starts[offsets[:-1]] = 0  # the padding token starts each target
-    split.ragged = {"labels": Ragged(offsets, labels), "decoder_input_ids": Ragged(offsets, starts)}
-    return split
-
-
 @dataclass(frozen=True)
 class TinyTask:
     """The parts of a tiny training that depend on the type of task."""
@@ -283,10 +270,6 @@ TINY_TASKS = {
     ),
     "masked_lm": TinyTask(
         {"type": "masked_lm", "text": "text"}, _TEXT_MODEL, partial(tiny_split, has_classes=False), Padding(0)
-    ),
-    "seq2seq_lm": TinyTask({"type": "seq2seq_lm"}, {"config": TINY_T5, "tokenizer": "none"}, tiny_targets, Padding(0)),
-    "seq2seq_lm_bart": TinyTask(
-        {"type": "seq2seq_lm"}, {"config": TINY_BART, "tokenizer": "none"}, tiny_targets, Padding(0)
     ),
     "causal_lm": TinyTask(
         {"type": "causal_lm", "text": "text"},

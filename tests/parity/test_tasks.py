@@ -23,8 +23,6 @@ TASKS = (
     "masked_lm",
     "causal_lm",
     "causal_lm_packed",
-    "seq2seq_lm",
-    "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",
 )
@@ -51,7 +49,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 VARIANTS = (
-    "seq2seq_lm_bart",
     "weighted_classification",
     "multi_label",
     "sequence_regression",
@@ -65,7 +62,6 @@ FURTHER = {
     "causal_lm": (*CUTS, "zero3-tensor", "tensor-context", "fsdp-tensor-pipeline"),
     "masked_lm": ("tensor-sequence-accumulated", "context"),
     "causal_lm_packed": ("fsdp-accumulated",),
-    "seq2seq_lm": ("tensor-sequence-accumulated",),
 }
 """Layouts in which `make test-all` trains a task, where its labels or its rows are cut in another way than others'."""
 
@@ -81,8 +77,6 @@ def _quick(task: str) -> tuple[str, ...]:
     """Return the layouts in which `make test` trains a task: each kind of label in one, each layout with a task."""
     if task in VARIANTS:
         return ()
-    if task == "seq2seq_lm":
-        return ("pipeline",)
     if task == "causal_lm_packed":
         return ("ring",)
     return (CUTS[TASKS.index(task) % len(CUTS)],)
@@ -141,13 +135,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
 
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [
-        pytest.param(task, name, marks=marks_of(name, _quick(task), FURTHER[task]))
-        for task in TASKS
-        for name in LAYOUTS
-        # T5 and BART have no context parallelism.
-        if not (name in ("context", "ring", "tensor-context") and task.startswith("seq2seq"))
-    ],
+    [pytest.param(task, name, marks=marks_of(name, _quick(task), FURTHER[task])) for task in TASKS for name in LAYOUTS],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
     assert_layout_is_one_process(ranks, task, layout)

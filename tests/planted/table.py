@@ -837,11 +837,11 @@ _TASKS = [
     Defect(
         "decoder_sees_its_label",
         "The decoder's input is not shifted, so it holds the label.",
-        "tasks/seq2seq_lm.py",
+        "features/seq2seq_lm/seq2seq_lm.py",
         "[self.start_token, *row[:-1]]",
         "[self.start_token, *row[1:]]",
         (
-            "tasks/test_seq2seq_lm.py::test_a_target_ends_with_the_end_token_and_the_decoder_starts_with_its_start_token",
+            "features/seq2seq_lm/test_seq2seq_lm.py::test_a_target_ends_with_the_end_token_and_the_decoder_starts_with_its_start_token",
         ),
     ),
 ]

@@ -40,7 +40,6 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
     ("recipe", "roles", "label", "trained"),
     [
         ("bert_sample", ["text"], "graphics", ""),
-        ("t5_sample", ["text", "target"], "", "graphics [SEP]"),
     ],
 )
 def test_the_tasks(recipe: str, roles: list[str], label: str, trained: str):

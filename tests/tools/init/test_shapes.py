@@ -50,7 +50,6 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
         (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, anchor="a", positive="b", negative="c"), {"texts": ["anchor", "positive", "negative"]}),
-        (rows_of(3, article="a" * 99, highlights="b" * 50), {"type": "seq2seq_lm", "target": "highlights"}),
         (rows_of(3, text=("a.png", "b"), label=("a", "b")), {"type": CLASSES, "text": "text"}),
         (rows_of(3, text="t", url=("http://a/1.png",), label=("a", "b")), {"type": CLASSES, "text": "text"}),
     ],

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.schema.fields import Name, NameKey, Share
-from trainer.recipe.schema.language import CausalLM, MaskedLM, Seq2SeqLM
+from trainer.recipe.schema.language import CausalLM, MaskedLM
 from trainer.recipe.schema.section import Contradiction, clash
 from trainer.recipe.schema.task_keys import ClassificationKeys, TextKeys, Traits
 
@@ -59,4 +59,4 @@ class SequenceRegression(TextKeys):
     """Correlation of predicted and true numbers, or their mean squared error."""
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | CausalLM | Seq2SeqLM
+TaskSection = SequenceClassification | SequenceRegression | MaskedLM | CausalLM

@@ -17,7 +17,7 @@ class Metric:
 
     With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
-    tokens. For tasks that generate texts, they are generated texts and targets.
+    tokens.
     """
 
     compute: Callable[[Values, Values], float]

@@ -68,7 +68,6 @@ def _perplexity(losses: Values, num_tokens: Values) -> float:
         return float(np.exp(losses.sum() / max(1, num_tokens.sum())))
 
 
-_OF_TEXTS = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf")
 METRICS = Table[Metric](
     {
         "accuracy": Metric(_accuracy),
@@ -81,7 +80,6 @@ METRICS = Table[Metric](
         "mse": Metric(_mse, greater_is_better=False),
         "token_accuracy": Metric(_share),
         "perplexity": Metric(_perplexity, greater_is_better=False),
-        **{name: f"trainer.tasks.metrics.generated_text:{name.upper()}" for name in _OF_TEXTS},
     }
 )
 

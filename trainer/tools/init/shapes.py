@@ -24,10 +24,6 @@ _PAIRS = (
     ("text_a", "text_b"), ("question", "sentence"), ("query", "document"), ("query", "passage"),
 )  # fmt: skip
 _SINGLE = ("text", "sentence", "content", "review", "comment", "message", "body", "document", "utterance")
-_SEQUENCES = (
-    ("source", "target"), ("document", "summary"), ("article", "highlights"), ("article", "summary"),
-    ("dialogue", "summary"), ("text", "summary"), ("input_text", "target_text"),
-)  # fmt: skip
 _MOST_NUMBERS = 20
 """Distinct integers that still count as classes."""
 _NAME_CHARACTERS = 40
@@ -114,14 +110,6 @@ class _Columns:
         others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
         others.sort(key=lambda column: (column.kind == "number", not column.repeats))
         return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
-
-
-def _of_sequences(columns: _Columns) -> Iterator[Shape]:
-    for names in _SEQUENCES:
-        pair = columns.every(_TEXT, *names)
-        if pair and sum(column.characters for column in columns.all if column.name == pair[1]) > _NAME_CHARACTERS:
-            yield Shape({"type": "seq2seq_lm", "source": pair[0], "target": pair[1]}, "a source and its target text")
-            return
 
 
 def _of_completions(columns: _Columns) -> Iterator[Shape]:
@@ -324,9 +312,7 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
 
 
 _Rule = Callable[[_Columns], Iterator[Shape]]
-_RULES: tuple[tuple[int, _Rule], ...] = (
-    (80, _of_sequences), (90, _of_completions), (100, _of_labels), (110, _of_texts),
-)  # fmt: skip
+_RULES: tuple[tuple[int, _Rule], ...] = ((90, _of_completions), (100, _of_labels), (110, _of_texts))
 """Rules by their places: of the tasks that columns allow, the first is proposed."""
 
 

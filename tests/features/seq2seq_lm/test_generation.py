@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_BART, TINY_T5, TinyTraining, tiny_recipe, tiny_targets, tiny_training
+from tests.helpers.training import TINY_BART, TINY_T5, TINY_TASKS, TinyTraining, tiny_recipe, tiny_training
 from trainer.base.errors import UsageError
 from trainer.data.collate import Padding
 from trainer.data.loader import EvalLoader
@@ -21,6 +21,7 @@ NUM_ROWS, MOST_TOKENS, END = 11, 9, 126
 GREEDY, BEAMS = {"num_beams": 1}, {"num_beams": 3, "length_penalty": 0.5}
 MODEL = {"config": {**TINY_T5, "eos_token_id": END, "initializer_factor": 3.0}}  # a token that it generates
 Texts = dict[int, list[int]]
+tiny_targets = TINY_TASKS["seq2seq_lm"].split
 
 
 def recipe_of(generation: dict[str, Any], **sections: Any):

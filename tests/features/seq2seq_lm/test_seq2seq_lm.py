@@ -13,8 +13,8 @@ from rouge_score import rouge_scorer, scoring
 from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.training import TINY_T5
 from trainer.base.errors import DataError, UsageError
+from trainer.features.seq2seq_lm.section import Seq2SeqLM
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Seq2SeqLM
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
 
@@ -100,12 +100,12 @@ def two_special_tokens():
 
 
 def test_a_missing_package_is_named_before_the_training(monkeypatch):
-    from trainer.tasks.metrics import generated_text
+    from trainer.features.seq2seq_lm import metrics
 
     def missing(package):
         raise ImportError(f"No module named {package[0]!r}")
 
-    monkeypatch.setattr(generated_text, "_module", missing)
+    monkeypatch.setattr(metrics, "_module", missing)
     with pytest.raises(
         UsageError, match=r'names bleu, .* package sacrebleu; install it \(pip install "recipe-trainer\[gen'
     ):

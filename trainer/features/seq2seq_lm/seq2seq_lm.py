@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.features.seq2seq_lm.metrics import require_packages
 from trainer.recipe.schema import Generation, TaskKeys
 from trainer.tasks.exported import TEXT_TO_TEXT, Card
-from trainer.tasks.metrics.generated_text import require_packages
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import bare, cell, filled, frame_of, require_text, tokenise

@@ -1,0 +1,1 @@
+"""Sequence-to-sequence language modelling: target texts from source texts, such as summaries and translations."""
