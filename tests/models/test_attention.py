@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.helpers.reads import NoReads
 from trainer.base.errors import UsageError
-from trainer.models.attention import KEYED_ATTENTION, RING_ATTENTION, keyed_attention, padding_known
+from trainer.models.attention import KEYED_ATTENTION, keyed_attention, padding_known
 from trainer.models.dropout import key_dropout, set_probabilities
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, MicrobatchKey
 from trainer.parallel.microbatch import has_padding, hidden_positions
@@ -244,23 +244,3 @@ class TestMasks:
         with padding_known(True), padding_known(None):
             assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
         assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
-
-    @pytest.mark.parametrize("is_padded", [None, True, False])
-    def test_of_joined_rows_around_a_ring_keep_the_window(self, is_padded):
-        config = AutoConfig.for_model("mistral", hidden_size=8, num_attention_heads=2, sliding_window=3)
-        config._attn_implementation = RING_ATTENTION
-        mask, embeddings = torch.ones(BATCH, LENGTH, dtype=torch.int64), torch.zeros(BATCH, LENGTH, 8)
-        with padding_known(is_padded):
-            found = create_sliding_window_causal_mask(config, embeddings, mask, None)
-        places = torch.arange(LENGTH)
-        distances = places[:, None] - places
-        of_tokens = found.of_tokens.compute(range(LENGTH), range(LENGTH))
-        assert torch.equal(of_tokens[0, 0], (distances >= 0) & (distances < 3))
-
-    def test_around_a_ring_are_none_without_padding(self):
-        config = AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=2)
-        config._attn_implementation = RING_ATTENTION
-        mask, embeddings = torch.ones(BATCH, LENGTH, dtype=torch.int64), torch.zeros(BATCH, LENGTH, 8)
-        for is_padded in (False, True):
-            with padding_known(is_padded):
-                assert (create_bidirectional_mask(config, embeddings, mask) is None) == (not is_padded)

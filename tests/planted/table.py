@@ -239,10 +239,12 @@ _PARALLEL = [
     Defect(
         "later_keys_of_joined_rows_seen",
         "The kernel of a ring shows later tokens of a joined row, if its block begins between two lanes.",
-        "parallel/context/ring_attention.py",
+        "features/ring_attention/blocks.py",
         "mask.tril() if is_diagonal else mask, False",
         "mask, False",
-        ("models/test_ring_attention.py::test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model",),
+        (
+            "features/ring_attention/test_ring_attention.py::test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model",
+        ),
     ),
     Defect(
         "loss_of_a_cut_vocabulary_without_maximum",
@@ -399,26 +401,26 @@ _PARALLEL = [
     Defect(
         "ring_draws_one_block",
         "A rank of a ring drops by the mask of the first block of keys, whichever block it holds.",
-        "parallel/context/ring_attention.py",
+        "features/ring_attention/blocks.py",
         "len(keys), self.probability, keys.start)",
         "len(keys), self.probability)",
-        ("models/test_ring_attention.py",),
+        ("features/ring_attention/test_ring_attention.py",),
     ),
     Defect(
         "ring_of_rows_in_another_order",
         "Around a ring, packed rows drop by the masks of the microbatch's order, and not by their own.",
-        "models/attention.py",
+        "features/ring_attention/attention.py",
         "row_keys = row_keys if row_keys is None else row_keys[flat.order]",
         "row_keys = row_keys if row_keys is None else row_keys[flat.order.sort().values]",
-        ("models/test_ring_attention.py",),
+        ("features/ring_attention/test_ring_attention.py",),
     ),
     Defect(
         "ring_gradient_leaves_late",
         "The gradients of keys and values end at the rank that held them last.",
-        "parallel/context/ring_attention.py",
+        "features/ring_attention/blocks.py",
         "            own = [ours.add_(theirs) for ours, theirs in zip(own, receive_gradients(), strict=True)]",
         "            receive_gradients()",
-        ("models/test_ring_attention.py",),
+        ("features/ring_attention/test_ring_attention.py",),
     ),
     Defect(
         "dropout_keyed_by_place",

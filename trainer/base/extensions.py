@@ -47,6 +47,7 @@ Kind = Literal[
     "rows",
     "card",
     "kernel",
+    "attention",
     "chats",
     "logging",
     "run",
@@ -59,7 +60,8 @@ a rule by the names of its sections. By the key that asks for it: `update`: an `
 `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `run` and `launch`: context managers for `around`;
-`kernel`: a module of Triton kernels, by its use."""
+`kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)
+with transformers."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import registered, resolved
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
 from trainer.parallel import varlen
 from trainer.parallel.dropout import REMEDY
@@ -30,9 +30,8 @@ from trainer.parallel.kernel_support import KERNELS, missing
 from trainer.parallel.random import LANES
 
 if TYPE_CHECKING:
-    from trainer.parallel.context.ring_attention import BlockMask
     from trainer.parallel.flat_rows import FlatRows
-    from trainer.parallel.sharded_sequence import ContextCut
+    from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 KEYED_ATTENTION = "trainer_keyed"
 OWN_ATTENTION = "trainer_own"
@@ -105,7 +104,7 @@ def keyed_attention(
     Raises:
         UsageError: the model needs a variant of attention that has no keyed form.
     """
-    if variant := _variant(kwargs):  # SDPA would ignore some of them
+    if variant := variant_of(kwargs):  # SDPA would ignore some of them
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     # No keyed mask is drawn; transformers' function has torch's own dropout too.
     if dropout == 0.0 or not has_site(module):
@@ -116,10 +115,12 @@ def keyed_attention(
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias, **kwargs,
         )  # fmt: skip
         return output
-    scale = _scale(query, scaling)
-    causal = _is_causal(module, is_causal)
+    scale = scale_of(query, scaling)
+    causal = is_causal_call(module, is_causal)
     if missing("attention", query.device) is None:
-        inputs = _Inputs(_autocast(query), _autocast(key), _autocast(value), attention_mask, position_bias)
+        inputs = _Inputs(
+            in_autocast_type(query), in_autocast_type(key), in_autocast_type(value), attention_mask, position_bias
+        )
         obstacle = _obstacle(module, inputs)
         if obstacle is None:
             return _fused(module, inputs, dropout, scale, causal, row_keys), None
@@ -135,16 +136,16 @@ def keyed_attention(
     return torch.matmul(dropped, value).transpose(1, 2).contiguous(), probabilities
 
 
-def _variant(options: Mapping[str, Any]) -> str | None:
+def variant_of(options: Mapping[str, Any]) -> str | None:
     """Return an argument that changes the formula, of those that a form of attention has no name for; None: none."""
     return next((name for name in ("position_bias", *_VARIANTS) if options.get(name) is not None), None)
 
 
-def _scale(query: Tensor, given: float | None) -> float:
+def scale_of(query: Tensor, given: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if given is None else given
 
 
-def _is_causal(module: nn.Module, given: bool | None) -> bool:
+def is_causal_call(module: nn.Module, given: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
@@ -160,7 +161,7 @@ class _Inputs(NamedTuple):
         return (*self.query.shape[:3], self.key.shape[2])
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def in_autocast_type(tensor: Tensor) -> Tensor:
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
 
@@ -168,7 +169,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
     """Return the reason why the fused kernel does not take the arguments of a call; None if it takes them."""
     query, key, value, mask, bias = inputs
-    if obstacle := _obstacle_of_states(query, key, value):
+    if obstacle := obstacle_of_states(query, key, value):
         return obstacle
     for name, added in (("mask", mask), ("position bias", bias)):
         if added is not None and not _broadcasts(added, inputs.shape):
@@ -181,7 +182,7 @@ def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
     return None
 
 
-def _obstacle_of_states(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def obstacle_of_states(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     kernel = KERNELS["attention"]
     if query.dtype not in kernel.DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"the fused kernel does not compute in {query.dtype}"
@@ -292,13 +293,11 @@ def _attention(
 
     After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
     """
-    cut: ContextCut | None = getattr(module, _CUT, None)
+    cut = cut_of(module)
     if cut is not None:
         query, key, value = (cut.to_heads(states) for states in (query, key, value))
     probabilities = None
-    if cut is not None and cut.of_heads.ring > 1:
-        output = _around_ring(cut, module, query, key, value, attention_mask, flat, **options)
-    elif flat is not None:
+    if flat is not None:
         output = _of_rows(module, query, key, value, flat, **options)
     else:
         output, probabilities = keyed_attention(module, query, key, value, attention_mask, **options)
@@ -324,7 +323,7 @@ def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Ten
     return output
 
 
-def _row_keys(module: nn.Module, query: Tensor, flat: FlatRows | None) -> Tensor:
+def next_row_keys(module: nn.Module, query: Tensor, flat: FlatRows | None) -> Tensor:
     """Return the keys of the rows of a microbatch for the next call of attention, int64 `[batch]`."""
     site = site_of(module)
     # Flat states have a batch of 1; the keys are those of the padded rows, so both forms draw equal masks.
@@ -349,19 +348,19 @@ def _of_rows(
     The fused kernel and torch's variable-length attention read the flat rows. Where neither runs, rows are padded: on
     a CPU in groups of similar length, and for torch's dropout, which neither draws.
     """
-    if variant := _variant(kwargs):
+    if variant := variant_of(kwargs):
         raise UsageError(
             f"this model's attention uses {variant}, which has no form for rows without padding; set"
             " `data.padding_free` to false"
         )
-    row_keys = _row_keys(module, query, flat) if dropout and has_site(module) else None
-    scale, causal = _scale(query, scaling), _is_causal(module, is_causal)
+    row_keys = next_row_keys(module, query, flat) if dropout and has_site(module) else None
+    scale, causal = scale_of(query, scaling), is_causal_call(module, is_causal)
     window = None if sliding_window is None else sliding_window - 1  # transformers counts the query too
-    states = (_autocast(query), _autocast(key), _autocast(value))
+    states = (in_autocast_type(query), in_autocast_type(key), in_autocast_type(value))
     if not dropout and varlen.obstacle(*states) is None:
         return varlen.attention(*states, flat.starts, max(flat.lengths), scale, causal, window)
     if missing("attention", query.device) is None and (row_keys is not None or not dropout):
-        obstacle = _obstacle_of_states(*states)
+        obstacle = obstacle_of_states(*states)
         if obstacle is None:
             keys, first_head = flat.order, 0  # neither is read without dropout
             if row_keys is not None:
@@ -383,64 +382,6 @@ def _of_rows(
         )  # fmt: skip
         outputs.append(group.join(padded))
     return torch.cat(outputs).unsqueeze(0)
-
-
-def _around_ring(
-    cut: ContextCut,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    flat: FlatRows | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Return the output `[batch, queries, heads, head_dim]` of attention to the keys of all ranks of a ring.
-
-    The arguments are those of `keyed_attention`, with blocks of positions. Evaluation computes the same blocks, without
-    dropout.
-    """
-    from trainer.models.checkpointing import not_recorded
-    from trainer.parallel.context.ring_attention import BlockAttention, BlockMask, Ring, ring_attention
-
-    if variant := _variant(kwargs):
-        raise UsageError(
-            f"this model's attention uses {variant}, which has no form for a ring of ranks; set `parallel.context` to"
-            f" {cut.of_heads.heads}, which needs no ring"
-        )
-    query, key, value = map(_autocast, (query, key, value))
-    row_keys = None
-    if dropout:
-        assert has_site(module), "context ranks need keyed dropout"
-        row_keys = _row_keys(module, query, flat)
-    fused = missing("attention", query.device) is None
-    if fused and (obstacle := _obstacle_of_states(query, key, value)):
-        warnings.warn(f"attention around a ring runs without the fused kernel, because {obstacle}", stacklevel=2)
-        fused = False
-    mask = (
-        attention_mask
-        if attention_mask is None or isinstance(attention_mask, BlockMask)
-        else BlockMask.of(attention_mask)
-    )
-    if flat is not None:
-        assert not isinstance(attention_mask, Tensor), "a whole mask is that of padded rows"
-        # Flat rows hide no position, so only the mask of positions is left.
-        mask = mask and mask.of_tokens
-        row_keys = row_keys if row_keys is None else row_keys[flat.order]
-    options = BlockAttention(
-        _scale(query, scaling),
-        dropout,
-        mask,
-        mask is None and _is_causal(module, is_causal),
-        site_of(module).offsets(query.shape)[1] if row_keys is not None else 0,
-        fused,
-    )
-    ring = Ring(cut.group, cut.of_heads.heads, cut.block, cut.blocks, flat.lengths if flat else None)
-    # Selective recomputation would keep the scores of each block, which are products of matrices.
-    return not_recorded(ring_attention)(query, key, value, row_keys, options, ring)  # type: ignore[no-any-return]
 
 
 _IS_PADDED: ContextVar[bool | None] = ContextVar("is_padded", default=None)
@@ -479,42 +420,30 @@ def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None
     return mask
 
 
-def _block_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **options: Any,
-) -> BlockMask | None:
-    """Return the mask of `sdpa_mask` for the same arguments, without a tensor of all queries and all keys."""
-    from trainer.parallel.context.ring_attention import BlockMask
+def hides_nothing() -> bool:
+    """Return whether inputs are known to have no padding; see `padding_known`."""
+    return _IS_PADDED.get() is False
 
-    skips = allow_is_causal_skip or allow_is_bidirectional_skip
 
-    def blocks(
-        attention_mask: Tensor | None, options: Mapping[str, Any], of_tokens: BlockMask | None = None
-    ) -> BlockMask | None:
-        if attention_mask is None and local_size is None and skips:
-            return None
+def require_ring(split: ContextSplit) -> None:
+    """Import attention around a ring, which registers its functions with transformers.
 
-        def compute(queries: range, keys: range, **more: Any) -> Tensor:
-            mask: Tensor = sdpa_mask(
-                q_length=len(queries), kv_length=len(keys), q_offset=q_offset + queries.start,
-                kv_offset=kv_offset + keys.start, attention_mask=attention_mask, allow_is_causal_skip=False,
-                **{**options, **more},
-            )  # fmt: skip
-            return mask
+    Raises:
+        UsageError: it is not installed.
+    """
+    row = next((row for row in registered("attention") if row.name == "ring"), None)
+    if row is None:
+        raise UsageError(
+            "`parallel.context` must divide the heads of a tensor rank, because attention around a ring is not"
+            f" installed, but is {split.heads * split.ring}; use {split.heads}"
+        )
+    resolved(row.value)
 
-        # Without padding, a mask depends on positions only.
-        return BlockMask(compute, partial(compute, device="cpu") if attention_mask is None else None, of_tokens)
 
-    # The same mask without padding and for one row, for flat rows.
-    of_tokens = blocks(None, {**options, "batch_size": 1})
-    return blocks(None if _IS_PADDED.get() is False else attention_mask, options, of_tokens)
+def cut_of(module: nn.Module) -> ContextCut | None:
+    """Return the cut of an attention module after `share_heads`; None: it has all positions."""
+    cut: ContextCut | None = getattr(module, _CUT, None)
+    return cut
 
 
 def share_heads(module: nn.Module, cut: ContextCut) -> None:
@@ -526,7 +455,5 @@ ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
 ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, eager_mask)
-ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
 ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _attention_of_rows)
 ALL_MASK_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, lambda *_, **__: None)

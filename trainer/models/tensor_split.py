@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
 from trainer.models.added import ADDED
-from trainer.models.attention import RING_ATTENTION, share_heads
+from trainer.models.attention import RING_ATTENTION, require_ring, share_heads
 from trainer.models.context_split import context_split
 from trainer.models.dropout import move_site
 from trainer.models.families.family import TensorPlan, matches, relative_name
@@ -326,6 +326,7 @@ def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
     config: Any = model.config
     split = context_split(config, group_size(groups.tensor), group_size(groups.context))
     if split is not None and split.ring > 1:
+        require_ring(split)
         # transformers looks up the function of this name in each forward pass.
         config._attn_implementation = RING_ATTENTION
     layers = {id(layer) for layer in layers_of(model).values()} if sequence or split else set()

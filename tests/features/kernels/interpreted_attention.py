@@ -24,12 +24,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.gpu import test_attention_gpu
 from tests.helpers.families import CONFIGS, build, inputs_of
 from trainer.features.kernels import fused_attention
+from trainer.features.ring_attention.blocks import Block, BlockAttention, BlockMask, Sums
 from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of
 from trainer.models.families.table import layers_of
 from trainer.parallel import kernel_support
-from trainer.parallel.context.ring_attention import Block, BlockAttention, BlockMask, Sums
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.random import element_keys, keep_mask

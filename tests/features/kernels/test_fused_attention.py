@@ -15,6 +15,7 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.features.kernels import fused_attention
+from trainer.features.ring_attention import attention as ring  # noqa: F401  # registers its functions
 from trainer.models import attention
 from trainer.models.attention import FLAT_ATTENTION, KEYED_ATTENTION, RING_ATTENTION, attention_notes
 from trainer.parallel import kernel_support

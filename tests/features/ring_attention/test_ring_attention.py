@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     bidirectional_mask_function,
     causal_mask_function,
+    create_bidirectional_mask,
+    create_sliding_window_causal_mask,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
@@ -23,16 +26,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.helpers.families import VOCABULARY, build
 from tests.helpers.ranks import RankPools
-from trainer.models.attention import RING_ATTENTION, keyed_attention, share_heads
+from trainer.base.errors import UsageError
+from trainer.features.ring_attention import attention, blocks  # noqa: F401  # registers its functions
+from trainer.features.ring_attention.blocks import Block, BlockAttention
+from trainer.models.attention import (
+    KEYED_ATTENTION,
+    RING_ATTENTION,
+    keyed_attention,
+    padding_known,
+    require_ring,
+    share_heads,
+)
 from trainer.models.dropout import key_dropout, move_site
 from trainer.models.tensor_split import split_model
-from trainer.parallel.context import ring_attention
-from trainer.parallel.context.ring_attention import Block, BlockAttention
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
+LENGTH = 9
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
 BATCH, WIDTH = 3, 4
 
@@ -121,11 +133,12 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
             wholes = [tensor.transpose(1, 2).flatten(2) for tensor in states]
             parts = [cut.split(flat.join(whole) if flat else whole) for whole in wholes]
             parts = [part.unflatten(2, (-1, WIDTH)).transpose(1, 2) for part in parts]
-            mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[RING_ATTENTION] if cut.of_heads.ring > 1 else sdpa_mask)
+            name = RING_ATTENTION if cut.of_heads.ring > 1 else KEYED_ATTENTION
+            mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[name])
             if case.mask == "window":
                 options |= {"sliding_window": 5, "is_causal": True}
             options |= {"flat": flat}
-            output, _ = ALL_ATTENTION_FUNCTIONS[RING_ATTENTION](module, *parts, mask, **options)
+            output, _ = ALL_ATTENTION_FUNCTIONS[name](module, *parts, mask, **options)
             output = cut.join(output.flatten(2))
             output = (flat.pad(output) if flat else output).unflatten(2, (-1, WIDTH))
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
@@ -144,7 +157,7 @@ def differences(most_scores: int) -> list[float]:
     found = []
     for case in CASES:
         cut = ContextCut(dist.group.WORLD, ContextSplit.of(dist.get_world_size(), (case.heads, case.key_heads)))
-        with mock.patch.object(ring_attention, "_MOST_SCORES", most_scores):
+        with mock.patch.object(blocks, "_MOST_SCORES", most_scores):
             ours = run(case, cut)
         tolerance = 1e-12 if case.dtype == torch.float64 else 4 * torch.finfo(case.dtype).eps
         pairs = zip(ours, run(case, None), strict=True)
@@ -246,3 +259,31 @@ def test_a_mask_of_positions_is_read_without_a_device():
     assert mask.hides(range(6, 8), range(4))
     assert not mask.hides(range(4, 8), range(4))
     assert mask.of_block(range(4, 8), range(4)).is_meta
+
+
+class TestMasks:
+    @pytest.mark.parametrize("is_padded", [None, True, False])
+    def test_of_joined_rows_around_a_ring_keep_the_window(self, is_padded):
+        config = AutoConfig.for_model("mistral", hidden_size=8, num_attention_heads=2, sliding_window=3)
+        config._attn_implementation = RING_ATTENTION
+        mask, embeddings = torch.ones(2, LENGTH, dtype=torch.int64), torch.zeros(2, LENGTH, 8)
+        with padding_known(is_padded):
+            found = create_sliding_window_causal_mask(config, embeddings, mask, None)
+        places = torch.arange(LENGTH)
+        distances = places[:, None] - places
+        of_tokens = found.of_tokens.compute(range(LENGTH), range(LENGTH))
+        assert torch.equal(of_tokens[0, 0], (distances >= 0) & (distances < 3))
+
+    def test_around_a_ring_are_none_without_padding(self):
+        config = AutoConfig.for_model("bert", hidden_size=8, num_attention_heads=2)
+        config._attn_implementation = RING_ATTENTION
+        mask, embeddings = torch.ones(2, LENGTH, dtype=torch.int64), torch.zeros(2, LENGTH, 8)
+        for is_padded in (False, True):
+            with padding_known(is_padded):
+                assert (create_bidirectional_mask(config, embeddings, mask) is None) == (not is_padded)
+
+
+def test_a_ring_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.models.attention.registered", lambda kind: [])
+    with pytest.raises(UsageError, match="not installed, but is 4; use 2"):
+        require_ring(ContextSplit(2, 2))

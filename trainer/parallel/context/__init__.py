@@ -1,1 +1,0 @@
-"""Context parallelism: attention around a ring of ranks that share each sequence."""
