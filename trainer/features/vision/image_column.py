@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from PIL.Image import Image
 
 from trainer.base.errors import DataError
 from trainer.tasks.text.columns import cell, require_columns, type_name
 from trainer.tasks.types import Dataset
-
-if TYPE_CHECKING:
-    import PIL.Image
-
-    Image: TypeAlias = PIL.Image.Image
-else:
-    Image = Any
 
 _ENCODED = ("binary", "large_binary", "string", "large_string")  # texts name files
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # modes of Pillow by number of channels
@@ -97,9 +93,6 @@ def _is_integer(feature: Any) -> bool:
 
 def _decode(value: bytes) -> Image:
     """Decode an image from its bytes; this never opens a file that a row names."""
-    import PIL.Image
-    import PIL.ImageOps
-
     try:
         with PIL.Image.open(io.BytesIO(value)) as opened:
             image = PIL.ImageOps.exif_transpose(opened)
@@ -114,8 +107,6 @@ def _decode(value: bytes) -> Image:
 
 
 def _from_lists(value: list[Any], shape: tuple[int, ...] | None) -> Image:
-    import PIL.Image
-
     try:
         numbers = np.array(value)
     except ValueError:

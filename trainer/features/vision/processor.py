@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -19,9 +20,6 @@ from torch import nn
 from trainer.base.errors import UsageError
 from trainer.models.hub_files import not_found
 from trainer.recipe.schema import Model
-
-if TYPE_CHECKING:
-    import PIL.Image
 
 _MODES = {1: "L", 3: "RGB"}  # Pillow modes by the model's number of channels
 _DEFAULT_MEAN = _DEFAULT_STD = 0.5
