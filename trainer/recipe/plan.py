@@ -272,5 +272,6 @@ def _pipeline(recipe: Recipe, share: int) -> tuple[int, PipelinePlan]:
         raise RecipeError(
             f"`parallel.pipeline.microbatches` must be {' and '.join(rules)}, but is {count}; use {remedy}"
         )
+    # More rows than the microbatches of one pass may have need further passes.
     num_passes = math.ceil(share / (count * most))
     return num_passes, PipelinePlan(schedule, keys.stages, stages_per_rank, count)

@@ -60,6 +60,7 @@ class RefusedOrKept:
     def compare(self, folder: Path) -> Certificate | None:
         """Compare the folder; see `ComparedRows.compare`."""
         refused = folder.with_name(REFUSED)
+        # It was left by an earlier end of this run.
         refused.unlink(missing_ok=True)
         try:
             return self.rows.compare(folder) if self.rows else None
@@ -92,6 +93,7 @@ class ComparedRows:
         batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking)
         result = engine.eval_step(batch)
         gathered = mesh.gather((result.loss_sum, result.predictions)) or [(0.0, {})]
+        # In a pipeline, the ranks of the last stage alone have predictions.
         loss_sum, predictions = next((one for one in gathered if one[1]), gathered[0])
         return cls(recipe, data, batch, loss_sum, predictions)
 

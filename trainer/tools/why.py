@@ -208,6 +208,7 @@ class _Advisor:
         if self._parts.padded:
             yield "data.padding_free=true", self._parts.padded, "the measured padding"
             if (multiple := recipe.data.pad_to) > 1 and self._length:
+                # Half of a multiple is padded on average.
                 gain = self._parts.padded * min(1.0, (multiple - 1) / 2 / (self._length * (self._parts.padding or 1.0)))
                 yield "data.pad_to=1", gain, "the padding to a multiple, if widths are spread evenly"
         yield from self._fewer_widths()
@@ -225,6 +226,7 @@ class _Advisor:
         compiled, longest = self._parts.seconds.get(COMPILATION, 0.0), getattr(self._own.data, "max_length", None)
         if not compiled or not longest:
             return
+        # A divisor of the longest length, so that the longest texts need no width of their own.
         width = next(size for size in range(min(_WIDTH, longest), 0, -1) if longest % size == 0)
         if graphs > (widths := longest // width):
             basis = f"at most {widths} width{'s' * (widths != 1)} of texts to compile, instead of {graphs} graphs"
@@ -285,6 +287,7 @@ class _Advisor:
         steps = self._run.metrics.steps
         if not steps or not steps[-1].tokens or not steps[-1].samples:
             return None
+        # Tokens leave the padding out, and a plan needs the widths with it.
         width = steps[-1].tokens / steps[-1].samples / max(1e-3, 1 - (self._parts.padding or 0.0))
         return max(1, min(round(width), getattr(self._own.data, "max_length", None) or round(width)))
 

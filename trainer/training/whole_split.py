@@ -72,6 +72,7 @@ class Evaluator:
         whole = in_row_order([predictions for _, _, predictions in gathered], self.num_rows)
         loss_sum, num_valid = sum(part[0] for part in gathered), sum(part[1] for part in gathered)
         metrics = self.task.metrics(whole) if self.split is None else self.task.split_metrics(whole, self.split)
+        # A mean over the labels of all ranks, and no mean of means.
         return Evaluated({"loss": loss_sum / max(1, num_valid), **metrics}, self.task.picture(whole, self.split))
 
 

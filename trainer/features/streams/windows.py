@@ -75,6 +75,7 @@ class Windows:
     def spans(self, epoch: int, window: int) -> Iterator[Span]:
         """Yield the rows of a window in the order in which they are read, source after source."""
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            # Counted from the first epoch, because the passes over a source go on over the epochs.
             start, stop = (epoch * count + self._of_sources[source][window + end] for end in (0, 1))
             while start < stop:
                 # The pass over the source, and the row in it.
@@ -82,6 +83,7 @@ class Windows:
                 blocks, ends = self._pass(source, number)
                 block = int(np.searchsorted(ends, place, side="right"))
                 shard, _, last = blocks[block].tolist()
+                # Both are ends of the block: `last` in its shard, `ends` in the pass.
                 row = last - (int(ends[block]) - place)
                 length = min(last - row, stop - start)
                 yield Span(source, shard, row, row + length)

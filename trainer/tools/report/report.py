@@ -352,6 +352,7 @@ def _curve(run: Run, points: Sequence[tuple[int, float]], marks: Sequence[Mark])
 def _marks(run: Run) -> list[Mark]:
     metrics = run.metrics
     scaled = [one for one in metrics.steps if one.skipped_steps is not None]
+    # The count is of the whole training, so it rises where a step was skipped.
     skipped = [b.step for a, b in pairwise(scaled) if (b.skipped_steps or 0) > (a.skipped_steps or 0)]
     resumed = [start["resumed_from"] for start in metrics.runs if start.get("resumed_from")]
     return [
