@@ -167,6 +167,7 @@ def simulate(size: int, folder: str, answers: Any) -> None:
     from trainer.tools.plan.simulated_rank import simulated_mesh
     from trainer.training.assembly import assemble
     from trainer.training.checking import prepare_checked
+    from trainer.training.run_parts import facts_of
 
     places = (f"checkpoint.folder={folder}/simulated", f"data.cache={folder}/cache")
     recipe = load_recipe("bert_sample", (*OVERRIDES, *places, *batch_of(size), "parallel.strategy=fsdp")).recipe
@@ -187,9 +188,10 @@ def simulate(size: int, folder: str, answers: Any) -> None:
         data, models = timed(lambda: prepare_checked(plan))
         mesh = timed(context.__enter__)
         parts = timed(lambda: assemble(plan, mesh, data, models=models))
-        timed(lambda: (parts.info(LaunchEnvironment("variables", world_size=size)), next(iter(parts.train_loader))))
+        timed(
+            lambda: (facts_of(parts, LaunchEnvironment("variables", world_size=size)), next(iter(parts.train_loader)))
+        )
         growth = status_bytes("VmHWM") - before
-        parts.close()
         context.__exit__(None, None, None)
     answers.put([*(f"{1000 * one:.0f}" for one in seconds), str(growth >> 20)])
 

@@ -150,6 +150,7 @@ def _train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None
     from trainer.training.assembly import assemble
     from trainer.training.loop import Loop
     from trainer.training.run_data import prepare_data
+    from trainer.training.run_parts import best_evaluation
 
     _quiet()
     trained = Trained()
@@ -181,7 +182,7 @@ def _train_part(file: str, model: str | None, in_fp64: bool, nudge: Nudge | None
             recipe=recipe,
             engine=parts.engine,
             loader=parts.train_loader,
-            validation=parts.validation(observers, lambda: None),
+            validation=best_evaluation(parts, observers, lambda: None),
             mesh=mesh,
             observers=observers,
             meter=meter,

@@ -30,31 +30,21 @@ from trainer.checkpoint.tier import Tier
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
-from trainer.models.attention import attention_notes
 from trainer.models.configuration import computed_facts
-from trainer.models.context_split import context_notes
-from trainer.models.dropout import dropout_notes
 from trainer.models.fill import build_model
 from trainer.models.place import PlacedModel, planned_cuts
 from trainer.models.save import save_configuration
 from trainer.models.statistics import buffers_hash
-from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
-from trainer.observe.preview_records import Preview
-from trainer.observe.records import Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import Placements
-from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.drawing import layers_text
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.best_evaluation import BestEvaluation
 from trainer.training.certificate import ExportCheck
 from trainer.training.describing import DescribedModels, describe_models
 from trainer.training.model_card import complete_folder
 from trainer.training.run_data import PreparedData
-from trainer.training.run_info import model_size, run_info, total_peak_flops
 from trainer.training.second_model import LoadedModel, second_model
 from trainer.training.whole_split import Evaluator
 
@@ -62,7 +52,7 @@ if TYPE_CHECKING:
     from trainer.parallel.node import NodeRanks
 
 
-@dataclass
+@dataclass(frozen=True)
 class Assembly:
     """All parts of a training on this rank.
 
@@ -150,27 +140,6 @@ class Assembly:
             raise TrainerError("`data.validation` is null, so there is nothing to evaluate on; name a split")
         return evaluator.evaluate().metrics
 
-    def validation(self, observers: Observer, keep_best: Callable[[], None]) -> BestEvaluation:
-        """Return the evaluations of the training; `keep_best` exports the model after the best one."""
-        rows = None if self.data.validation is None else self.data.validation.content_hash
-        return BestEvaluation(self.recipe, self.progress, self.evaluator(observers), keep_best, rows)
-
-    def meter(self) -> Meter:
-        """Return the meter of the training. All ranks must call it."""
-        return Meter(model_size(self.models, self.placements, self.mesh), total_peak_flops(self.recipe, self.mesh))
-
-    def notes(self) -> list[str]:
-        """Return notes for the user on model, data and engine."""
-        recipe, model, device = self.recipe, self.models[0], self.mesh.device
-        return [
-            *([] if self.progress.step else self.built[0].notes),  # a checkpoint has replaced the weights
-            *self.data.notes(recipe.data.max_length),
-            *context_notes(model.config, recipe.parallel),
-            *attention_notes(model, device),
-            *dropout_notes(model, device),
-            *self.engine.notes(),
-        ]
-
     def saver(
         self,
         note: Callable[[str], None] = warnings.warn,
@@ -195,13 +164,6 @@ class Assembly:
         fast, slow = ([tier for tier in others if tier.is_lasting == lasts] for lasts in (False, True))
         tiers: list[Tier] = [*fast, disk, *slow]
         return (Saver if saves else IdleSaver)(tiers, self.engine, self.mesh, self.saved, self.progress)
-
-    def info(self, environment: LaunchEnvironment, preview: Preview | None = None) -> RunInfo:
-        """Return the facts for the start-up summary. All ranks must call it."""
-        facts = run_info(self.plan, environment, self.data, self.models, self.placements, self.mesh)
-        groups = self.built[0].groups.table
-        resumed = self.progress.step or None
-        return replace(facts, resumed_from=resumed, stages=self._stage_texts(), groups=groups, preview=preview)
 
     def export(self, place: Path | str, checks: Sequence[ExportCheck] = ()) -> None:
         """Write a Hugging Face folder with its model card, whole or not at all. All ranks must call it.
@@ -230,38 +192,6 @@ class Assembly:
         self.mesh.on_rank_zero(lambda: _begin(temporary))
         self.engine.export(temporary)
         self.mesh.on_rank_zero(complete)
-
-    def idling(self) -> Idling | None:
-        """Return how long the pipeline ranks waited, on rank 0. All ranks must call it."""
-        if self.plan.pipeline is None:
-            return None
-        gathered = self.mesh.gather((self.mesh.index("pp"), self.engine.idle_share()))
-        measured: dict[int, list[float]] = {}
-        for rank, share in gathered or []:
-            if share is not None:
-                # Data replicas of a pipeline rank wait for other ranks than its own, so the mean of all counts.
-                measured.setdefault(rank, []).append(share)
-        if not measured:
-            return None
-        means = tuple(sum(measured[rank]) / len(measured[rank]) for rank in sorted(measured))
-        return Idling(means, self.plan.pipeline.bubble)
-
-    def _stage_texts(self) -> tuple[str, ...]:
-        """Return the schedule of the pipeline and the contents of each stage, on rank 0; empty without a pipeline."""
-        pipeline = self.plan.pipeline
-        if pipeline is None:
-            return ()
-        stages = pipeline.stages_of(self.mesh.index("pp"))
-        sizes = [sum(p.numel() for p in model.parameters()) for model in self.models]
-        layers = [part.stage.layers if part.stage else () for part in self.built]
-        # One replica tells about a stage, but all ranks join the gather.
-        own = list(zip(stages, layers, sizes, strict=True)) if self.mesh.is_first_replica else []
-        gathered = self.mesh.gather(own)
-        texts = [str(pipeline)]
-        for stage, names, size in sorted(part for parts in gathered or [] for part in parts):
-            rank = pipeline.rank_of(stage)
-            texts.append(f"stage {stage} on pipeline rank {rank}: {layers_text(names)}; {size:,} parameters a rank")
-        return tuple(texts)
 
 
 def train_batches(

@@ -24,6 +24,7 @@ from trainer.training.first_day import first_day
 from trainer.training.loop import Ending, Loop
 from trainer.training.process_group import meet_ranks, open_device, open_mesh, process_group, together
 from trainer.training.run_data import PreparedData
+from trainer.training.run_parts import best_evaluation, facts_of, idling_of, meter_of, notes_of
 from trainer.training.run_tool import RunTools
 from trainer.training.session import Results, Session, is_complete, open_session
 
@@ -97,7 +98,7 @@ def _train(
     session.take_folder(mesh)
     observers.preparing("building the model")
     parts = assemble(plan, mesh, data, models=models)
-    meter = parts.meter()
+    meter = meter_of(parts)
     saver = parts.saver(observers.note, session.owner.check, lambda: bool(stop.received), saves)
     try:
         # Before the loader and the loop are made, which begin at `parts.progress`.
@@ -108,7 +109,7 @@ def _train(
         recipe=recipe,
         engine=parts.engine,
         loader=parts.train_loader,
-        validation=parts.validation(observers, lambda: parts.export(session.folder / "best")),
+        validation=best_evaluation(parts, observers, lambda: parts.export(session.folder / "best")),
         mesh=mesh,
         observers=observers,
         meter=meter,
@@ -119,8 +120,8 @@ def _train(
         has_callbacks=session.has_callbacks,
     )
     tools.begin(parts, meter, saves)
-    notes = [*parts.notes(), *resumed, *loop.notes(), *tools.notes()]
-    session.start(parts.info(session.environment, tools.preview(parts)), saver, mesh, notes)
+    notes = [*notes_of(parts), *resumed, *loop.notes(), *tools.notes()]
+    session.start(facts_of(parts, session.environment, tools.preview(parts)), saver, mesh, notes)
     if mesh.rank == 0:
         stop.watch(session.folder)
     if mesh.agree_max(stop.received):  # it came while the model was built, and there is no new step to save
@@ -134,7 +135,7 @@ def _finish(parts: Assembly, loop: Loop, ending: Ending, session: Session, saves
     saver, seconds = loop.saver, loop.meter.parts()
     saver.close()  # the checkpoint of the end is on the disk
     recipe, step, folder = parts.recipe, saver.progress.step, None
-    idling = parts.idling()
+    idling = idling_of(parts)
     compilation = None
     if recipe.compile:
         from trainer.models.compiled import compilations
