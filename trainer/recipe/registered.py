@@ -151,7 +151,7 @@ def _add_strategy(registration: Registration) -> None:
     # `STRATEGIES` has the row already: its own consumer was the first.
     names: Any = getitem(Literal, tuple(STRATEGIES))
     Parallel.model_fields["strategy"].annotation = names
-    Parallel.model_rebuild(force=True)
+    _rebuild(Parallel)
 
 
 def _add_optimizer(registration: Registration) -> None:
@@ -178,7 +178,7 @@ def _add_keys(registration: Registration) -> None:
                 kind.model_fields[key] = field
     if name:
         for kind in sections:
-            kind.model_rebuild(force=True)
+            _rebuild(kind)
         if not Recipe.model_fields[name].is_required():
             # The default was made before the section had the new keys.
             Recipe.model_fields[name].default = section()
@@ -214,7 +214,7 @@ def _add_word(section: type[Section], key: str, word: str) -> None:
         # `Literal[...]` with names that only a running program knows.
         item: Any = getitem(Literal, (*words, word))
         section.model_fields[key].annotation = list[item]
-        section.model_rebuild(force=True)
+        _rebuild(section)
 
 
 def _add_format(registration: Registration) -> None:
@@ -235,7 +235,7 @@ def _add_format(registration: Registration) -> None:
     if field.annotation != names | None:
         field.annotation = names | None
         field.description = " ".join([_SHIPPED_FORMAT, *(row.note for row in formats.values() if row.note)])
-        FileData.model_rebuild(force=True)
+        _rebuild(FileData)
 
 
 def _add_logging_target(registration: Registration) -> None:
@@ -259,6 +259,12 @@ def _is_set(recipe: Recipe, name: str) -> bool:
     section: Section | None = reduce(getattr, sections, recipe)
     # Other kinds of the section may lack the key.
     return section is not None and key in type(section).model_fields and bool(section.changed(key))
+
+
+def _rebuild(section: type[Section]) -> None:
+    """Compile a section again, if it is compiled; others wait for their first use."""
+    if section.__pydantic_complete__:
+        section.model_rebuild(force=True)
 
 
 def _compile() -> None:

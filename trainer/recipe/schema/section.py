@@ -64,7 +64,12 @@ class Section(BaseModel):
     """A group of keys. Unknown keys are errors, and values are not converted to other types."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, json_schema_extra=_describe
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra=_describe,
+        defer_build=True,  # features add keys before the first use
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
