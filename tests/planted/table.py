@@ -1596,9 +1596,9 @@ _CONVERT = [
     Defect(
         "constant_schedule_decays",
         "`constant_with_warmup` becomes a schedule that falls.",
-        "tools/convert/learning.py",
-        '"constant_with_warmup": "constant"',
-        '"constant_with_warmup": "linear"',
+        "recipe/schema/schedule.py",
+        '{"constant": {}, "constant_with_warmup": {}}',
+        '{"constant": {}}',
         ("tools/convert/test_renamed.py",),
     ),
     Defect(
