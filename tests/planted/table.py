@@ -1189,7 +1189,7 @@ _ENGINE = [
         "engine/joint.py",
         'mesh.sum_(every, "dp")',
         'mesh.sum_(every.clone(), "dp")',
-        ("engine/test_joint.py",),
+        ("features/embeddings/test_joint.py",),
     ),
     Defect(
         "filler_rows_evaluated",
