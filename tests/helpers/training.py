@@ -215,13 +215,6 @@ def tiny_documents(num_rows: int = NUM_ROWS, packed: bool = False) -> EncodedSpl
     return split
 
 
-def tiny_label_lists(num_rows: int = NUM_ROWS) -> EncodedSplit:
-    """Return the rows of `tiny_split` with random lists of labels, some of them empty."""
-    split, random = tiny_split(num_rows, has_classes=False), np.random.default_rng(1)
-    split.arrays["labels"] = random.integers(0, 2, (num_rows, NUM_CLASSES)).astype(np.float32)
-    return split
-
-
 def tiny_numbers(num_rows: int = NUM_ROWS) -> EncodedSplit:
     """Return the rows of `tiny_split` with random numbers between 0 and 1."""
     split = tiny_split(num_rows, has_classes=False)
@@ -254,12 +247,6 @@ TINY_TASKS = {
         },
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_split,
-        Padding(0),
-    ),
-    "multi_label": TinyTask(
-        {"type": "sequence_classification", "text": "text", "multi_label": True},
-        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
-        tiny_label_lists,
         Padding(0),
     ),
     "sequence_regression": TinyTask(

@@ -24,7 +24,6 @@ TASKS = (
     "causal_lm",
     "causal_lm_packed",
     "weighted_classification",
-    "multi_label",
 )
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel": {"strategy": "ddp"}}),
@@ -50,7 +49,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 VARIANTS = (
     "weighted_classification",
-    "multi_label",
     "sequence_regression",
 )
 """Tasks that differ from another one by a key or a family."""

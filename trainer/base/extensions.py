@@ -40,6 +40,7 @@ Kind = Literal[
     "keys",
     "exclusions",
     "rule",
+    "variant",
     "update",
     "second_model",
     "tier",
@@ -56,8 +57,9 @@ Kind = Literal[
 """`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
 keys of other tools. Paths of a folder of this project are relative to `trainer/`.
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
-a rule by the names of its sections. By the key that asks for it: `update`: an `OptimizerUpdate`; `second_model`: a
-`SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a line of the model card.
+a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
+`OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
+line of the model card.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `run` and `launch`: context managers for `around`;
 `kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)

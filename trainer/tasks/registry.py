@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import Registration, consume, resolved
+from trainer.base.extensions import Registration, consume, registered, resolved
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import TaskSection
 from trainer.tasks.exported import Card
@@ -35,13 +35,19 @@ consume("task", _add)
 def build_task(recipe: TaskSection) -> Task:
     """Build the task of a recipe's section `task`; `resolve` adds the labels of the training split."""
     build = _REGISTERED.get(recipe.type)
-    task = _class_of(recipe.type).of(recipe) if build is None else build(recipe)
+    task = (_variant_of(recipe) or _class_of(recipe.type)).of(recipe) if build is None else build(recipe)
     if not isinstance(task, Task):
         raise UsageError(
             f"the registered task {recipe.type} must be a `Task`, such as a `TextTask` of `trainer.tasks.task`, but its"
             f" builder returns a {type(task).__name__}; make it a subclass"
         )
     return task
+
+
+def _variant_of(recipe: TaskSection) -> type[Task] | None:
+    """Return the class that a key of the section asks for."""
+    rows = (row for row in registered("variant") if getattr(recipe, row.name.removeprefix("task."), None))
+    return next((resolved(row.value) for row in rows), None)
 
 
 def card_of(task_type: str) -> Card | None:

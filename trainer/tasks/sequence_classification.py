@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.recipe.schema import SequenceClassification, TaskKeys
 from trainer.tasks.classes import RowClasses
 from trainer.tasks.exported import TEXT_CLASSIFICATION
-from trainer.tasks.task import Task, TextTask
+from trainer.tasks.task import TextTask
 from trainer.tasks.text.columns import require_text, tokenise
 from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
@@ -24,16 +23,6 @@ class SequenceClassificationTask(RowClasses, TextTask):
 
     auto_class_name = "AutoModelForSequenceClassification"
     card = TEXT_CLASSIFICATION
-
-    @classmethod
-    def of(cls, section: TaskKeys, **given: Any) -> Task:
-        """Build the task, or that of several labels for each row."""
-        assert isinstance(section, SequenceClassification)
-        if section.multi_label:
-            from trainer.tasks.multi_label import MultiLabelTask  # here: most runs do not need it
-
-            return MultiLabelTask.of(section, **given)
-        return super().of(section, **given)
 
     @property
     def columns(self) -> tuple[str, ...]:

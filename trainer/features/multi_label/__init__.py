@@ -1,0 +1,1 @@
+"""Sequence classification with any number of labels for each row."""
