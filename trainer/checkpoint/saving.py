@@ -19,7 +19,6 @@ from trainer.engine.engine import Engine
 from trainer.engine.scaling import skipped_steps
 from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.shards.digest import joined, own_digest
 from trainer.parallel.tensor.kinds import is_start
 from trainer.recipe.schema.fields import Interval
 
@@ -212,6 +211,8 @@ class Saver:
             return own
         # Frozen weights never change, so one digest serves all checkpoints.
         if self._frozen is None:
+            from trainer.parallel.shards.digest import joined, own_digest
+
             self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
         return {**own, "model": {**own["model"], FROZEN_WEIGHTS: self._frozen}}
 

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.engine.joint import JointLosses, joint_losses
 from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16, weights_dtype
 from trainer.engine.products import plain_products
 from trainer.engine.results import EvalResult
@@ -33,6 +32,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
+    from trainer.engine.joint import JointLosses
     from trainer.engine.rounded_weights import RoundedWeights
 
 ModelCall = Callable[..., Any]
@@ -221,6 +221,8 @@ class ModelForward:
         """
         if len(batch.microbatches) == 1:
             return None
+        from trainer.engine.joint import joint_losses
+
         scores = [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
         # A collective: every data rank has the same number of microbatches, fillers included.
         return joint_losses(self._task, self.mesh, batch.num_rows, batch.microbatches, scores)
@@ -236,6 +238,8 @@ class ModelForward:
         if not self._task.rows_depend:
             loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs, microbatch.is_padded))
         else:
+            from trainer.engine.joint import joint_losses
+
             joint = self._joint or joint_losses(self._task, self.mesh, self._num_rows, [microbatch], [logits])
             loss = joint.sum_of(microbatch.rows, logits)
         # A filler must run its backward pass too, because FSDP and DDP communicate inside of it.

@@ -24,7 +24,7 @@ from tests.helpers.training import (
 )
 from tests.parity.cases import assert_same_curve
 from trainer.data.collate import Padding
-from trainer.engine import forward, joint
+from trainer.engine import joint
 from trainer.recipe.schema import Recipe
 
 MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"}
@@ -182,7 +182,7 @@ def test_both_passes_drop_the_same_elements(monkeypatch, layout_invariant):
             second.append(scores.detach())
             return super().sum_of(rows, scores)
 
-    monkeypatch.setattr(forward, "joint_losses", record)
+    monkeypatch.setattr(joint, "joint_losses", record)
     monkeypatch.setattr(joint, "JointLosses", Recorded)
     recipe = recipe_of(dropout=0.3, micro_batch_size=4, layout_invariant_dropout=layout_invariant)
     with tiny_training(recipe) as training:
