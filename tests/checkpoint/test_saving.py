@@ -417,7 +417,6 @@ def save_or_resume(recipe: Recipe, folder: Path, resume: bool) -> int:
         return peak_growth(lambda: run.resume("auto") if resume else run.save())
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @needs_peak
 @pytest.mark.parametrize("parallel", MEMORY_LAYOUTS, ids=str)

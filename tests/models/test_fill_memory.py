@@ -140,7 +140,6 @@ def without_elements(shards: Mapping[str, Tensor], folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @needs_peak
 def test_a_rank_of_four_never_holds_the_whole_model(ranks: RankPools, tmp_path):
     model = BertForSequenceClassification(AutoConfig.for_model(**LARGE_BERT, num_labels=3))

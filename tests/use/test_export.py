@@ -341,7 +341,6 @@ class TestHostile:
             export(checkpoint, tmp_path / "out")
 
 
-@pytest.mark.alone
 @needs_peak
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, monkeypatch, bert, dtype):
