@@ -115,6 +115,7 @@ class Case:
         is_whole = self.tensor == self.context == self.stages == 1
         is_cut = self.strategy == "ddp" and self.precision == "fp32" and self.schedule in ("1f1b", "zero_bubble")
         is_plain = self.optimizer == "adamw" and self.gradients == self.weights == "fp32"
+        is_plain = is_plain and not (self.stages > 1 and self.accumulates)
         return self.world_size == 2 and self.model_type == "bert" and is_plain and (is_whole or is_cut)
 
     @property

@@ -95,7 +95,9 @@ def test_accumulation_on_one_process_changes_nothing(micro_batch_size, dropout):
     assert_same_curve(train_tiny(recipe, num_steps=SHORT), reference("fp32", dropout).curve)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero3"))]
+)
 def test_the_ragged_last_batch_leaves_a_rank_without_rows(ranks: RankPools, strategy):
     """Use 13 rows in batches of 12: the second step has one row, and two of three ranks have only padding rows."""
     keys = {"model": {"dropout": 0.1}}
@@ -112,8 +114,8 @@ MIXED = {"data": {"train": ["few", "many"], "mixture": [0.7, 0.3]}, "model": {"d
     ("world_size", "parallel"),
     [
         (2, {"strategy": "ddp"}),
-        (3, {"strategy": "fsdp"}),
-        (2, {"strategy": "ddp", "pipeline": {"stages": 2}}),
+        pytest.param(3, {"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "ddp", "pipeline": {"stages": 2}}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "ddp", "tensor": 2}, marks=pytest.mark.nightly),
         pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.nightly),
     ],
@@ -130,7 +132,8 @@ def test_a_mixture_is_that_of_one_process(ranks: RankPools, world_size: int, par
 
 
 def test_the_same_layout_twice_is_equal_bit_for_bit(ranks: RankPools):
-    one, two = (ranks(2).run(train, Case("ddp", 2, True, "fp32", "none", 0.1))[0].curve for _ in range(2))
+    recipe = Case("ddp", 2, True, "fp32", "none", 0.1).recipe()
+    one, two = (ranks(2).run(train_tiny, recipe, num_steps=SHORT)[0] for _ in range(2))
     assert one.losses == two.losses
     assert one.grad_norms == two.grad_norms
     assert largest_difference(one, two) == 0.0
@@ -149,10 +152,10 @@ class TestTheTestCanFail:
         ("strategy", "mistake", "words"),
         [
             ("ddp", "doubled_buckets", "norm of step 1"),
-            ("fsdp", "doubled_shards", "norm of step 1"),
+            pytest.param("fsdp", "doubled_shards", "norm of step 1", marks=pytest.mark.slow),
             pytest.param("fsdp", "averaged_shards", "norm of step 1", marks=pytest.mark.nightly),
             pytest.param("hsdp", "doubled_shards", "norm of step 1", marks=pytest.mark.nightly),
-            ("zero2", "doubled_losses", "norm of step 1"),
+            pytest.param("zero2", "doubled_losses", "norm of step 1", marks=pytest.mark.slow),
             pytest.param("zero3", "doubled_losses", "norm of step 1", marks=pytest.mark.nightly),
             pytest.param("fsdp", "mean_of_means", "loss of step", marks=pytest.mark.slow),
             pytest.param("zero1", "mean_of_means", "loss of step", marks=pytest.mark.nightly),
