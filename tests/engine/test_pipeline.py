@@ -16,7 +16,7 @@ from tests.engine.test_tensor import export
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import TINY_BERT, VOCABULARY, tiny_recipe, tiny_training, train_tiny
 from tests.parity.test_export import exported
-from tests.parity.test_resuming import DONE_STEPS, MORE_STEPS, first_steps, last_steps, tail
+from tests.parity.test_resuming import all_steps, first_steps, last_steps, tail
 from trainer.data.collate import Padding
 from trainer.engine.pipelined import passes_of
 from trainer.engine.results import StepResult
@@ -62,7 +62,7 @@ def test_the_same_stages_go_on_bit_for_bit(ranks: RankPools, tmp_path):
     recipe = tiny_recipe(
         model={"config": FOUR_LAYERS, "dropout": 0.1}, parallel=pipeline(2, schedule="interleaved_1f1b")
     )
-    whole = ranks(2).run(train_tiny, recipe, num_steps=DONE_STEPS + MORE_STEPS)[0]
+    whole = ranks(2).run(all_steps, recipe)[0]
     ranks(2).run(first_steps, recipe, tmp_path)
     curve = ranks(2).run(last_steps, recipe, tmp_path)[0]
     assert curve.losses == tail(whole).losses
