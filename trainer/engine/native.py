@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +43,16 @@ def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
     return wait
 
 
+@dataclass
+class _BegunStep:
+    """A step of which the device may still compute the numbers; `result` has them once they are read and counted."""
+
+    read: Callable[[], list[float]]
+    rate: float
+    counts: Mapping[str, float]  # the numbers of the optimizer before the update, so that a bad step can be undone
+    result: StepResult | None = None
+
+
 class NativeEngine(Engine):
     """One model, one optimizer of torch, one schedule of microbatches.
 
@@ -73,7 +84,7 @@ class NativeEngine(Engine):
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._sent_in = sent_dtype(recipe.parallel.communication)
-        self._settle: Callable[[], object] = nothing  # reads the last step, if that was not done
+        self._last: _BegunStep | None = None
 
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:
         self._hide()
@@ -102,10 +113,7 @@ class NativeEngine(Engine):
         self._use_changed_weights()
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
-        # The host waits for the device only here.
-        # `cache` lets both the caller and the next step ask for the result: the first call reads and counts, later
-        # ones get the same. `scalars()` is taken before the update, so a bad step can be undone in `count_as`.
-        self._settle = finish = cache(partial(self._result, read, rate, self.optimizer.scalars()))
+        self._last = step = _BegunStep(read, rate, self.optimizer.scalars())
         # inf and nan times 0 are nan; fewer kernels than `isfinite`
         flag = (numbers * 0.0).sum(dtype=torch.float32).ne_(0.0)
         # Each rank has the same flag, because loss and norm are sums over all ranks.
@@ -116,18 +124,24 @@ class NativeEngine(Engine):
         # A CUDA graph adds to gradients at fixed addresses, so there they are zeroed and kept.
         self.optimizer.zero_grad(set_to_none=not self._schedule.adds_in_place)
         self._step += 1
-        return finish
+        return partial(self._result, step)
 
-    def _result(self, read: Callable[[], list[float]], rate: float, counts: Mapping[str, float]) -> StepResult:
-        loss, norm, *scale = read()
-        result = StepResult(loss, norm, rate, loss_scale=scale[0] if scale else None)
-        if not result.is_finite:
-            self.optimizer.count_as(counts)
-        if self._scaler:
-            result = self._scaler.settle(result)
-        # Not reached if the scaler raises: the next step asks again, and raises too.
-        self._settle = nothing
-        return result
+    def _result(self, step: _BegunStep) -> StepResult:
+        """Return the numbers of a step. Both its caller and the next step ask: the first of them reads and counts."""
+        if step.result is None:
+            # The host waits for the device only here.
+            loss, norm, *scale = step.read()
+            result = StepResult(loss, norm, step.rate, loss_scale=scale[0] if scale else None)
+            if not result.is_finite:
+                self.optimizer.count_as(step.counts)
+            # If the scaler raises, there is no result: the next step asks again, and raises too.
+            step.result = self._scaler.settle(result) if self._scaler else result
+        return step.result
+
+    def _settle(self) -> None:
+        """Read and count the last step, if its caller has not done so."""
+        if self._last is not None:
+            self._result(self._last)
 
     def _update(self, rate: float, norm: Tensor, flag: Tensor) -> None:
         """Clip the gradients and step the optimizer, without a wait; a bad step changes nothing.
