@@ -48,7 +48,9 @@ class _VocabParallelDivergence(torch.autograd.Function):
         start, stop = (0, size) if group is None else bounds_of_part(size, index_in_group(group), number)
         width = stop - start  # without padded columns, which have no probability
         parts = [at_least_fp32(whole[..., :width]) / temperature for whole in (logits, teacher)]
+        # The last ranks may have padded columns only.
         lowest = parts[0].new_full(logits.shape[:-1], -torch.inf)
+        # Relative to the maximum of its whole row, no exponential overflows.
         maxima = torch.stack([part.amax(-1) if width else lowest for part in parts])
         if number > 1:
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group)

@@ -58,6 +58,7 @@ def folder_of_run(folder: Path, run_folder: Path) -> Path:
 def _is_own(folder: Path) -> bool:
     """Return whether this user alone may write to a folder."""
     try:
+        # Not `stat`, because a link of another user could lead to a folder of this one.
         status = folder.lstat()
     except OSError:
         return False
@@ -74,6 +75,7 @@ def room_in(folder: Path) -> tuple[int, str]:
         room.append((psutil.virtual_memory().available, "in the memory of the host"))
         if (of_group := cgroup.free_memory_bytes()) is not None:
             room.append((of_group, "in the control group"))
+    # The smallest room counts, and messages show its place.
     return min(room)
 
 

@@ -63,6 +63,7 @@ class Peers:
                 with open_local(Path(name)) as read:
                     answer = read(key, bounds)
             except Exception as error:
+                # A text is a refusal; without an answer, the rank that asks would wait for ever.
                 answer = str(error)
             self._send(encode(answer), sender, _ANSWER)
 
@@ -113,6 +114,7 @@ class Peers:
         sizes = self._received(torch.zeros(len(files), dtype=torch.int64), rank).tolist()
         error = refusal
         for file, size in zip(files, sizes, strict=True):
+            # A file that is absent has the size -1, and so no chunk.
             for start in range(0, size, _CHUNK_BYTES):
                 chunk = self._received(torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8), rank)
                 try:

@@ -260,6 +260,7 @@ def _read(file: Path) -> Node:
 
 def _as_accelerate(node: yaml.ScalarNode) -> bool | int | float | str | None:
     """Return the value of a scalar by YAML 1.1, as accelerate reads its file; a date is text."""
+    # Of PyYAML, only the types of plain scalars are used; no tag makes an object.
     loader = yaml.SafeLoader("")
     tag = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, True))
     value = loader.construct_object(yaml.ScalarNode(tag, node.value))

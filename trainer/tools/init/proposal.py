@@ -238,6 +238,7 @@ def _put_rows(draft: Draft, number: int) -> None:
             other = "file" if draft.get("data.source") == "files" else "split"
             draft.put("data.validation", _HELD_OUT, f"the share of the rows to hold out, or a {other}")
     fitting = min(_LARGEST_STEP, max(1, number // _FEWEST_STEPS))
+    # A power of two divides among the usual numbers of devices.
     draft.put("training.global_batch_size", 2 ** (fitting.bit_length() - 1), "rows of a step, over all devices")
 
 
@@ -269,6 +270,7 @@ def _put_length(draft: Draft, most: int, data: PreparedData | None) -> str:
     unit = "tokens"
     if not _is_here(draft)[1]:
         lengths, unit = -(-lengths // _BYTES_OF_A_TOKEN), f"tokens, by {_BYTES_OF_A_TOKEN} bytes of text for each"
+    # A length that some row has, so that at least this share of the rows is covered.
     covered = int(np.quantile(lengths, _COVERED, method="higher"))
     length = next((size for size in _LENGTHS if covered <= size <= most), most)
     why = f"{np.mean(lengths <= length):.0%} of the rows have at most so many {unit}"
