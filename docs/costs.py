@@ -59,7 +59,7 @@ def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateByt
     row = STRATEGIES[strategy]
     placements = tensor_cuts(model_of(name), tensor)
     if row.cuts_parameters:
-        cut = Split(dim=None if row.zero_stage else 0, axis="dp_shard")
+        cut = Split(dim=None if row.package else 0, axis="dp_shard")
         placements = {key: replace(one, splits=(*one.splits, cut)) for key, one in placements.items()}
     return state_bytes(
         placements,
@@ -67,7 +67,7 @@ def state(name: str, strategy: str, num_ranks: int, tensor: int = 1) -> StateByt
         cut_gradients=row.cuts_gradients,
         cut_optimizer=row.cuts_optimizer,
         weight_bytes=lambda _: 4,
-        optimizer_bytes=lambda _, number: (12 if row.zero_stage else 8) * number,
+        optimizer_bytes=lambda _, number: (12 if row.package else 8) * number,
     )
 
 

@@ -93,7 +93,7 @@ def _strategies() -> str:
 
 def _strategy(row: Strategy) -> tuple[str, ...]:
     """Return formulas for P fp32 parameters with AdamW on N ranks: bytes that a rank holds, and its communication."""
-    master = " + 4P/N" if row.zero_stage else ""  # DeepSpeed's master copy of the rank's shard
+    master = " + 4P/N" if row.package else ""  # DeepSpeed's master copy of the rank's shard
     return (
         f"`{row.name}`",
         row.summary,

@@ -64,10 +64,11 @@ def imported_by_a_run() -> tuple[int, int]:
 
 
 def reaches_up() -> list[str]:
-    """Return the places of the trunk that name a tool, a feature or its task, as an import or in a text."""
+    """Return the places of the trunk that name a tool or a feature, its task or strategy, as an import or text."""
     files = (PACKAGE / "features").glob("*/extension.json")
-    tasks = [name for file in files for name in json.loads(file.read_text()).get("task", ())]
-    names = ("trainer.tools", "trainer.features", *(f'"{name}"' for name in tasks))
+    rows = [json.loads(file.read_text()) for file in files]
+    words = [name for row in rows for kind in ("task", "strategy") for name in row.get(kind, ())]
+    names = ("trainer.tools", "trainer.features", *(f'"{name}"' for name in words))
     return [
         f"{path.relative_to(ROOT)}:{number}"
         for path in [*trunk(), *PACKAGE.glob("recipe/**/*.json")]

@@ -57,9 +57,8 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         schema = run(tmp_path, "schema")
         rows = json.loads((tmp_path / name / "extension.json").read_text())
         keys = [f'"{word.rpartition(".")[2]}": ' for word in rows.get("keys", ())]  # a metric may have the same name
-        names = keys + [
-            f'"{word}"' for kind in ("optimizer", "schedule", "task", "format") for word in rows.get(kind, ())
-        ]
+        kinds = ("strategy", "optimizer", "schedule", "task", "format")
+        names = keys + [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
         assert names or rows.keys() & {"logging", "kernel", "attention"}
         assert not any(word in schema for word in names)

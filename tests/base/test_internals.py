@@ -8,8 +8,9 @@ import pytest
 
 from trainer.base.errors import UsageError
 from trainer.base.internals import Internals
-from trainer.engine import ddp, deepspeed_internals, fsdp_internals
-from trainer.engine.deepspeed_package import import_deepspeed
+from trainer.engine import ddp, fsdp_internals
+from trainer.features.deepspeed import internals as deepspeed_internals
+from trainer.features.deepspeed.package import import_deepspeed
 from trainer.parallel.pipeline import torch_stage
 from trainer.tools.plan import simulated_deepspeed
 

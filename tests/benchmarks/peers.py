@@ -26,10 +26,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.forward import denominator_of, without_cache
 from trainer.engine.optimizers.parameters import RATE, TrainedParameters, matrix_names, no_decay_names
 from trainer.engine.optimizers.table import build_optimizer
+from trainer.features.deepspeed.package import ready_deepspeed
 from trainer.models.families.table import layers_of
 from trainer.models.place import PlacedModel
 from trainer.parallel.microbatch import Microbatch, RankBatch

@@ -27,7 +27,7 @@ def train(recipe: Recipe, rounded: bool) -> tuple[Curve, int]:
     types = COMPUTE_DTYPES if rounded else dict.fromkeys(COMPUTE_DTYPES, torch.float32)
     with (
         mock.patch("trainer.engine.sharded.rounded_by_autocast", names),
-        mock.patch("trainer.engine.zero.COMPUTE_DTYPES", types),
+        mock.patch("trainer.features.deepspeed.engine.COMPUTE_DTYPES", types),
         Ledger() as ledger,
     ):
         curve = train_tiny(recipe, num_steps=3)

@@ -96,7 +96,7 @@ def live_tensors() -> list[Tensor]:
 def measure(strategy: str, world_size: int, **sections: Any) -> Measured:
     """Looks before each forward pass of two steps and, also at all else that is alive, at each optimizer step."""
     parallel = parallel_keys(strategy, world_size)
-    if STRATEGIES[strategy].zero_stage:
+    if STRATEGIES[strategy].package:
         parallel["deepspeed"] = {"zero_optimization": {"reduce_bucket_size": BUCKET_ELEMENTS}}
     recipe = tiny_recipe(
         model={"config": MODEL},
@@ -135,7 +135,7 @@ def measure(strategy: str, world_size: int, **sections: Any) -> Measured:
 
 def padding_bytes(strategy: str, world_size: int) -> int:
     """What makes parts equal: of each of two groups of parameters, or of each tensor."""
-    if STRATEGIES[strategy].zero_stage in (1, 2):
+    if STRATEGIES[strategy].package and strategy != "zero3":
         return 4 * 2 * 2 * world_size  # each group's flat copy is a multiple of twice the ranks
     return 4 * 60  # of AdamW, a count of steps beside each tensor
 

@@ -21,7 +21,7 @@ import torch
 from trainer.cli import main
 from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine
-from trainer.engine.zero import ZeroEngine
+from trainer.features.deepspeed.engine import ZeroEngine
 from trainer.training import agreement
 
 

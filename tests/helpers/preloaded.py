@@ -8,7 +8,7 @@ from importlib import import_module
 
 from trainer.base.collector import importing
 from trainer.base.digests import source_digest
-from trainer.engine.deepspeed_package import import_deepspeed
+from trainer.features.deepspeed.package import import_deepspeed
 
 with importing():
     for name in (

@@ -417,7 +417,7 @@ def train(case: Case) -> Outcome:
         return Outcome(train_tiny(case.recipe(), num_rows=case.num_rows, num_steps=case.num_steps), None, None)
     # Not with ZeRO, whose master weights are fp32, and not on four ranks, which take long on few cores.
     in_fp64 = (
-        case.precision == case.gradients == "fp32" and not STRATEGIES[case.strategy].zero_stage and case.world_size < 4
+        case.precision == case.gradients == "fp32" and not STRATEGIES[case.strategy].package and case.world_size < 4
     )
     return Outcome(
         train_tiny(case.recipe(), num_rows=case.num_rows, num_steps=case.num_steps),

@@ -11,10 +11,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.features.deepspeed.test_keys import ZERO_VALUES, strategies_of
 from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
 from tests.helpers.training import RANK_STRATEGIES, TINY_BERT, TINY_RESNET
 from tests.parity import tokens
-from tests.parity.test_deepspeed_keys import ZERO_VALUES, strategies_of
 from tests.parity.tokens import CHATS, SHORTENED, Tokens, draw_chat, draw_tokens, few_words
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.schedules import SCHEDULES
@@ -390,9 +390,9 @@ def _part(random: Random, batch: int, stop: int | None, family: str, task: dict[
         }
     elif random.random() < 0.3:
         parallel["offload"] = random.choice(row.offloads)
-    if row.cuts_parameters and not row.zero_stage:
+    if row.cuts_parameters and not row.package:
         parallel["reshard_after_forward"] = random.random() < 0.7
-    if row.zero_stage and random.random() < 0.5:
+    if row.package and random.random() < 0.5:
         free = [key for key in ZERO_VALUES if strategy in strategies_of(key)]
         chosen = random.sample(free, random.choice((1, 2, 3)))
         parallel["deepspeed"] = {"zero_optimization": {key: ZERO_VALUES[key] for key in chosen}}

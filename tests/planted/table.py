@@ -150,10 +150,10 @@ _RECIPE = [
     Defect(
         "deepspeed_clips_never",
         "The norm at which DeepSpeed clips is left at 0, which means never.",
-        "recipe/deepspeed_config.py",
+        "features/deepspeed/configuration.py",
         '"gradient_clipping": plan.recipe.training.max_grad_norm or 0.0,',
         '"gradient_clipping": 0.0,',
-        ("recipe/test_deepspeed_config.py",),
+        ("features/deepspeed/test_configuration.py",),
     ),
     Defect(
         "microbatch_larger_than_asked",
@@ -954,7 +954,7 @@ _ENGINE = [
     Defect(
         "zero_gradient_averaged",
         "DeepSpeed's mean over the data-parallel ranks is left as it is.",
-        "engine/zero.py",
+        "features/deepspeed/engine.py",
         'loss * taint * self._mesh.size("dp")',
         "loss * taint",
         _parity("zero2-3ranks-fp32-accumulated-recompute_full"),

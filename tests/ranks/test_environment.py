@@ -16,7 +16,6 @@ from trainer.ranks.environment import (
     check_agrees,
     detect,
     first_host,
-    set_for_deepspeed,
     threads_per_rank,
 )
 
@@ -246,12 +245,3 @@ class TestNodesThatJoinAndLeave:
 
     def test_another_launcher_has_a_fixed_number(self):
         assert detect(RANKS | {"PET_NNODES": "1:4"}).elastic_nodes is None
-
-
-@pytest.mark.parametrize(("number", "found"), [(0, "0"), (None, "1")])
-def test_deepspeed_reads_the_number_of_the_visible_gpu(number, found):
-    """A rank that sees one GPU has number 0 of it, whatever torchrun's variable is; on a CPU that one stays."""
-    environ = dict(RANKS)
-    set_for_deepspeed(number, environ)
-    assert environ["LOCAL_RANK"] == found
-    assert environ["LOCAL_SIZE"] == RANKS["LOCAL_WORLD_SIZE"]

@@ -49,12 +49,6 @@ class TestRow:
         assert layout.dp_shard == (processes if row.cuts_anything else 1)
 
 
-def test_zero_stages_shard_as_in_the_paper():
-    by_stage = {row.zero_stage: row for row in STRATEGIES.values() if row.zero_stage}
-    cuts = {stage: (row.cuts_optimizer, row.cuts_gradients, row.cuts_parameters) for stage, row in by_stage.items()}
-    assert cuts == {1: (True, False, False), 2: (True, True, False), 3: (True, True, True)}
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -44,7 +44,7 @@ def _slow_rank(engine: Any = NativeEngine) -> None:
 
 
 def _slow_rank_of_zero() -> None:
-    from trainer.engine.zero import ZeroEngine
+    from trainer.features.deepspeed.engine import ZeroEngine
 
     _slow_rank(ZeroEngine)
 

@@ -71,8 +71,6 @@ def check(
 
 
 def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: Checked | None) -> dict[str, Any]:
-    from trainer.recipe.deepspeed_config import deepspeed_config
-
     pipeline = plan.pipeline
     stages, groups = (checked.stages, checked.groups) if checked else (None, ())
     return {
@@ -92,7 +90,7 @@ def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: Checked | None)
             "stages_of_ranks": [pipeline.stages_of(rank) for rank in range(pipeline.num_ranks)],
             "stages": [asdict(stage) for stage in stages] if stages else None,
         },
-        "deepspeed": deepspeed_config(plan) or None,
+        "deepspeed": plan.engine_keys() or None,
         "groups": [dict(zip(groups[0], row, strict=True)) for row in groups[1:]],
         "problems": checked.problems if checked else (),
         "notes": checked.notes if checked else (),
@@ -130,7 +128,6 @@ def _print_everything(resolved: ResolvedRecipe) -> None:
 
 
 def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
-    from trainer.recipe.deepspeed_config import deepspeed_config
     from trainer.recipe.drawing import layout_lines, stage_lines
     from trainer.recipe.elastic import fitting_sizes
 
@@ -145,8 +142,8 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
         say(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
     if plan.pipeline is not None:
         say(f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages)))
-    if everything and (config := deepspeed_config(plan)):
-        say(f"deepspeed {json.dumps(config, indent=2)}")
+    if everything and (config := plan.engine_keys()):
+        say(f"{plan.strategy.package} {json.dumps(config, indent=2)}")
 
 
 def _print_checked(plan: RunPlan, checked: Checked) -> None:

@@ -74,7 +74,7 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Colu
     needs = {
         CHECKPOINTING: recipe.activation_checkpointing != "none",
         COMPILE: recipe.compile,
-        SHARDING: plan.strategy.cuts_parameters and not plan.strategy.zero_stage,
+        SHARDING: plan.strategy.cuts_parameters and not plan.strategy.package,
         f"`optimizer.name` {recipe.optimizer.name}": recipe.optimizer.needs_layers,
     }
     for key, is_needed in needs.items():

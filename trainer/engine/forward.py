@@ -69,8 +69,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         built = replace(built, compiled=compiled)
     if weights_dtype(plan.recipe) == torch.bfloat16:
         store_in_bf16(built)
-    # A checkpoint of other recipes has the frozen weights too. DeepSpeed partitions and gathers in one type.
-    if plan.recipe.model.is_partly_frozen and not plan.strategy.zero_stage:
+    # A checkpoint of other recipes has the frozen weights too. Another engine cuts and gathers in one type.
+    if plan.recipe.model.is_partly_frozen and not plan.strategy.package:
         store_frozen(built, plan.recipe.precision)
     # A recomputation would keep the copies.
     if plan.recipe.precision != "fp32" and _runs_once(plan.recipe):

@@ -112,7 +112,8 @@ def plan_start(
     """
     environment = detect()
     recipe = resolved.recipe
-    check_agrees(environment, precision=recipe.precision, strategy=recipe.parallel.strategy)
+    packages = {name: row.package for name, row in STRATEGIES.items()}
+    check_agrees(environment, precision=recipe.precision, strategy=recipe.parallel.strategy, packages=packages)
     if environment.has_ranks:
         if processes not in (None, environment.world_size):
             raise LaunchError(

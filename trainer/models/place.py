@@ -214,12 +214,12 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
     """Return the cut of each of this rank's models: one for each of its pipeline stages, or one for the whole.
 
     Args:
-        loads_shards: whether a rank loads only its shards of the parameters under FSDP and ZeRO-3.
+        loads_shards: whether a rank loads only its shards of the parameters under FSDP and other engines.
     """
-    pipeline, zero = plan.pipeline, plan.strategy.zero_stage
-    # With tensor or context ranks, DeepSpeed partitions the parts itself, and needs them whole.
-    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (zero and plan.layout.ranks_per_row > 1)
-    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), flat=zero == 3) if is_sharded else None
+    pipeline, is_flat = plan.pipeline, bool(plan.strategy.package)
+    # With tensor or context ranks, another engine cuts the parts itself, and needs them whole.
+    is_sharded = loads_shards and plan.strategy.cuts_parameters and not (is_flat and plan.layout.ranks_per_row > 1)
+    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), is_flat) if is_sharded else None
     cut = replace(tensor_cut(plan, mesh), shard=shard)
     stages = () if pipeline is None else pipeline.stages_of(mesh.index(PIPELINE_AXIS))
     return _with_stages(cut, plan, stages)

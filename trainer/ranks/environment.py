@@ -44,10 +44,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
     "FSDP": ("fsdp", "hsdp"),
-    "DEEPSPEED": ("zero1", "zero2", "zero3"),
+    "DEEPSPEED": (),
     "MEGATRON_LM": (),
 }
-"""Our strategies for each engine of `accelerate launch`, by its `distributed_type`."""
+"""Our strategies for each engine of `accelerate launch`, by its `distributed_type`, without those of packages."""
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers steps without `srun` (batch, extern, interactive) from here up
 
@@ -115,8 +115,14 @@ def problems_name_the_machine() -> Iterator[None]:
         raise RecipeError(*(f"{place}: {problem}" for problem in error.problems)) from error
 
 
-def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: str) -> None:
-    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing."""
+def check_agrees(
+    environment: LaunchEnvironment, *, precision: str, strategy: str, packages: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing.
+
+    Args:
+        packages: the package of each strategy with another engine.
+    """
     flags = environment.accelerate
     mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     # The launcher sets "no" by default too, so this value asks for nothing.
@@ -128,7 +134,8 @@ def check_agrees(environment: LaunchEnvironment, *, precision: str, strategy: st
     dynamo = flags.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if dynamo != "no":
         raise UsageError(f"`accelerate launch` got --dynamo_backend {dynamo}; the recipe decides: drop the flag")
-    for engine, strategies in _ACCELERATE_ENGINES.items():
+    for engine, own in _ACCELERATE_ENGINES.items():
+        strategies = [*own, *(name for name, package in (packages or {}).items() if package == engine.lower())]
         if flags.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
             raise UsageError(
                 f"`parallel.strategy` is {strategy}, but `accelerate launch` got --use_{engine.lower()};"
@@ -168,16 +175,6 @@ def set_rank(environment: LaunchEnvironment) -> None:
     numbers = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
     os.environ.update(zip(names, map(str, numbers), strict=True))
     os.environ.update(MASTER_ADDR=environment.master_addr, MASTER_PORT=str(environment.master_port))
-
-
-def set_for_deepspeed(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that DeepSpeed reads, one of them to the number of this rank's GPU; None: it has none."""
-    # Unless it is set, ZeRO-3 on CPUs starts `numactl` in each microbatch. Only quantised messages use the number.
-    environ.setdefault("LOCAL_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"))
-    if number is None:
-        environ.setdefault("LOCAL_RANK", "0")
-    else:
-        environ["LOCAL_RANK"] = str(number)
 
 
 @contextmanager

@@ -124,22 +124,21 @@ def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
             able = [name for name in _NAMES.get(second.key, ()) if not second.holds(name)]
             both = [*([", ".join(able[:-1])] if able[1:] else []), *able[-1:]]
             words = {"{able}": ", ".join(able), "{one}": " or ".join(able), "{all}": " and ".join(both)}
+            words = words if able else {"{able}, or ": ""} | words
             for word, names in words.items():
                 *texts, form = (text.replace(word, names) for text in (*texts, form))
             reason, remedy = texts
             yield Exclusion(first, second, reason, remedy, form)
-        if "model.quantization" in group["first"]:
-            yield from _of_old_torch(first, version("torch"))
 
 
 _NAMES: Mapping[str, Iterable[str]] = {_STRATEGY: STRATEGIES, "parallel.pipeline.schedule": SCHEDULES}
 _NAMED: Mapping[str, Callable[[], tuple[str, ...]]] = {
-    "zero": lambda: _strategies(lambda row: bool(row.zero_stage)),
-    "not zero": lambda: _strategies(lambda row: not row.zero_stage),
+    "another engine": lambda: _strategies(lambda row: bool(row.package)),
+    "own engine": lambda: _strategies(lambda row: not row.package),
     "not ddp": lambda: _strategies(lambda row: row.name != "ddp"),
     "without groups": lambda: _strategies(lambda row: not row.groups),
     "without native shards of parameters": lambda: _strategies(
-        lambda row: not row.cuts_parameters or row.zero_stage > 0
+        lambda row: not row.cuts_parameters or bool(row.package)
     ),
     "with shards of parameters and stages": lambda: _strategies(
         lambda row: row.cuts_parameters and not row.no_pipeline
@@ -166,7 +165,10 @@ def _of_tables() -> Iterator[Exclusion]:
     yield from _of_strategies({"parallel.context": "above 1"}, lambda row: row.no_tensor)
     yield from _of_strategies({"parallel.load": ["broadcast"]}, lambda row: row.no_broadcast)
     yield from _of_strategies({"compile": [True]}, lambda row: row.no_compile)
-    yield from _of_groups(json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")))
+    for group in json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")):
+        yield from _of_groups([group])
+        if "model.quantization" in group["first"]:
+            yield from _of_old_torch(_condition(group["first"]), version("torch"))
 
 
 def _of_optimizer(row: Registration) -> Iterator[Exclusion]:
@@ -178,7 +180,7 @@ EXCLUSIONS = [*_of_tables()]
 """Every pair that is refused for any model, data and number of ranks."""
 
 
-def _add_strategy(_: Registration) -> None:
+def _after_strategy() -> None:
     """Make all rows again, since they name the strategies that combine."""
     # In place, because other modules hold the list.
     EXCLUSIONS[:] = _of_tables()
@@ -189,4 +191,4 @@ def _add_strategy(_: Registration) -> None:
 
 consume("optimizer", lambda row: EXCLUSIONS.extend(_of_optimizer(row)))
 consume("exclusions", lambda row: EXCLUSIONS.extend(_of_groups([row.value])))
-consume("strategy", _add_strategy)
+consume("strategy", lambda _: None, _after_strategy)

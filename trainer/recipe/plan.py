@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainer.base.errors import RecipeError
+from trainer.base.extensions import resolved
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import Parallel, Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -134,6 +136,12 @@ class RunPlan:
     @property
     def strategy(self) -> Strategy:
         return STRATEGIES[self.recipe.parallel.strategy]
+
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the configuration of another package's engine; {} for the engines of trainer."""
+        name = self.strategy.configuration
+        keys: dict[str, Any] = resolved(name)(self) if name else {}
+        return keys
 
     @property
     def copies_ahead(self) -> bool:

@@ -150,8 +150,9 @@ def _add_task(registration: Registration) -> None:
 def _add_strategy(registration: Registration) -> None:
     # `STRATEGIES` has the row already: its own consumer was the first.
     names: Any = getitem(Literal, tuple(STRATEGIES))
-    Parallel.model_fields["strategy"].annotation = names
-    _rebuild(Parallel)
+    if Parallel.model_fields["strategy"].annotation != names:
+        Parallel.model_fields["strategy"].annotation = names
+        _rebuild(Parallel)
 
 
 def _add_optimizer(registration: Registration) -> None:

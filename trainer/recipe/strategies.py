@@ -6,10 +6,11 @@ documentation and the parity tests read this table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.base.extensions import consume, resolved
+from trainer.base.extensions import Registration, consume, resolved
 
 Offload = Literal["none", "optimizer", "parameters"]
 
@@ -21,6 +22,10 @@ class Strategy:
     `communication` is the volume that one rank sends in one optimizer step without accumulation, for large N, where P
     is the number of parameters (Rajbhandari et al. 2020, arXiv:1910.02054, section 7). `builder` is the text
     "module:name" of an `EngineBuilder` (`engine/builders.py`), for models without pipeline stages.
+
+    An engine of another `package` keeps fp32 copies of the weights in flat buffers, and cuts those. `ready` names a
+    function of the number of the rank's GPU that imports the package, on all ranks before they join, and returns the
+    context of the training. `configuration` names a function of the plan, which returns the keys of that engine.
     """
 
     name: str
@@ -31,7 +36,10 @@ class Strategy:
     cuts_gradients: bool = False
     cuts_optimizer: bool = False
     groups: bool = False  # shards within groups of `parallel.shard` ranks, and replicates across groups
-    zero_stage: int = 0  # the ZeRO stage of DeepSpeed; 0 for the native engine
+    package: str = ""  # of another engine; "" for those of trainer
+    ready: str = ""
+    configuration: str = ""
+    also_called: tuple[str, ...] = ()  # names of other tools
     offloads: tuple[Offload, ...] = ("none",)  # valid values of `parallel.offload`
     single_process: bool = False  # one process drives all GPUs of the machine
     no_tensor: str = ""  # the reason if it does not combine with `parallel.tensor` above 1
@@ -48,10 +56,6 @@ class Strategy:
         return self.cuts_parameters or self.cuts_gradients or self.cuts_optimizer
 
 
-_DEEPSPEED_OWNS_BACKWARD = (
-    "DeepSpeed's engine scales and reduces gradients in its own backward call, but the pipeline schedule runs the"
-    " backward passes"
-)
 _ONE_PROCESS = "the strategy uses one process"
 _CUT_ALL: dict[str, Any] = {"cuts_parameters": True, "cuts_gradients": True, "cuts_optimizer": True}
 
@@ -82,39 +86,6 @@ STRATEGIES: dict[str, Strategy] = {
             **_CUT_ALL,
         ),
         Strategy(
-            "zero1",
-            "shards the optimizer state (DeepSpeed)",
-            "2P: reduce the gradients, gather the updated parameters",
-            "trainer.engine.zero:build_zero",
-            cuts_optimizer=True,
-            zero_stage=1,
-            offloads=("none", "optimizer"),
-            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
-        ),
-        Strategy(
-            "zero2",
-            "shards gradients and optimizer state (DeepSpeed)",
-            "2P: reduce-scatter the gradients in each microbatch, gather the updated parameters",
-            "trainer.engine.zero:build_zero",
-            cuts_gradients=True,
-            cuts_optimizer=True,
-            zero_stage=2,
-            offloads=("none", "optimizer"),
-            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
-        ),
-        Strategy(
-            "zero3",
-            "shards parameters, gradients and optimizer state; gathers each weight when needed (DeepSpeed)",
-            "3P: gather for forward and for backward, reduce-scatter",
-            "trainer.engine.zero:build_zero",
-            zero_stage=3,
-            offloads=("none", "optimizer", "parameters"),
-            no_pipeline=_DEEPSPEED_OWNS_BACKWARD,
-            no_compile="DeepSpeed gathers each weight by hooks inside of the layers, which no graph can hold",
-            no_broadcast="DeepSpeed partitions the weights while each rank reads them",
-            **_CUT_ALL,
-        ),
-        Strategy(
             "dp",
             "one process with a replica of the model on every GPU of the machine (DataParallel)",
             "2P a step from and to the first GPU, which limits the speed",
@@ -127,5 +98,16 @@ STRATEGIES: dict[str, Strategy] = {
         ),
     )
 }
+
+
+def _add(registration: Registration) -> None:
+    """Add a row: an object, or its keys in an `extension.json`, which no import can make a circle of."""
+    row: Strategy | Mapping[str, Any] = resolved(registration.value)
+    if not isinstance(row, Strategy):
+        keys: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        row = Strategy(registration.name, **keys)
+    STRATEGIES[row.name] = row
+
+
 # The first consumer: the schema and the exclusions read the table in theirs.
-consume("strategy", lambda row: STRATEGIES.update({row.name: resolved(row.value)}))
+consume("strategy", _add)

@@ -209,7 +209,7 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
         shown = (f"{number:,}", held, recipe.precision)
         if is_trained:
-            kept = "fp32, of DeepSpeed" if plan.strategy.zero_stage else "the weights"
+            kept = "fp32, of DeepSpeed" if plan.strategy.package else "the weights"
             kept = masters[0] if held == "bf16" else kept
             rows.append(("trained", *shown, kept, "fp32", f"{recipe.optimizer.name}, {state}", sent))
         else:
@@ -227,7 +227,7 @@ def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool
         elif parameter.requires_grad:
             held = narrow if name in rounded else "fp32"
         else:  # as `store_frozen` does
-            is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.zero_stage
+            is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.package
             held = recipe.precision if is_narrow else "fp32"
         counted[parameter.requires_grad, held] += whole.get(name, parameter.numel())
     return counted

@@ -37,7 +37,7 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     facts |= {"the layout": str(plan.layout), "the batch": str(plan.batch), "the type of device": device_type}
     facts |= {"trainer": trainer.__version__, "trainer's source": source_digest(), "python": platform.python_version()}
     facts |= {f"the extension {name}": package for name, package in extensions.packages().items()}
-    packages = (*COMPARED, "deepspeed") if plan.strategy.zero_stage else COMPARED
+    packages = (*COMPARED, *filter(None, [plan.strategy.package]))
     return facts | {package: installed(package) or _ABSENT for package in packages}
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from trainer.base.errors import ExitCode, LaunchError, LostPeerError
+from trainer.base.extensions import resolved
 from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
 from trainer.engine.precision import set_precision
@@ -123,29 +124,26 @@ def process_group(
     """Join the other ranks inside the block, with the packages of the strategy ready.
 
     Raises:
-        UsageError: DeepSpeed is needed and cannot be used.
+        UsageError: the package of the strategy cannot be used.
         LaunchError: ranks have the same GPU.
         LostPeerError: another rank has exited.
     """
     # Before NCCL meets, which hangs with two ranks on one GPU.
     if rendezvous is not None and device.type == "cuda":
         _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
-    if plan.strategy.zero_stage:
-        from trainer.engine.deepspeed_package import ready_deepspeed
-
+    ready: AbstractContextManager[None] = nullcontext()
+    if name := plan.strategy.ready:
         # Together, and before the group: a rank without the package would leave the others waiting.
-        together(rendezvous, plan.recipe, lambda: ready_deepspeed(environment.local_rank))
+        ready = together(rendezvous, plan.recipe, lambda: resolved(name)(environment.local_rank))
     if rendezvous is None and not plan.strategy.cuts_anything:
         yield
         return
-    from trainer.engine.deepspeed_package import linear_restored
-
-    # One process alone may need a group too, because FSDP and DeepSpeed call collectives; its store is in memory.
+    # One process alone may need a group too, because FSDP and other engines call collectives; its store is in memory.
     store = dist.HashStore() if rendezvous is None else rendezvous.store  # type: ignore[attr-defined]
     timeout = collective_timeout(plan.recipe)
     init_process_group(device, environment.rank, environment.world_size, store, timeout)
     try:
-        with linear_restored(), collectives_within(timeout):
+        with ready, collectives_within(timeout):
             yield
         gc.collect()  # frees all that holds the process group: with gloo, the interpreter would abort at exit
         dist.barrier()  # a rank that leaves early breaks the connections of the others

@@ -73,8 +73,8 @@ def train(
         # Together: an error of data on one rank ends all of them, with its message.
         data, models = together(meeting, recipe, lambda: prepare_checked(plan, session.observers, day))
         device = open_device(environment, recipe.tf32)
-        if plan.strategy.zero_stage:
-            session.observers.preparing("compiling operations of DeepSpeed")
+        if package := plan.strategy.package:
+            session.observers.preparing(f"compiling operations of {package}")
         with process_group(plan, environment, device, meeting):
             # Not before: ranks that still prepare have nothing to save, so a signal may end them at once.
             stop.listen(speaks=environment.rank == 0)

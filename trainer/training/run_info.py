@@ -106,7 +106,7 @@ def planned_state_bytes(
     recipe, strategy = plan.recipe, plan.strategy
     trained = TrainedParameters.of(models, recipe, placements, mesh)
     optimizer = build_optimizer(recipe.optimizer, trained)
-    master_bytes = 4 if strategy.zero_stage else 0  # DeepSpeed keeps a copy beside the parameters, in fp32 too
+    master_bytes = 4 if strategy.package else 0  # a copy beside the parameters, in fp32 too
     own = state_bytes(
         placements,
         mesh.sizes,

@@ -158,7 +158,7 @@ def mesh_on_gpu(plan: RunPlan, rank: int) -> Iterator[ParallelMesh]:
 def zero_on_gpu(plan: RunPlan) -> Iterator[None]:
     """Let DeepSpeed take its accelerator for a GPU."""
     with simulated_deepspeed(plan):
-        if not plan.strategy.zero_stage:
+        if not plan.strategy.package:
             yield
             return
         from deepspeed.accelerator import real_accelerator
@@ -216,7 +216,7 @@ def step(keys: Mapping[str, Any], ranks: int, rank: int) -> list[str]:
             tensors |= {f"{key} of the optimizer": value for key, value in state.items() if isinstance(value, Tensor)}
         left = [name for name, tensor in tensors.items() if not tensor.is_cuda]
     # DeepSpeed's own step waits for the device, so that the engine reads its results at once.
-    reads = {read for read in watch.found if not (plan.strategy.zero_stage and " in begin_step" in read)}
+    reads = {read for read in watch.found if not (plan.strategy.package and " in begin_step" in read)}
     return [*sorted(reads), *(f"{name} is on the host" for name in sorted(set(left)))]
 
 

@@ -139,7 +139,7 @@ def test_a_pair_with_deepspeed_is_what_transformers_makes_of_it(trainer):
     finally:
         unset_hf_deepspeed_config()
     theirs, optimizer = filled.config, plan.recipe.optimizer
-    assert plan.strategy.zero_stage == theirs["zero_optimization"]["stage"]
+    assert plan.engine_keys()["zero_optimization"]["stage"] == theirs["zero_optimization"]["stage"]
     assert plan.batch.global_batch_size == theirs["train_batch_size"]
     assert plan.batch.micro_batch_size == theirs["train_micro_batch_size_per_gpu"]
     assert plan.batch.num_microbatches == theirs["gradient_accumulation_steps"]

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.training import tiny_recipe
 from trainer.engine.builders import build_engine
-from trainer.engine.deepspeed_package import linear_restored
+from trainer.features.deepspeed.package import linear_restored
 from trainer.models.fill import build_model
 from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh

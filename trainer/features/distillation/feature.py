@@ -101,7 +101,7 @@ def _placed(built: PlacedModel, plan: RunPlan, mesh: ParallelMesh, task: Task) -
     cast_forward(model, recipe.precision, mesh.device)
     model.to(mesh.device)
     # Under ZeRO, every rank has the whole teacher.
-    if plan.strategy.cuts_parameters and not plan.strategy.zero_stage:
+    if plan.strategy.cuts_parameters and not plan.strategy.package:
         placements = shard(model, placements, mesh, Sharding(recipe.precision))
     columns = _columns(recipe, task, model.config)
     return Teacher(model, keys_of(recipe), without_cache(model), columns, built.vocabulary), placements

@@ -13,7 +13,7 @@ keys that decide what such a file trains and that no other table has.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.base.extensions import registered
 from trainer.recipe.foreign import values
-from trainer.recipe.strategies import STRATEGIES
+from trainer.recipe.strategies import STRATEGIES, Strategy
 
 
 class Kind(Enum):
@@ -68,8 +68,16 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
+def _with(test: Callable[[Strategy], bool]) -> list[str]:
+    return [name for name, row in STRATEGIES.items() if test(row)]
+
+
 _NOTES = _read("notes") | {
     "strategies": f"one of {', '.join(STRATEGIES)}",
+    "cut_optimizer": ", or ".join(
+        [*_with(lambda row: row.cuts_optimizer > row.cuts_gradients), "fsdp with a pipeline"]
+    ),
+    "optimizer_offload": f'"optimizer", under {", ".join(_with(lambda row: "optimizer" in row.offloads))}',
     "optimizer_names": values.optimizer_names(),
 }
 
@@ -108,7 +116,7 @@ def _flat(name: str) -> Table:
 def _of_features(tool: str) -> Table:
     """Return the rows that features add to the table of a tool."""
     files = (_sections(row.value) for row in registered("formats"))
-    return {key: row for tables in files for key, row in tables.get(tool, {}).items()}
+    return _prefixed("", {key: row for tables in files for key, row in tables.get(tool, {}).items()})
 
 
 FSDP = _flat("fsdp")
@@ -117,7 +125,7 @@ FSDP = _flat("fsdp")
 ACCELERATE = _flat("accelerate") | _prefixed("fsdp_config.fsdp_", FSDP)
 """Keys of the YAML file of `accelerate config`."""
 
-DEEPSPEED = _flat("deepspeed")
+DEEPSPEED = _flat("deepspeed") | _of_features("deepspeed")
 """Keys of a DeepSpeed JSON."""
 
 MEGATRON = _flat("megatron_lm")

@@ -27,6 +27,7 @@ from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.fields import is_unset, names_no_place
+from trainer.recipe.strategies import STRATEGIES
 
 Schema = Mapping[str, Any]
 
@@ -211,12 +212,12 @@ def _branches(schema: Schema) -> list[Schema]:
 
 _OTHER_NAMES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32",
-    "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp", "deepspeed": "zero2",
+    "dataparallel": "dp", "distributeddataparallel": "ddp", "fsdp2": "fsdp",
     "acc": "accuracy", "macro_f1": "f1_macro", "micro_f1": "f1_micro", "mcc": "matthews",
     "matthews_correlation": "matthews", "pearsonr": "pearson", "spearmanr": "spearman", "sacrebleu": "bleu",
     "adam": "adamw", "wsd": "warmup_stable_decay", "json_lines": "json",
 }  # fmt: skip
-"""Values of other tools and ours for them, with underscores; tasks have their own in `also_called`."""
+"""Values of other tools and ours for them, with underscores; tasks and strategies have more in `also_called`."""
 
 _LITERALS = {
     "true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false", "null": "null",
@@ -273,8 +274,9 @@ def _meant(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that a text means by the name of another tool, or nearly spells."""
     text = re.sub(r"[\s-]+", "_", text.strip().lower())
     of_tasks = {other: name for name, keys in task_sections().items() for other in keys.also_called}
+    of_strategies = {other: name for name, row in STRATEGIES.items() for other in row.also_called}
     of_formats = {end.removeprefix("."): name for end, name in formats_by_ending().items()}
-    other = (_OTHER_NAMES | of_tasks | of_formats).get(text)
+    other = (_OTHER_NAMES | of_tasks | of_strategies | of_formats).get(text)
     return other if other in choices else next(iter(get_close_matches(text, choices, n=1, cutoff=0.8)), None)
 
 

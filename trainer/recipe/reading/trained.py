@@ -132,7 +132,7 @@ def _set_strategy(values: dict[str, Any], overrides: Sequence[str], num_ranks: i
     strategy = parallel.get("strategy", "ddp")
     chosen = any(override.startswith("parallel.") for override in overrides)
     is_known = isinstance(strategy, str) and strategy in STRATEGIES  # or else it is refused with the other keys
-    if chosen or not parallel or not is_known or (num_ranks > 1 and not STRATEGIES[strategy].zero_stage):
+    if chosen or not parallel or not is_known or (num_ranks > 1 and not STRATEGIES[strategy].package):
         return []
     values["parallel"] = {"strategy": "ddp", **{key: parallel[key] for key in _JOINING if key in parallel}}
     reason = "one process" if num_ranks == 1 else "no optimizer"

@@ -35,7 +35,11 @@ def needs_whole_weights(update: str, offloaded: str, others: str) -> tuple[Exclu
         others: the optimizers to use instead.
     """
     return (
-        ({"parallel.strategy": "zero"}, f"DeepSpeed flattens and cuts weights, but {update}", f"use {others}, or fsdp"),
+        (
+            {"parallel.strategy": "another engine"},
+            f"DeepSpeed flattens and cuts weights, but {update}",
+            f"use {others}, or fsdp",
+        ),
         ({"parallel.offload": ["parameters"]}, f"{offloaded} from CPU memory", f'use {others}, or "none"'),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -82,13 +82,6 @@ class Parallel(Section):
     """Maximum time without progress; then the run ends and reports each rank."""
     join_timeout: DurationField = Duration(10, "minute")
     """Maximum time of the rendezvous."""
-    deepspeed: dict[str, Any] = Field(default={})
-    """Further keys for DeepSpeed under zero1 to zero3, except those that the trainer sets."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from self.pipeline.contradictions()
-        if self.deepspeed:
-            from trainer.recipe.deepspeed_keys import refused_keys  # it reads tables, which few recipes need
-
-            for path, reason in refused_keys(self.deepspeed):
-                yield Contradiction((("parallel", "deepspeed", *path),), reason)

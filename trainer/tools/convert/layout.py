@@ -20,7 +20,9 @@ _SHARDINGS: dict[str, tuple[str, bool, str]] = {  # strategy, reshard after forw
     "HYBRID_SHARD": ("hsdp", True, _HYBRID),
     "HYBRID_SHARD_ZERO2": ("hsdp", False, _HYBRID),
 }
-_ZERO_STAGES = {row.zero_stage: row.name for row in STRATEGIES.values() if row.zero_stage} | {0: "ddp"}
+_ZERO_STAGES = {0: "ddp"} | {
+    1 + row.cuts_gradients + row.cuts_parameters: row.name for row in STRATEGIES.values() if row.package == "deepspeed"
+}
 _PLAIN_RANKS = ("MULTI_GPU", "MULTI_CPU")
 _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
 _DEGREES = "parallelism_config.parallelism_config_"
@@ -288,7 +290,7 @@ def _deepspeed_keys(draft: Draft) -> None:
         path = item.row.key if item.row and item.row.key else ""
         if not path.startswith("parallel.deepspeed.") or item.is_auto:
             continue
-        if isinstance(strategy, Todo) or (strategy in STRATEGIES and STRATEGIES[strategy].zero_stage):
+        if isinstance(strategy, Todo) or (strategy in STRATEGIES and STRATEGIES[strategy].package == "deepspeed"):
             if not item.is_default:
                 is_whole = isinstance(item.value, float) and item.value.is_integer()  # sizes such as 2e8
                 draft.take(path, int(item.value) if is_whole else item.value, item)

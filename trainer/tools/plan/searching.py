@@ -256,7 +256,7 @@ class LayoutSearch:
             assert choice.made.time is not None
             plan, parts = choice.made.plan, choice.made.time.parts
             seconds = choice.seconds - parts[OPTIMIZER]
-            if not variant.row.zero_stage or plan.strategy.cuts_parameters != variant.row.cuts_parameters:
+            if not variant.row.package or plan.strategy.cuts_parameters != variant.row.cuts_parameters:
                 seconds -= parts[COMMUNICATION]
             if (own := plan.pipeline) is not None and variant.schedule:
                 row = SCHEDULES[variant.schedule]
@@ -306,7 +306,7 @@ class LayoutSearch:
         """Return whether a search plans a strategy; it plans the one that the user gave in any case."""
         if "parallel.strategy" in self._given or row.name == "ddp":
             return row.name == "ddp"  # the word is left out if the user gave another one
-        if row.single_process or row.zero_stage or data_ranks == 1 or stages > 1:
+        if row.single_process or row.package or data_ranks == 1 or stages > 1:
             return False
         return self._nodes > 1 or not row.groups  # on one machine, hsdp is fsdp
 

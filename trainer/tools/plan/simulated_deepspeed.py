@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.engine.deepspeed_package import linear_restored, ready_deepspeed
-from trainer.engine.zero import ZeroEngine
+from trainer.base.extensions import resolved
+from trainer.engine.engine import Engine
 from trainer.ranks.environment import variables_restored
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
@@ -56,12 +56,12 @@ def simulated_deepspeed(plan: RunPlan) -> Iterator[None]:
     Raises:
         UsageError: it is not installed.
     """
-    if not plan.strategy.zero_stage:
+    if not plan.strategy.package:
         yield
         return
-    with ExitStack() as stack, variables_restored(), warnings.catch_warnings(), linear_restored():
+    with ExitStack() as stack, variables_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which it checks to be aligned
-        ready_deepspeed(0)
+        stack.enter_context(resolved(plan.strategy.ready)(0))
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -106,7 +106,7 @@ _CREATORS = {
 @contextmanager
 def labelled_deepspeed(ledger: Ledger, plan: RunPlan) -> Iterator[None]:
     """Count buffers that DeepSpeed makes during a step to their components, from their creation."""
-    if not plan.strategy.zero_stage:
+    if not plan.strategy.package:
         yield
         return
     with ExitStack() as stack:
@@ -120,9 +120,9 @@ def labelled_deepspeed(ledger: Ledger, plan: RunPlan) -> Iterator[None]:
         yield
 
 
-def label_zero(ledger: Ledger, engine: ZeroEngine, offload: Offload) -> None:
+def label_zero(ledger: Ledger, engine: Engine, offload: Offload) -> None:
     """Count tensors of DeepSpeed that stay between two steps to their components; `offload` is on the host."""
-    zero = engine._engine.optimizer
+    zero = _of_deepspeed(engine)
     place = on_host if offload != "none" else str
     masters = [*_tensors(zero, "single_partition_of_fp32_groups"), *_tensors(zero, "fp32_partitioned_groups_flat")]
     ledger.assign(masters, place(MASTER))
@@ -136,9 +136,13 @@ def label_zero(ledger: Ledger, engine: ZeroEngine, offload: Offload) -> None:
     ledger.assign((tensor for found in buffers for tensor in _listed(found)), COMMUNICATION)
 
 
-def group_of(engine: ZeroEngine) -> str:
+def group_of(engine: Engine) -> str:
     """Return the name of the group of DeepSpeed's data ranks, which may be its own copy of all ranks."""
-    return str(engine._engine.optimizer.dp_process_group.group_name)
+    return str(_of_deepspeed(engine).dp_process_group.group_name)
+
+
+def _of_deepspeed(engine: Any) -> Any:
+    return engine._engine.optimizer
 
 
 def _tensors(owner: Any, name: str) -> Iterable[Tensor]:

@@ -53,7 +53,7 @@ class _Copies(TorchFunctionMode):
 @contextmanager
 def copies_between_host_and_device(ledger: Ledger, plan: RunPlan) -> Iterator[None]:
     """Count copies of tensors that move from the host to the device, and of gradients that move back."""
-    kind = "deepspeed" if plan.strategy.zero_stage else "native"
+    kind = plan.strategy.package or "native"
     with ExitStack() as stack:
         for table, to_host in ((_TO_DEVICE, False), (_TO_HOST, True)):
             for path, name in table[kind].items():

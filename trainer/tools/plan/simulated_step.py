@@ -19,10 +19,10 @@ from trainer.base.collector import without_collector
 from trainer.base.errors import UsageError
 from trainer.base.terminal import quiet
 from trainer.engine.builders import build_engine
+from trainer.engine.engine import Engine
 from trainer.engine.native import NativeEngine
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.engine.precision import store_in_bf16, weights_dtype
-from trainer.engine.zero import ZeroEngine
 from trainer.models.added_loss import AddedLoss
 from trainer.models.configuration import max_positions
 from trainer.models.describe import ModelDescription
@@ -158,7 +158,7 @@ class _Simulation:
         plan = self.plan
         late = _late(built) if self.early else ()
         # DeepSpeed fills buckets of a fixed size, so that its memory is not linear in the number of layers.
-        stacks = [[] if plan.strategy.zero_stage else stacks_of(part.model, late) for part in built]
+        stacks = [[] if plan.strategy.package else stacks_of(part.model, late) for part in built]
         numbers = {stack.number for part in stacks for stack in part}
         # Batches of equal tensors grow with the number of layers, up to a limit.
         is_apart = bool(numbers) and self.offload == "none" and updates_in_batches(plan)
@@ -211,7 +211,7 @@ class _Simulation:
     @contextmanager
     def opened(
         self, built: Sequence[PlacedModel], longer: int | None = None
-    ) -> Iterator[tuple[NativeEngine | ZeroEngine, Ledger, RankBatch]]:
+    ) -> Iterator[tuple[Engine, Ledger, RankBatch]]:
         plan, task = self.plan, self.task
         splits = self.offload != "none"
         stacks = self.stacks or [[] for _ in built]
@@ -244,7 +244,6 @@ class _Simulation:
                 added_loss = _added_loss(plan, task, self.mesh, ledger)
                 # The number of steps shapes the learning rate only, which changes no size.
                 engine = build_engine(built, task, self.mesh, simulated, 2, added_loss)
-            assert isinstance(engine, (NativeEngine, ZeroEngine))
             _label_model(ledger, engine, built, self.offload)
             if not copies_ahead:
                 ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
@@ -299,7 +298,7 @@ def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
     if is_loaded_whole(plan.recipe.model, built[-1].model):
         return sum(map(_weights, [planned_model(plan).on_meta(), *(part.model for part in built[:-1])]))
     whole = sum(_weights(part.model) for part in built)
-    if not plan.strategy.cuts_parameters or (plan.strategy.zero_stage and plan.layout.ranks_per_row > 1):
+    if not plan.strategy.cuts_parameters or (plan.strategy.package and plan.layout.ranks_per_row > 1):
         return whole
     return -(-whole // plan.layout.dp_shard)
 
@@ -308,7 +307,7 @@ def _weights(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _share(engine: NativeEngine | ZeroEngine) -> int:
+def _share(engine: Engine) -> int:
     """Return the bytes of a rank's share of a checkpoint, on average over the ranks that divide the same state."""
     with torch.no_grad():  # else each local part is a view for autograd, which is slow to simulate
         parts = engine.state().parts
@@ -323,12 +322,12 @@ def _saved(built: PlacedModel) -> int:
 
 
 @contextmanager
-def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[NativeEngine | ZeroEngine, ParallelMesh]]:
+def updated_engine(plan: RunPlan, rank: int, length: int) -> Iterator[tuple[Engine, ParallelMesh]]:
     """Open the engine of a rank with all its layers and the state of its optimizer, and its mesh; see `plan_step`."""
     with without_collector(), simulated_mesh(plan, rank) as mesh, simulated_deepspeed(plan):
         simulation = _Simulation(plan, planned_task(plan), mesh, length, cuda=True, fused=True)
         with simulation.opened(simulation.build()) as (engine, ledger, batch):
-            if isinstance(engine, ZeroEngine):
+            if not isinstance(engine, NativeEngine):
                 engine.train_step(_smallest(batch, plan))
             else:  # the update alone makes the state, from any gradients
                 _fill_gradients(engine, ledger)
@@ -363,7 +362,7 @@ def _warm_up_steps(plan: RunPlan) -> int:
     return 2 if in_buckets and recipe.precision != "fp32" else 1
 
 
-def _run(engine: NativeEngine | ZeroEngine, batch: RankBatch, ledger: Ledger, plan: RunPlan, task: Task) -> Totals:
+def _run(engine: Engine, batch: RankBatch, ledger: Ledger, plan: RunPlan, task: Task) -> Totals:
     """Run a step, and return its totals.
 
     Of many microbatches without a pipeline, three run: the first, the last, and one that stands for all others.
@@ -398,7 +397,7 @@ def _smallest(batch: RankBatch, plan: RunPlan) -> RankBatch:
 
     A schedule of stages needs all; DeepSpeed's offload makes buffers in the second one.
     """
-    few = 2 if plan.strategy.zero_stage else 1
+    few = 2 if plan.strategy.package else 1
     return batch if plan.pipeline is not None else replace(batch, microbatches=batch.microbatches[-few:])
 
 
@@ -417,9 +416,7 @@ def _allocate(model: nn.Module) -> None:
                 module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device="cpu"))
 
 
-def _label_model(
-    ledger: Ledger, engine: NativeEngine | ZeroEngine, built: Sequence[PlacedModel], offload: Offload
-) -> None:
+def _label_model(ledger: Ledger, engine: Engine, built: Sequence[PlacedModel], offload: Offload) -> None:
     """Count the tensors of an engine that stay between two steps to their components; `offload` is on the host."""
     parameters = on_host(PARAMETERS) if offload == "parameters" else PARAMETERS
     optimizer = on_host(OPTIMIZER) if offload != "none" else OPTIMIZER
@@ -427,11 +424,11 @@ def _label_model(
     ledger.assign(engine.held().values(), parameters)
     values = (value for state in engine.optimizer.state.values() for value in state.values())
     ledger.assign((value for value in values if isinstance(value, torch.Tensor)), optimizer)
-    if isinstance(engine, ZeroEngine):
+    if not isinstance(engine, NativeEngine):
         label_zero(ledger, engine, offload)
 
 
-def group_axes(mesh: ParallelMesh, engine: NativeEngine | ZeroEngine) -> dict[str, str]:
+def group_axes(mesh: ParallelMesh, engine: Engine) -> dict[str, str]:
     """Return the axis of each process group, by its name; a joint axis may share the group of its only part."""
     axes = {str(mesh.process_group(axis).group_name): axis for axis in (ROWS_AXIS, *AXES, "dp") if mesh.size(axis) > 1}
-    return axes | {group_of(engine): "dp"} if isinstance(engine, ZeroEngine) else axes
+    return axes if isinstance(engine, NativeEngine) else axes | {group_of(engine): "dp"}

@@ -281,7 +281,7 @@ class _Estimate:
     @property
     def _share_that_hides(self) -> float:
         """The share of the computation behind which sums and gathers over data ranks may hide."""
-        if self._plan.strategy.zero_stage:  # the engine sets `overlap_comm` to false
+        if self._plan.strategy.package:  # the engine sets `overlap_comm` to false
             return 0.0
         # DDP sums in the last of the microbatches only.
         return 1.0 if self._plan.strategy.cuts_parameters else 1 / self._plan.batch.num_microbatches

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.engine import deepspeed_internals as internals
-from trainer.engine.deepspeed_package import ready_deepspeed
 from trainer.engine.engine import Engine, nothing
 from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.optimizers.base import EngineOptimizer
@@ -32,6 +30,9 @@ from trainer.engine.products import rounded_by_autocast
 from trainer.engine.results import StepResult
 from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
+from trainer.features.deepspeed import internals
+from trainer.features.deepspeed.configuration import deepspeed_config
+from trainer.features.deepspeed.package import ready_deepspeed
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
 from trainer.parallel.gradients import partial_axis, sum_while_backward
@@ -40,7 +41,6 @@ from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import largest_element
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, Placements, Split
 from trainer.parallel.shards.boxes import TensorPart, flat_part, tensor_part, whole_part
-from trainer.recipe.deepspeed_config import deepspeed_config
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 

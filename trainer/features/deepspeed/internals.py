@@ -28,7 +28,7 @@ INTERNALS = Internals(
     "deepspeed",
     "0.19.8",
     {
-        "deepspeed.ops": ["__compatible_ops__"],  # changed by `deepspeed_package.py`: one would be compiled
+        "deepspeed.ops": ["__compatible_ops__"],  # changed by `package.py`: one would be compiled
         "deepspeed.runtime.utils": ["model_parallel"],  # an attribute of parameters, which the norm reads
         "deepspeed.runtime.torch_autocast": ["get_comm_dtype"],  # reads `_GATHERED_IN`
         "deepspeed.utils": ["lazy_init_hp_params_optimizer_state"],  # links moments to parameters

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe, tiny_training, weights_of, whole_state
-from trainer.recipe.deepspeed_keys import FREE_KEYS, FREE_ZERO_KEYS
+from trainer.features.deepspeed.keys import FREE_KEYS, FREE_ZERO_KEYS
 from trainer.recipe.schema import Recipe
 
 STEPS = 3

@@ -15,7 +15,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe, train_tiny
 from trainer.base.errors import UsageError
-from trainer.engine.deepspeed_package import import_deepspeed, ready_deepspeed
+from trainer.features.deepspeed.package import import_deepspeed, ready_deepspeed, set_variables
 
 REMEDY = r'pip install "recipe-trainer\[deepspeed\]"\) or use fsdp'
 
@@ -34,7 +34,7 @@ WITHOUT_NVCC = """
 import torch
 from unittest import mock
 torch.version.cuda = "13.0"
-from trainer.engine.deepspeed_package import import_deepspeed
+from trainer.features.deepspeed.package import import_deepspeed
 import_deepspeed()
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -84,6 +84,14 @@ def test_steps_with_offload_compile_nothing_and_reset_no_peak(ranks: RankPools, 
     losses, others = ranks(2).run(train_without_builds, strategy, offload)
     assert losses == others
     assert len(losses) == 2
+
+
+@pytest.mark.parametrize(("number", "found"), [(0, "0"), (None, "1")])
+def test_it_reads_the_number_of_the_visible_gpu(number: int | None, found: str):
+    """A rank that sees one GPU has number 0 of it, whatever torchrun's variable is; on a CPU that one stays."""
+    environ = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    set_variables(number, environ)
+    assert environ == {"LOCAL_RANK": found, "LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 from trainer.base.collector import importing
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
-from trainer.ranks.environment import set_for_deepspeed
 
 _UNUSED = "deepspeed_shm_comm"
 """The operation that DeepSpeed compiles on CPUs when ranks meet; only its inference calls it."""
@@ -60,13 +60,29 @@ def linear_restored() -> Iterator[None]:
         functional.linear = linear
 
 
-def ready_deepspeed(local_rank: int) -> Any:
+def set_variables(number: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that DeepSpeed reads, one of them to the number of this rank's GPU; None: it has none."""
+    # Unless it is set, ZeRO-3 on CPUs starts `numactl` in each microbatch. Only quantised messages use the number.
+    environ.setdefault("LOCAL_SIZE", environ.get("LOCAL_WORLD_SIZE", "1"))
+    if number is None:
+        environ.setdefault("LOCAL_RANK", "0")
+    else:
+        environ["LOCAL_RANK"] = str(number)
+
+
+def ready(number: int) -> AbstractContextManager[None]:
+    """Import DeepSpeed, and return the context of a training; see `ready_deepspeed`."""
+    ready_deepspeed(number)
+    return linear_restored()
+
+
+def ready_deepspeed(number: int | None) -> Any:
     """Return DeepSpeed, with the variables that it reads set.
 
     Raises:
         UsageError: it is not installed.
     """
-    set_for_deepspeed(local_rank)
+    set_variables(number)
     try:
         return import_deepspeed()
     except ImportError as error:

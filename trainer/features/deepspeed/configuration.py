@@ -5,8 +5,9 @@ Every key for averaging and clipping is explicit, because DeepSpeed's defaults c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+from trainer.features.deepspeed.section import DeepSpeedKeys
 from trainer.recipe.plan import RunPlan
 
 # DeepSpeed's default of 5e8 elements allocates 2 GB on every rank, for any model.
@@ -14,15 +15,13 @@ _BUCKET_ELEMENTS = 16 * 1024**2
 
 
 def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`; {} for strategies of the native engine.
+    """Return the configuration for `deepspeed.initialize`.
 
     `gradient_accumulation_steps` is 1, because the engine marks the accumulation boundary: the last batch of an epoch
     may hold fewer microbatches. fp16 and bf16 are off, because the trainer's own autocast and loss scaling serve every
     strategy.
     """
-    stage, parallel = plan.strategy.zero_stage, plan.recipe.parallel
-    if not stage:
-        return {}
+    stage, parallel = 1 + plan.strategy.cuts_gradients + plan.strategy.cuts_parameters, plan.recipe.parallel
     zero: dict[str, Any] = {
         "stage": stage,
         "reduce_scatter": True,
@@ -37,7 +36,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
         # DeepSpeed's linear layer adds the bias to the product in place. Selective checkpointing keeps the product, so
         # the recomputation would add the bias again.
         zero["memory_efficient_linear"] = plan.recipe.activation_checkpointing != "selective"
-    extra = dict(parallel.deepspeed)
+    extra = dict(cast(DeepSpeedKeys, parallel).deepspeed)
     zero |= extra.pop("zero_optimization", {})
     return {
         "train_batch_size": plan.batch.global_batch_size,

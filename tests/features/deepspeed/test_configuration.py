@@ -8,23 +8,28 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import RecipeError
-from trainer.recipe.deepspeed_config import deepspeed_config
-from trainer.recipe.deepspeed_keys import FREE_KEYS, FREE_ZERO_KEYS, refused_keys
+from trainer.features.deepspeed.keys import FREE_KEYS, FREE_ZERO_KEYS, refused_keys
 from trainer.recipe.foreign.tables import DEEPSPEED
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.strategies import STRATEGIES
 
-STAGES = {name: row.zero_stage for name, row in STRATEGIES.items() if row.zero_stage}
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def config_of(strategy: str, *overrides: str, processes: int = 2) -> dict[str, Any]:
     recipe = load_recipe("bert_base_mrpc", [f"parallel.strategy={strategy}", *overrides]).recipe
-    return deepspeed_config(plan_run(recipe, processes))
+    return plan_run(recipe, processes).engine_keys()
 
 
 def test_a_strategy_of_another_engine_has_none():
     assert config_of("fsdp") == config_of("ddp") == {}
+
+
+def test_stages_shard_as_in_the_paper():
+    rows = map(STRATEGIES.__getitem__, STAGES)
+    cuts = [(row.cuts_optimizer, row.cuts_gradients, row.cuts_parameters) for row in rows]
+    assert cuts == [(True, False, False), (True, True, False), (True, True, True)]
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -1,0 +1,1 @@
+"""ZeRO by DeepSpeed: the strategies zero1, zero2 and zero3."""
