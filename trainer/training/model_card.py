@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ def _filled(code: str, names: Mapping[str, str]) -> str:
     return code
 
 
+@cache  # a run writes several cards, and compiling the template takes longer than filling it
 def _template() -> Any:
     from trainer.base.templates import templates  # here: a run needs it at its end only
 
