@@ -14,10 +14,13 @@ with importing():
     for name in (
         "tests.helpers.faulty_run",
         "tests.helpers.training",
+        "trainer.base.templates",
         "trainer.cli.run",
         "trainer.data.formats.json_lines",
         "trainer.engine.ddp",
         "trainer.engine.optimizers.adamw",
+        "trainer.engine.optimizers.sgd",
+        "trainer.engine.sharded",
         "trainer.launch.local",
         "trainer.models.families.bert",
         "trainer.recipe.reading.loading",
