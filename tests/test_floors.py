@@ -48,6 +48,20 @@ def test_the_sample_trains_without(tmp_path: Path, deleted: tuple[str, ...]):
 
 
 @pytest.mark.slow
+def test_layouts_train_alike_without_features(tmp_path: Path):
+    package = copied(tmp_path)
+    for name in FEATURES:
+        shutil.rmtree(package / "features" / name)
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__", "features"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    rows = ["tests/parity/test_parity.py", "-k", "any_layout and 2ranks-fp32 and (fsdp or tensor2)"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow and not nightly", *rows]
+    ended = finish(start(command, tmp_path, PYTHONPATH=str(tmp_path)), 300)
+    assert ended.returncode == 0, ended.stdout
+    assert "\n2 passed" in ended.stdout
+
+
+@pytest.mark.slow
 def test_each_feature_can_be_deleted(tmp_path: Path):
     package = copied(tmp_path)
     assert len(json.loads(run(tmp_path, "schema"))["$defs"]) > len(FEATURES)

@@ -23,7 +23,9 @@ from tests.helpers.training import (
     train_tiny,
 )
 from tests.helpers.turns import once
+from trainer.base.extensions import registered
 from trainer.models.families.table import FAMILIES
+from trainer.recipe.registered import optimizer_sections
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
@@ -119,6 +121,18 @@ class Case:
         return self.world_size == 2 and self.model_type == "bert" and is_plain and (is_whole or is_cut)
 
     @property
+    def is_registered(self) -> bool:
+        """Whether the features that the case needs are there: each folder in `features/` can be deleted."""
+        rows = {(row.kind, row.name) for row in registered()}
+        return (
+            self.model_type in FAMILIES
+            and self.strategy in STRATEGIES
+            and self.optimizer in optimizer_sections()
+            and (self.weights == "fp32" or ("keys", "weights") in rows)
+            and (self.context == 1 or ("attention", "ring") in rows)
+        )
+
+    @property
     def tolerance(self) -> str:
         """The name of the case's tolerance: that of the fewest bits."""
         if self.optimizer in TOLERANCES:
@@ -176,7 +190,7 @@ class Case:
             optimizer={"name": self.optimizer},
             schedule={"name": "constant"} if self.optimizer == "schedule_free_adamw" else {},
             precision=self.precision,
-            weights=self.weights,
+            **({} if self.weights == "fp32" else {"weights": self.weights}),
             activation_checkpointing=self.checkpointing,
         )
 
@@ -274,7 +288,7 @@ def context_matrix() -> Iterator[Case]:
     # `test_tasks.py` has these eight ranks, and those of FSDP with tensor ranks and stages, each time.
     yield both("ddp", 8, stages=2, num_layers=4, sequence=True, task="masked_lm", is_nightly=True)
     for model_type in (*TEXT_FAMILIES, "vit"):
-        if FAMILIES[model_type].tensor.context_parallel and model_type != "bert":
+        if model_type in FAMILIES and FAMILIES[model_type].tensor.context_parallel:
             dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
             yield case("ddp", 2, model_type=model_type, dropout=dropout, is_nightly=model_type in NEAR_FAMILIES)
 

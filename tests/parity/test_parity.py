@@ -34,16 +34,21 @@ from tests.parity.cases import (
 )
 from trainer.models.families.table import FAMILIES
 
-ALL = (
-    *matrix(),
-    *tensor_matrix(),
-    *context_matrix(),
-    *pipeline_matrix(),
-    *communication_matrix(),
-    *optimizer_matrix(),
-    *weights_matrix(),
-    *image_cases(),
-)
+ALL = [
+    case
+    for cases in (
+        matrix,
+        tensor_matrix,
+        context_matrix,
+        pipeline_matrix,
+        communication_matrix,
+        optimizer_matrix,
+        weights_matrix,
+        image_cases,
+    )
+    for case in cases()
+    if case.is_registered
+]
 
 
 def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
