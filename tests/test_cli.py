@@ -101,7 +101,7 @@ def test_an_unset_variable_is_no_argument(capsys: pytest.CaptureFixture[str], ar
     assert words in capsys.readouterr().err
 
 
-def test_check_shows_the_keys_of_the_user_and_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_keys_of_the_user_and_derived_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "bert_base_mrpc", "training.epochs=1", "parallel.strategy=zero2", "--processes", "2"]) == 0
     lines = layout_of(capsys)
     assert len(lines) <= 15
@@ -166,7 +166,7 @@ def test_check_draws_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_check_tells_what_stages_hold_where_the_model_is_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_stages_of_a_local_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The parameters are those of transformers' own modules."""
     arguments = ["check", "bert_sample", "parallel.pipeline.stages=2", "--processes", "2"]
     assert main(arguments) == 0
@@ -237,7 +237,7 @@ def test_check_as_json_holds_the_pipeline(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["pipeline"] is None
 
 
-def test_what_check_shows_can_be_run_again(
+def test_the_output_of_check_can_be_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["check", "bert_base_mrpc", "--json"])
@@ -341,7 +341,7 @@ def test_run_hands_over_and_returns_the_exit_code(runs: list[tuple[str, int | No
     assert runs == [("bert_base_mrpc", 2, 0), ("bert_base_sst2", 3, 4), ("bert_base_sst2", None, 0)]
 
 
-def test_export_hands_over_and_says_what_it_did(
+def test_export_reports_its_folder_and_checkpoint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def export(

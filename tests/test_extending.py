@@ -114,7 +114,7 @@ def test_the_optimizer_of_the_page(tmp_path: Path):
     assert "which does not combine with `parallel.strategy`" in ended.stderr
 
 
-def test_the_update_of_the_page_is_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_update_of_the_page_equals_the_published_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Chen et al. 2023, algorithm 2, in fp64."""
     write_blocks(tmp_path, "lion/")
     (tmp_path / "lion" / "__init__.py").write_text("")  # the keys would need a registration

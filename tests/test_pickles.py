@@ -92,7 +92,7 @@ ROLES: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_in_the_place_of_what_a_run_begins_with(tmp_path, role, capsys):
+def test_in_place_of_the_starting_model(tmp_path, role, capsys):
     recipe = write_tiny_run(tmp_path, **_with_model(tmp_path))
     assert main(["check", str(recipe)]) == ExitCode.DONE, "it would run"
     ROLES[role](tmp_path).write_bytes(Trap(tmp_path / "marker").pickled())
@@ -102,7 +102,7 @@ def test_in_the_place_of_what_a_run_begins_with(tmp_path, role, capsys):
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_in_the_place_of_rows_of_other_kinds(tmp_path, ending):
+def test_in_place_of_rows_of_other_kinds(tmp_path, ending):
     rows = tmp_path / f"rows.{ending}"
     recipe = write_tiny_run(tmp_path, data={"train": str(rows), "validation": None}, evaluation={"every": None})
     rows.write_bytes(Trap(tmp_path / "marker").pickled())
@@ -110,7 +110,7 @@ def test_in_the_place_of_rows_of_other_kinds(tmp_path, ending):
     assert not (tmp_path / "marker").exists()
 
 
-def test_in_the_place_of_prepared_rows(tmp_path):
+def test_in_place_of_prepared_rows(tmp_path):
     recipe = write_tiny_run(tmp_path)
     assert main(["run", str(recipe), "training.stop_at_step=2"]) == ExitCode.STOPPED
     files = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]

@@ -133,12 +133,12 @@ class TestRanks:
             losses = [record.loss for record in other.steps]
             assert losses == pytest.approx([record.loss for record in one.steps], rel=1e-5)
 
-    def test_a_run_that_is_stopped_says_so(self, tmp_path):
+    def test_a_stopped_run_is_reported_as_stopped(self, tmp_path):
         result = trainer.run(trainer.load_recipe(write_tiny_run(tmp_path), {"training.stop_at_step": 2}))
         assert (result.outcome, result.model_folder, len(result.steps)) == ("stopped", None, 2)
 
     @pytest.mark.slow
-    def test_those_of_torchrun(self, tmp_path):
+    def test_ranks_of_torchrun(self, tmp_path):
         file = write_tiny_run(tmp_path)
         text = f"""
             import trainer
@@ -177,7 +177,7 @@ class TestRanks:
         assert "result stopped" in ended.stdout, ended.stdout + ended.stderr
         assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
-    def test_what_a_notebook_registered_is_refused_in_other_processes(self, tmp_path, monkeypatch):
+    def test_registrations_of_a_notebook_are_refused_in_other_processes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(extensions, "_registered", {})
         monkeypatch.setattr(extensions, "_consumers", {})
         extensions.register("metric", "mine", None, "__main__")
@@ -222,7 +222,7 @@ class TestRegistering:
             extensions.register(kind, name, None, "elsewhere")
         assert not extensions.registered()
 
-    def test_keys_that_are_not_those_of_a_task_are_refused(self):
+    def test_keys_that_a_task_lacks_are_refused(self):
         class Keys(trainer.TextKeys):
             type: str = "free"
 

@@ -204,7 +204,7 @@ def test_every_command_is_run_or_covered():
     assert unknown == [], "run it here, or name in ELSEWHERE the test that covers it"
 
 
-def test_what_covers_a_command_is_there():
+def test_the_named_test_of_a_command_exists():
     written = {command for page in PAGES for command in page.commands}
     for command, cover in ELSEWHERE.items():
         file, _, text = cover.partition("::")
@@ -303,14 +303,14 @@ def test_a_recipe_of_a_page_is_valid(text: str, tmp_path: Path):
     assert load_recipe(str(tmp_path / "recipe.json")).recipe.name == json.loads(text)["name"]
 
 
-def test_the_recipe_of_the_readme_is_the_shipped_one():
+def test_the_recipe_of_the_readme_equals_the_shipped_recipe():
     (block,) = re.findall(r"^```jsonc\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     shipped = (ROOT / "recipes" / "bert_sample.json").read_text(encoding="utf-8")
     one, other = (parse(text, Origin("recipe")) for text in (block, shipped))
     assert one[0].plain() == other[0].plain()
 
 
-def test_the_exit_codes_of_the_pages_are_those_of_the_program():
+def test_exit_codes_of_the_pages_equal_the_program():
     codes = re.findall(r"^\| (\d+) \| ", COMMAND_LINE.read_text(encoding="utf-8"), re.MULTILINE)
     assert codes == [str(int(code)) for code in ExitCode]
 

@@ -77,7 +77,7 @@ def test_the_site_builds_and_needs_no_other_server(site: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_and_lists_are_such_in_the_site_too(page: Path, site: Path):
+def test_the_site_renders_tables_and_lists(page: Path, site: Path):
     text, html = without_code(page.read_text(encoding="utf-8")), article(site, page)
     assert html.count("<table>") == len(re.findall(r"^\|(?: ?:?-+:? ?\|)+$", text, re.MULTILINE))
     assert html.count("<li>") >= len(re.findall(r"^(?:-|\d+\.) ", text, re.MULTILINE))
@@ -174,14 +174,14 @@ def build_family(model_type: str) -> nn.Module:
     return build_model(model_type, "AutoModelForSequenceClassification", 0.0, DropoutKeys(0))
 
 
-def test_the_page_counts_what_a_tensor_rank_holds(ranks: RankPools):
+def test_the_page_counts_the_weights_of_a_tensor_rank(ranks: RankPools):
     placements = costs.tensor_cuts(build_family("bert"), 2)
     counted = sum(placement.num_elements({"tp": 2}) for placement in placements.values())
     assert counted < sum(prod(placement.shape) for placement in placements.values()) * 0.6
     assert ranks(2).run(elements_of_a_tensor_rank)[0] == counted
 
 
-def test_activations_are_those_of_the_paper():
+def test_activations_equal_the_paper():
     """Korthikanti et al. 2022 (arXiv:2205.05198), equation 2, by hand: 12 layers, hidden 768, 12 heads."""
     batch = costs.Microbatch(rows=8, length=128)
     by_hand = 12 * 128 * 8 * 768 * (34 + 5 * 12 * 128 / 768)

@@ -42,7 +42,7 @@ def test_the_limit_of_memory_of_the_control_group(files: dict[str, str], memory:
     assert cgroup.memory_bytes(files.get) == memory
 
 
-def test_limits_of_the_process_are_those_of_its_machine(monkeypatch: pytest.MonkeyPatch):
+def test_process_limits_equal_the_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=9 * GIB))
     limits = "Max data size    unlimited    unlimited    bytes\nMax address space    {}    unlimited    bytes\n"
     found = [

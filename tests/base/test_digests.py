@@ -42,7 +42,7 @@ def test_equal_values_have_equal_digests():
     assert digest_of([Point(1)], {Point: lambda point: point.x}) == digest_of([1])
 
 
-def test_what_cannot_be_pickled_has_no_digest():
+def test_an_unpicklable_value_has_no_digest():
     with pytest.raises(TypeError):
         digest_of([(value for value in range(3))])
 

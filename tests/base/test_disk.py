@@ -86,7 +86,7 @@ def test_several_writers_of_one_file_write_it_whole(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_only_regular_files_are_opened_and_those_of_two_names_only_read(tmp_path):
+def test_opens_regular_files_only_and_hard_links_read_only(tmp_path):
     (tmp_path / "file").write_text("text")
     os.link(tmp_path / "file", tmp_path / "hard")
     (tmp_path / "link").symlink_to("file")

@@ -27,7 +27,7 @@ from trainer.models.hub_files import not_found
     ("number", "code"),
     [(errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2), (errno.ENOTDIR, 2)],
 )
-def test_faults_of_the_machine_may_pass_and_those_of_the_path_do_not(number, code):
+def test_machine_faults_are_transient_and_path_faults_are_not(number, code):
     assert storage_error("text", OSError(number, "text")).exit_code == code
 
 
@@ -64,7 +64,7 @@ def raised(cause: Exception, kind: type[TrainerError] = DataError) -> TrainerErr
     ],
     ids=repr,
 )
-def test_only_what_the_user_wrote_ends_with_2(cause, code):
+def test_only_errors_of_the_user_exit_with_2(cause, code):
     error = raised(cause)
     assert error.exit_code == code
     assert error_of_values(error_to_values(error)).exit_code == code, "on the other ranks"

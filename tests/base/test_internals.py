@@ -52,7 +52,7 @@ def test_deepspeed_has_each():
     assert not Internals("deepspeed", "", PLANS).lacking()
 
 
-def test_of_a_class_are_its_attributes_and_those_that_its_methods_set():
+def test_a_class_has_its_attributes_and_those_its_methods_set():
     assert not members_of("declared", "set", "assigned", "inner").lacking()
     assert members_of("declared", "gone").lacking() == [f"{__name__}.Kept.gone"]
 

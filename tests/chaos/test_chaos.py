@@ -156,7 +156,7 @@ def write_results(folder: Path) -> Path:
         ("memory/rank/state.safetensors", "", "x", "memory/rank/state.safetensors is left"),
     ],
 )
-def test_a_difference_is_told(tmp_path, file, old, new, told):
+def test_a_difference_is_reported(tmp_path, file, old, new, told):
     own, whole = (write_results(tmp_path / name) for name in ("own", "whole"))
     assert different(own, whole) == []
     path = own / file
@@ -165,7 +165,7 @@ def test_a_difference_is_told(tmp_path, file, old, new, told):
     assert different(own, whole) == [told]
 
 
-def test_another_checkpoint_is_told(tmp_path):
+def test_another_checkpoint_is_reported(tmp_path):
     own, whole = (write_results(tmp_path / name) for name in ("own", "whole"))
     save(CheckpointStore(own / "mirror", keep=1), 2)
     assert different(own, whole) == ["the copy of the checkpoint differs in its facts and tensors"]

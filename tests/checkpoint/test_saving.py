@@ -147,7 +147,7 @@ class TestIdentity:
         ],
         ids=str,
     )
-    def test_what_is_learned_may_not(self, tmp_path, recipe, words):
+    def test_keys_of_the_training_may_not_change(self, tmp_path, recipe, words):
         saved(tmp_path)
         engine = FakeEngine()
         with pytest.raises(UsageError) as error:
@@ -157,7 +157,7 @@ class TestIdentity:
         assert "Give the run another `name` or `checkpoint.folder`, or restore" in str(error.value)
         assert engine.loaded_step is None
 
-    def test_the_weights_of_a_mixture_may_not(self):
+    def test_mixture_weights_may_not_change(self):
         files = {"source": "files", "train": ["a.jsonl", "b.jsonl"]}
         found = [
             identity(tiny_recipe(data={**files, **more}), "data")
@@ -166,7 +166,7 @@ class TestIdentity:
         assert found[0] != found[1] != found[2] != found[0]
         assert "mixture" not in found[0]["data"]
 
-    def test_what_the_model_brings_beside_its_weights_may_not(self):
+    def test_files_of_the_model_beside_its_weights_may_not_change(self):
         recipe = tiny_recipe()
         assert identity(recipe, "data", {"buffers": None}) == identity(recipe, "data")
         assert identity(recipe, "data", {"buffers": "a"})["model"]["buffers"] == "a"
@@ -253,7 +253,7 @@ class TestChanged:
 
 
 class TestAsynchronous:
-    def test_later_steps_do_not_change_what_is_saved(self, tmp_path, slow_writes):
+    def test_later_steps_do_not_change_the_saved_tensors(self, tmp_path, slow_writes):
         engine = FakeEngine()
         run = saver(tmp_path, engine)
         run.progress = Progress(1)
@@ -360,11 +360,11 @@ class TestRanks:
         assert {share_name(0, 2), share_name(1, 2)} <= names
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_what_one_cannot_write_is_told_on_every_rank(self, ranks: RankPools, tmp_path, rank):
+    def test_a_failed_write_of_one_rank_is_reported_on_every_rank(self, ranks: RankPools, tmp_path, rank):
         for message in ranks(2).run(save_on_ranks, tmp_path, rank):
             assert f"could not be written to {tmp_path / 'checkpoints'}: rank {rank}: [Errno 28] No space" in message
 
-    def test_a_folder_that_was_deleted_is_told_on_every_rank(self, ranks: RankPools, tmp_path):
+    def test_a_deleted_folder_is_reported_on_every_rank(self, ranks: RankPools, tmp_path):
         for message in ranks(2).run(save_on_ranks, tmp_path / "run", None, True):
             assert "could not be written" in message
             assert "restore the folder" in message

@@ -68,13 +68,13 @@ class TestSave:
         assert saved(store, 1, 2, 3, 4, 5).steps() == [3, 4, 5]
         assert sorted(os.listdir(store.folder)) == ["latest", *(f"step-{step:08d}" for step in (3, 4, 5))]
 
-    def test_that_of_the_best_evaluation_stays(self, store):
+    def test_the_checkpoint_of_the_best_evaluation_is_kept(self, store):
         saved(store, 1, 2)
         for step in (3, 4, 5, 6):
             save(store, step, best=2)
         assert store.steps() == [2, 4, 5, 6]
 
-    def test_keeps_one_also_where_newer_ones_are_damaged(self, tmp_path, store):
+    def test_keeps_an_older_checkpoint_where_newer_are_damaged(self, tmp_path, store):
         """The run resumed from step 1, because steps 2 and 3 were damaged. Its new checkpoint must stay."""
         saved(store, 1, 2, 3)
         for step in (2, 3):
@@ -118,7 +118,7 @@ class TestVerify:
     def test_of_a_new_folder_is_none(self, store):
         assert newest(store) == (None, [])
 
-    def test_what_only_looks_like_one_is_left_alone(self, store):
+    def test_a_folder_that_resembles_a_checkpoint_is_left_alone(self, store):
         saved(store, 5)
         for name in ("step-old", "step-00000009.bak", "step-9", "step-"):
             (store.folder / name).mkdir()
@@ -281,7 +281,7 @@ class TestSavedState:
         state.fill([TensorPart("model.weight", (3, 4), (Box((1, 0), block),))])
         assert bool((block == 7).all())
 
-    def test_what_was_never_saved_is_said(self, store):
+    def test_state_that_was_never_saved_is_reported(self, store):
         saved(store, 7)
         with pytest.raises(ValueError, match=r"lacks elements of model\.bias"):
             SavedState(store.path(7)).fill([TensorPart("model.bias", (2,), (Box((0,), torch.zeros(2)),))])
@@ -294,7 +294,7 @@ class TestSavedState:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("rounds", [3, pytest.param(8, marks=pytest.mark.nightly)])
-def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, rounds):
     """SIGKILL during saves: the newest checkpoint is complete, has files of one step only, and is never lost."""
     draw, last = random.Random(0), 0
     for _ in range(rounds):
@@ -318,7 +318,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path, rounds):
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_one(tmp_path, step):
+def test_a_kill_before_each_file_system_call_leaves_a_whole_checkpoint(tmp_path, step):
     """In each phase of a save, also of an existing step, the old checkpoint stays or the new one is complete."""
     finished = processes.finish(warm.start([tmp_path, step], program="tests.checkpoint.killed_saver:main"))
     assert finished.returncode == 0, finished.stderr

@@ -52,7 +52,7 @@ def test_arrays_come_back_in_their_shape(tmp_path):
     np.testing.assert_array_equal(again.arrays["pixel_values"], images * 2)
 
 
-def test_the_content_hash_tells_content(tmp_path):
+def test_the_content_hash_depends_on_content(tmp_path):
     one, same = (open_entry(write(tmp_path / name, ROWS)) for name in ("a", "b"))
     other = open_entry(write(tmp_path / "c", ROWS | {"labels": [1, 1]}))
     assert one.content_hash == same.content_hash != other.content_hash
@@ -71,7 +71,7 @@ def test_an_error_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_writer_left_is_replaced(tmp_path):
+def test_files_of_a_killed_writer_are_replaced(tmp_path):
     killed = EntryWriter(tmp_path / "entry")
     killed.__enter__()
     killed.add(ROWS)

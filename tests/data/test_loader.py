@@ -180,7 +180,7 @@ class Marking:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch_size", "num_workers"), [(1, 12, 0), (3, 2, 0), (2, 1, 2)])
-def test_a_masking_is_told_row_ids_and_epoch(split, ranks, micro_batch_size, num_workers):
+def test_a_masking_receives_row_ids_and_epoch(split, ranks, micro_batch_size, num_workers):
     """Whatever the layout: so what it hides is, too."""
     keys = {"micro_batch_size": micro_batch_size, "num_workers": num_workers, "masking": Marking()}
     plain = zip(*[train_loader(split, rank, ranks, micro_batch_size) for rank in range(ranks)], strict=True)
@@ -208,7 +208,7 @@ def silent_deaths():
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_dead_worker_is_told_with_a_remedy(split, silent_deaths, evaluates):
+def test_a_dead_worker_is_reported_with_a_remedy(split, silent_deaths, evaluates):
     others = psutil.Process().children()  # ranks that other tests keep alive
     of_evaluation = EvalLoader(split, 1, 0, 1, PADDING, num_workers=1)
     batches = iter(of_evaluation if evaluates else train_loader(split, total_steps=1000, num_workers=1))
@@ -229,7 +229,7 @@ def send_and_work(worker: psutil.Process, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
-def test_a_worker_that_dies_while_the_rank_does_other_work_is_told_too(split, silent_deaths, number, monkeypatch):
+def test_a_worker_that_dies_between_batches_is_reported(split, silent_deaths, number, monkeypatch):
     """As that of the training while an evaluation reads from its own worker; torch raises in the middle of it."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # torch sets its handler once
     others = psutil.Process().children()
@@ -307,7 +307,7 @@ class _Batches:
 
 
 @pytest.mark.parametrize("is_full_at", ["start", "batch"])
-def test_full_shared_memory_is_told_with_a_remedy(is_full_at, monkeypatch, silent_deaths):
+def test_full_shared_memory_is_reported_with_a_remedy(is_full_at, monkeypatch, silent_deaths):
     """A worker sends batches from a thread, and without a batch the rank would wait forever."""
     if is_full_at == "start":
 

@@ -35,7 +35,7 @@ def test_every_epoch_holds_every_row_once(size, epoch):
 
 @settings(max_examples=30, deadline=None)
 @given(sizes)
-def test_a_batch_does_not_depend_on_what_was_asked_before(size):
+def test_a_batch_does_not_depend_on_earlier_requests(size):
     num_rows, batch_size, grouped, seed = size
     lengths = np.arange(num_rows) % 17 if grouped else None
     walked = GlobalOrder(num_rows, lengths, batch_size, seed)
@@ -227,7 +227,7 @@ class TestMixture:
             counts = self.counts(epoch_rows(self.mixed(lengths), 1))
             assert [found.sum() for found in counts] == [400, 160, 240]
 
-    def test_a_batch_does_not_depend_on_what_was_asked_before(self):
+    def test_a_batch_does_not_depend_on_earlier_requests(self):
         walked = self.mixed()
         for epoch in range(3):
             epoch_rows(walked, epoch)

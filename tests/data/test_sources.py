@@ -80,7 +80,7 @@ def test_parquet_and_a_list_of_files(in_folder):
     assert len(splits.validation.rows) == 1
 
 
-def test_a_format_can_be_said(in_folder):
+def test_a_recipe_can_name_the_format(in_folder):
     assert load_files(write(in_folder, "rows.txt", lines(ROWS)), file_format="json").train.rows.to_list() == ROWS
 
 
@@ -110,13 +110,13 @@ def test_a_file_that_changed_is_read_again(in_folder):
         ("rows.parquet", "no parquet", "`data.train` must hold parquet, but `rows.parquet` cannot be read"),
     ],
 )
-def test_a_bad_file_is_told_with_its_line(in_folder, capfd, name, content, message):
+def test_an_error_of_a_file_names_its_line(in_folder, capfd, name, content, message):
     with pytest.raises(DataError, match=re.escape(message)):
         load_files(write(in_folder, name, content))
     assert capfd.readouterr() == ("", ""), "the message is told once, by us"
 
 
-def test_files_that_differ_in_columns_are_told(in_folder):
+def test_files_with_different_columns_are_refused(in_folder):
     names = [write(in_folder, "a.jsonl", lines(ROWS)), write(in_folder, "b.jsonl", lines([ROWS[0] | {"extra": 1}]))]
     with pytest.raises(DataError, match=r"`a.jsonl`, `b.jsonl` cannot be read: later rows .*: `extra` is new; `data"):
         load_files(names)
@@ -355,7 +355,7 @@ class TestMixture:
             ({"text": "a", "label": "x", "id": 1}, "`a.jsonl` has text, label and `c.jsonl` has text, label, id"),
         ],
     )
-    def test_columns_that_differ_are_told(self, in_folder, row, message):
+    def test_different_columns_are_refused(self, in_folder, row, message):
         write(in_folder, "c.jsonl", lines([row]))
         with pytest.raises(DataError, match=message):
             self.load(in_folder, train=["a.jsonl", "c.jsonl"])

@@ -53,7 +53,7 @@ def counting(monkeypatch):
     return CountingTask(**vars(TASK))
 
 
-def test_what_the_model_reads(tokenizer, tmp_path):
+def test_encoded_rows_hold_the_inputs_of_the_model(tokenizer, tmp_path):
     split = encode_split(split_of(), TASK, tokenizer, 32, tmp_path)
     expected = tokenizer([f"sends a message over the socket {i}" for i in range(6)])["input_ids"]
     assert [split.tokens["input_ids"][a:b].tolist() for a, b in itertools.pairwise(split.offsets)] == expected
@@ -92,7 +92,7 @@ def test_several_processes_write_the_same_bytes(tokenizer, tmp_path, keys, monke
 
 
 @pytest.mark.parametrize("packing", ["none", "documents", "joined"])
-def test_the_rows_of_a_source_are_apart_from_those_of_others(tokenizer, tmp_path, packing):
+def test_rows_of_different_sources_are_cached_apart(tokenizer, tmp_path, packing):
     task = build_task(CausalLM(type="causal_lm", text="text", packing=packing))
     parts = [split_of(number, text) for number, text in ((40, "a"), (60, "b c d"))]
     rows = datasets.concatenate_datasets([part.rows for part in parts])
@@ -284,7 +284,7 @@ def test_the_cache_holds_no_pickle(tokenizer, tmp_path):
 
 
 class TestUnknownTokens:
-    def test_are_counted_among_all_that_are_not_special(self, tokenizer, tmp_path):
+    def test_are_counted_among_tokens_that_are_not_special(self, tokenizer, tmp_path):
         text = "sends \u4e2d \u6587 message"
         split = encode_split(split_of(2, text), TASK, tokenizer, 32, tmp_path)
         whole = tokenizer(f"{text} 0")["input_ids"], tokenizer(f"{text} 1")["input_ids"]

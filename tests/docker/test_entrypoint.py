@@ -89,7 +89,7 @@ def test_a_home_that_may_be_written_is_kept(programs: Path, tmp_path: Path):
     assert f"HOME={tmp_path} " in ended.stdout
 
 
-def test_a_read_only_root_is_told_and_worked_around(programs: Path, tmp_path: Path):
+def test_a_read_only_root_is_reported_and_worked_around(programs: Path, tmp_path: Path):
     writable = tmp_path / "writable"
     writable.mkdir()
     command = in_own_mounts(read_only_root(writable), *as_any_user(ENTRYPOINT, "run", "bert_sample"))
@@ -99,13 +99,13 @@ def test_a_read_only_root_is_told_and_worked_around(programs: Path, tmp_path: Pa
     assert "runs are saved below it" in ended.stderr
 
 
-def test_a_temporary_folder_that_is_not_there_is_told(programs: Path, tmp_path: Path):
+def test_a_missing_temporary_folder_is_reported(programs: Path, tmp_path: Path):
     ended = run([ENTRYPOINT, "run", "r"], PATH=path_with(programs), TMPDIR=f"{tmp_path}/none", HOME=str(tmp_path))
     assert "add --tmpfs /tmp" in ended.stderr
 
 
 @pytest.mark.parametrize(("size", "is_told"), [("64m", True), ("1g", False)])
-def test_small_shared_memory_is_told(size: str, is_told: bool, programs: Path, tmp_path: Path):
+def test_small_shared_memory_is_reported(size: str, is_told: bool, programs: Path, tmp_path: Path):
     command = in_own_mounts(devices(tmp_path, shm=size), ENTRYPOINT, "run", "bert_sample")
     ended = run(command, PATH=path_with(programs))
     assert ("/dev/shm has 64 MiB" in ended.stderr) == is_told
@@ -123,7 +123,7 @@ def test_the_cuda_image_misses_gpus(names: list[str], programs: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("lockable", ["64", "unlimited"])
-def test_little_lockable_memory_is_told_where_a_gpu_is(lockable: str, programs: Path, tmp_path: Path):
+def test_little_lockable_memory_is_reported_beside_a_gpu(lockable: str, programs: Path, tmp_path: Path):
     if lockable == "unlimited" and resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] != resource.RLIM_INFINITY:
         pytest.skip("lockable memory is limited here")
     setup = f"ulimit -l {lockable}\n{devices(tmp_path, 'nvidia0')}"
@@ -134,7 +134,7 @@ def test_little_lockable_memory_is_told_where_a_gpu_is(lockable: str, programs: 
     assert len(ended.stderr.splitlines()) == (lockable == "64")
 
 
-def test_what_does_not_train_gets_no_advice(programs: Path, tmp_path: Path):
+def test_commands_that_do_not_train_get_no_advice(programs: Path, tmp_path: Path):
     command = in_own_mounts(devices(tmp_path, shm="64m"), ENTRYPOINT, "schema")
     ended = run(command, PATH=path_with(programs), TRAINER_IMAGE="cuda")
     assert ended.stderr == ""

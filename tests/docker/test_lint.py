@@ -44,7 +44,7 @@ def test_bases_are_pinned_by_tag_and_digest():
         assert name or re.fullmatch(r"cpu-build|\$\{DEVICE\}-(build|run)", base), "no base but the pinned ones"
 
 
-def test_what_is_copied_is_not_ignored(tmp_path: Path):
+def test_copied_files_are_not_ignored(tmp_path: Path):
     """`.dockerignore` lets through what the Dockerfile copies from the context, and nothing else."""
     patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     let_through = {pattern[1:] for pattern in patterns if pattern.startswith("!")}

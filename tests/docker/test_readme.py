@@ -18,7 +18,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
-def test_the_build_arguments_are_those_of_the_dockerfile():
+def test_build_arguments_equal_the_dockerfile():
     declared = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
     table = "\n".join(line for line in README.splitlines() if line.startswith("| `"))
     told = {name for row in table.splitlines() for name in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}

@@ -40,7 +40,7 @@ MICROBATCHES = 4
     ],
     ids=["rows", "packed", "answers"],
 )
-def test_a_step_has_few_of_them(keys: dict[str, Any], expected: dict[str, int]):
+def test_a_step_uses_few_atomic_operations(keys: dict[str, Any], expected: dict[str, int]):
     step = plan_step(plan_run(recipe_of(keys), 1), 0, 24)
     found = Counter[str]()
     for kind, amount in step.totals.work.items():

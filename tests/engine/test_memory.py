@@ -168,7 +168,7 @@ def working_bytes(strategy: str, measured: Measured, world_size: int) -> int:
         ),
     ],
 )
-def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_size):
+def test_a_rank_holds_the_bytes_of_the_summary(ranks: RankPools, strategy, world_size):
     outcomes = ranks(world_size).run(measure, strategy, world_size)
     padding = padding_bytes(strategy, world_size)
     for kind in ("parameters", "gradients", "optimizer"):
@@ -183,7 +183,7 @@ def test_a_rank_holds_what_the_summary_says(ranks: RankPools, strategy, world_si
 
 @pytest.mark.parametrize("weights", ["bf16_compensated", pytest.param("bf16_stochastic", marks=pytest.mark.nightly)])
 @pytest.mark.slow
-def test_weights_in_bf16_hold_what_the_summary_says(ranks: RankPools, weights: str):
+def test_bf16_weights_hold_the_bytes_of_the_summary(ranks: RankPools, weights: str):
     measured = ranks(2).run(measure, "ddp", 2, precision="bf16", weights=weights)[0]
     (fp32,) = {found.planned.total for found in ranks(2).run(measure, "ddp", 2)}
     for kind in ("parameters", "gradients", "optimizer"):

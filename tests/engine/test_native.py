@@ -276,7 +276,7 @@ class TestState:
     def test_and_on_two_ranks(self, ranks: RankPools):
         assert ranks(2).run(resumed, OPTIMIZERS["adamw"]) == [True, True]
 
-    def test_names_are_those_of_the_unsharded_model(self):
+    def test_names_equal_the_unsharded_model(self):
         training = tiny()
         steps(training, 1)
         names = {name for name, _ in training.model.named_parameters()}
@@ -287,7 +287,7 @@ class TestState:
         }
         assert set(training.engine.placements) == names
 
-    def test_what_is_loaded_is_a_copy(self):
+    def test_loaded_state_is_a_copy(self):
         one, other = tiny(), tiny()
         steps(one, 1)
         before = state_of(one)
@@ -391,7 +391,7 @@ class TestExport:
         found = ranks(2).run(export, folder)
         assert found == ["model.safetensors is there"] * 2
 
-    def test_a_full_disk_is_told_on_every_rank(self, ranks: RankPools, tmp_path: Path):
+    def test_a_full_disk_is_reported_on_every_rank(self, ranks: RankPools, tmp_path: Path):
         (tmp_path / "file").touch()
         for found in ranks(2).run(export, tmp_path / "file" / "model"):
             assert "the model could not be written to" in found
@@ -411,7 +411,7 @@ class TestUnusedParameters:
         for found in ranks(2).run(train_with_an_unused_parameter):
             assert "every parameter to take part in the loss, but of this model unused.weight, unused.bias" in found
 
-    def test_do_no_harm_on_one(self):
+    def test_are_harmless_on_one_rank(self):
         assert train_with_an_unused_parameter() == "no error"
 
 

@@ -78,7 +78,7 @@ def test_the_same_stages_go_on_bit_for_bit(ranks: RankPools, tmp_path):
         pytest.param(4, {"tensor": 2, **pipeline(2)}, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_not_trained_is_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
+def test_untrained_weights_are_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
     ranks(num_ranks).run(export, tiny_recipe(parallel=parallel), tmp_path / "parts")
     export(tiny_recipe(), tmp_path / "whole")
     parts, whole = exported(tmp_path / "parts"), exported(tmp_path / "whole")
@@ -165,7 +165,7 @@ def steps_of(recipe: Recipe) -> list[StepResult]:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(ranks: RankPools, model, words):
+def test_a_model_that_stages_cannot_split_is_refused_on_every_rank(ranks: RankPools, model, words):
     with pytest.raises(RankError, match=words):
         ranks(3).run(train_tiny, tiny_recipe(model=model, parallel=pipeline(3)))
 

@@ -77,7 +77,7 @@ def test_a_step_reads_no_value_of_the_device(case: str):
     assert found == []
 
 
-def test_a_read_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_a_read_by_the_host_is_detected(monkeypatch: pytest.MonkeyPatch):
     update = NativeEngine._update
     monkeypatch.setattr(
         NativeEngine, "_update", lambda self, rate, norm, flag: update(self, rate, norm * norm.item(), flag)

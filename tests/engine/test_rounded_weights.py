@@ -81,7 +81,7 @@ def assert_as_autocast(**sections: Any) -> None:
     ],
     ids=str,
 )
-def test_numbers_are_those_of_autocast(sections):
+def test_numbers_equal_autocast(sections):
     assert_as_autocast(**{"precision": "bf16", "training": SEVERAL, **sections})
 
 

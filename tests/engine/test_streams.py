@@ -155,7 +155,7 @@ def test_streams_wait_for_each_other(strategy: str, sections: dict[str, Any]):
         ("wait_stream", "_allgather_base_ does not wait for all_gather_copy_in"),
     ],
 )
-def test_a_wait_that_is_missing_is_found(monkeypatch: pytest.MonkeyPatch, wait: str, race: str):
+def test_a_missing_wait_is_detected(monkeypatch: pytest.MonkeyPatch, wait: str, race: str):
     monkeypatch.setattr(Stream, wait, lambda *_: None)
     uses = Uses()
     steps("fsdp", uses, num_steps=1)

@@ -55,7 +55,7 @@ def size_of(recipe: Recipe) -> ModelSize | None:
         return model_size([training.model], training.engine.placements, training.mesh)
 
 
-def test_the_size_of_a_cut_model_is_that_of_the_whole_one(ranks: RankPools):
+def test_a_split_model_reports_the_size_of_the_whole_model(ranks: RankPools):
     alone = size_of(recipe_of(None))
     assert alone is not None
     assert 15_000 < alone.num_parameters < 20_000  # without embeddings
@@ -98,7 +98,7 @@ def collectives(layers: int, sequence: bool) -> Counter[str]:
 
 
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools, sequence):
+def test_replicated_weights_of_tensor_ranks_are_equal_after_fifty_steps(ranks: RankPools, sequence):
     recipe = tiny_recipe(
         model={"dropout": 0.1}, parallel={"tensor": 2, "sequence": sequence}, training={"max_steps": 50}
     )
@@ -117,7 +117,7 @@ def test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps(ranks: RankPools,
         pytest.param(4, {"strategy": "zero2", "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_not_trained_is_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
+def test_untrained_weights_are_exported_bit_for_bit(ranks: RankPools, tmp_path, num_ranks, parallel):
     ranks(num_ranks).run(export, tiny_recipe(parallel=parallel), tmp_path / "parts")
     export(tiny_recipe(), tmp_path / "whole")
     parts, whole = exported(tmp_path / "parts"), exported(tmp_path / "whole")
@@ -155,6 +155,6 @@ def export(recipe: Recipe, folder: Path) -> None:
     ],
     ids=["heads", "features", "sequence", "family"],
 )
-def test_what_a_model_cannot_do_is_refused_by_name(ranks: RankPools, model, num_ranks, parallel, words):
+def test_unsupported_splits_are_refused_by_name(ranks: RankPools, model, num_ranks, parallel, words):
     with pytest.raises(RankError, match=words):
         ranks(num_ranks).run(train_tiny, tiny_recipe(model={"config": model}, parallel=parallel))

@@ -34,7 +34,7 @@ def is_late(name: str) -> bool:
     return "embeddings" in name or "layer.0" in name
 
 
-def test_steps_before_are_those_of_frozen_weights_and_moments_begin_at_the_step():
+def test_weights_stay_frozen_until_the_step_and_moments_begin_there():
     frozen, training = build_tiny(recipe_of(unfreeze=None)), build_tiny(recipe_of())
     assert frozen.steps(STEP) == training.steps(STEP)  # losses and gradient norms
     before, expected = weights_of(training.engine, training.mesh), weights_of(frozen.engine, frozen.mesh)

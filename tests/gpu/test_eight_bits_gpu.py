@@ -75,7 +75,7 @@ def assert_codes_of_a_cpu(name: str, device: torch.device, scale: float = 1.0) -
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_the_codes_are_those_of_a_cpu(name: str):
+def test_codes_equal_the_cpu(name: str):
     assert_codes_of_a_cpu(name, GPU)
 
 

@@ -25,14 +25,14 @@ SLOW = {
     "tests/chaos/test_chaos.py::test_a_sample_of_the_campaign": "a dozen starts of ranks",
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
     "tests/launch/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts of ranks without a fork",
-    "tests/launch/test_launchers.py::test_two_ranks_learn_what_one_process_learns": "up to four programs",
+    "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
         "a real cluster starts, requeues twice and finishes"
     ),
     "tests/launch/test_launchers.py::test_tensor_ranks_run_the_sample": "four ranks, each a program of its own",
     "tests/launch/test_memory_kills.py::test_a_killed_rank_resumes_from_memory": "torchrun starts twice without a fork",
-    "tests/tools/plan/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_one": "whole plans",
+    "tests/tools/plan/test_shortening.py::test_a_shortened_model_gives_the_plan_of_the_whole_model": "whole plans",
     "tests/launch/test_two_nodes.py::TestTorchrunHandsOutTheRanks::test_a_node_that_was_killed_joins_again": (
         "torchrun waits for the lost node, then both start again"
     ),

@@ -110,7 +110,7 @@ def test_a_rank_that_hangs_is_killed_and_named(pool):
     assert not any(psutil.pid_exists(pid) for pid in processes)
 
 
-def test_what_a_rank_started_ends_with_it(pool):
+def test_processes_that_a_rank_started_end_with_it(pool):
     children = pool.run(start_child)
     pool.close()
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=60)
@@ -141,7 +141,7 @@ def test_ranks_have_the_environment_of_a_shell():
         pool.close()
 
 
-def test_pools_keep_the_processes_of_those_used_last():
+def test_pools_keep_the_last_used_processes():
     pools = RankPools(most_ranks=1)
     try:
         (oldest,), (older, _), last = (pools(number).run(process_id) for number in (1, 2, 3))

@@ -114,7 +114,7 @@ class TestRestarts:
         assert not (recipe.parent / "run" / "ranks").exists()
 
     @pytest.mark.slow
-    def test_a_bug_is_told_with_its_traceback_until_no_restart_is_left(self, tmp_path):
+    def test_a_bug_is_reported_with_its_traceback_at_each_restart(self, tmp_path):
         ended = run(write_tiny_run(tmp_path), "--max-restarts", "1", fault=("raise", 1, 3))
         assert ended.returncode == 1
         assert ended.stderr.count("RuntimeError: the fault") == 2
@@ -172,7 +172,7 @@ class TestStalls:
     @pytest.mark.alone
     @pytest.mark.slow
     @pytest.mark.parametrize(("rank", "world_size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.nightly)])
-    def test_a_stopped_rank_is_told_of_and_ends_with_the_others(self, tmp_path, rank, world_size):
+    def test_a_stopped_rank_is_reported_and_ends_with_the_others(self, tmp_path, rank, world_size):
         recipe = write_tiny_run(tmp_path, training={"global_batch_size": 12})
         process = start(
             recipe, self.TIMEOUT, 'logging.to=["console"]', "--processes", str(world_size), fault=("stop", rank, 3)
@@ -214,7 +214,7 @@ class TestStalls:
 
 
 class TestBadSteps:
-    def test_are_skipped_and_told_with_their_rows(self, tmp_path):
+    def test_are_skipped_and_reported_with_their_rows(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
         ended = run(recipe, "training.max_bad_steps=1", 'logging.to=["console"]', fault=("nan_loss", 1, 3))
         assert ended.returncode == 0

@@ -257,7 +257,7 @@ def launch(case: Case, folder: Path, *more: str, path: str, recipe: Path = RECIP
     "name",
     [pytest.param(n, marks=pytest.mark.nightly if n in NIGHTLY else pytest.mark.slow) for n in CASES if n not in BARE],
 )
-def test_two_ranks_learn_what_one_process_learns(name, one_process, tmp_path):
+def test_two_ranks_train_as_one_process(name, one_process, tmp_path):
     case, folder, strategy = CASES[name], tmp_path / "run", "zero3" if name in UNDER_ZERO3 else "ddp"
     with programs(tmp_path / "bin") as warm_path:
         # A forked `trainer` has other ancestors, and the number of ranks is read from the command of accelerate.
@@ -299,7 +299,7 @@ def test_every_file_of_launchers_is_started_by_a_test():
 @pytest.mark.parametrize(
     "target", [pytest.param(n, marks=pytest.mark.nightly if n == "jobset" else ()) for n in (*OF_CLUSTERS, "ray")]
 )
-def test_nodes_of_a_cluster_learn_what_one_process_learns(target, one_process, tmp_path):
+def test_nodes_of_a_cluster_train_as_one_process(target, one_process, tmp_path):
     """Start the file of `trainer launch-script` here, on each node with the variables that the cluster would set."""
     file, more = tmp_path / "job.py", {"skypilot": ["--accelerator", "H100"], "ray": ["--cpus", "1"]}
     words = [*overrides(Path("/runs/run")), "--on", target, "--nodes", "2", "--gpus", "1", *more.get(target, ())]

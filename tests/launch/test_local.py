@@ -193,7 +193,7 @@ def test_ranks_leave_in_silence_when_their_parent_is_killed_before_the_first_ste
         ([], {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "bf16"}, ["`precision` is fp32", "bf16"]),
     ],
 )
-def test_what_contradicts_is_refused_before_anything_starts(arguments, variables, words):
+def test_contradictions_are_refused_before_any_start(arguments, variables, words):
     ended = program("report", *arguments, **variables)
     assert ended.returncode == 2
     assert ended.stdout == ""

@@ -113,7 +113,7 @@ def assert_same(recipe: Path, whole: Metrics) -> None:
         pytest.param("pipeline", "pp 2 x dp_replicate 2", marks=pytest.mark.nightly),
     ],
 )
-def test_two_nodes_learn_what_one_process_learns(layout, written, nodes, one_process, tmp_path):
+def test_two_nodes_train_as_one_process(layout, written, nodes, one_process, tmp_path):
     recipe = write_tiny_run(tmp_path, parallel=LAYOUTS[layout])
     ended = finish([*start(nodes[0], 0, recipe), *start(nodes[1], 2, recipe)])
     assert [code for code, _ in ended] == [0] * 4

@@ -218,7 +218,7 @@ class TestMasks:
     @pytest.mark.parametrize("make", [create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask])
     @pytest.mark.parametrize("is_padded", [True, False])
     @pytest.mark.parametrize("name", [KEYED_ATTENTION, "sdpa"])
-    def test_are_those_of_transformers_without_a_read(self, monkeypatch, name, is_padded, make):
+    def test_equal_transformers_without_a_read(self, monkeypatch, name, is_padded, make):
         config = AutoConfig.for_model("mistral", hidden_size=8, num_attention_heads=2, sliding_window=3)
         config._attn_implementation = name
         mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)

@@ -24,7 +24,7 @@ def built(task: str, chunk: Any, model: dict[str, Any] | None = None, **keys: An
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq_lm"])
-def test_evaluations_in_blocks_are_those_of_the_whole_logits(task: str):
+def test_evaluations_in_blocks_equal_whole_logits(task: str):
     whole, blocks = built(task, None), built(task, 7)
     widths, matrix = [], nn.functional.linear
 

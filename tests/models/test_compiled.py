@@ -105,7 +105,7 @@ def test_with_inductor(family, monkeypatch):
     assert_same(Training(family, None), Training(family, "inductor"), (0,), (1,))
 
 
-def test_masks_of_another_step_are_found():
+def test_masks_of_another_step_are_detected():
     """The comparison can fail."""
     one, other = Training("bert", None), Training("bert", "eager")
     assert_same(one, other, (0,))

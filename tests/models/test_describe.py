@@ -85,7 +85,7 @@ class TestFromConfig:
         assert model.config.num_labels == model.classifier.out_features == 3
         assert {module.p for module in model.modules() if isinstance(module, KeyedDropout)} == {0.25}
 
-    def test_is_in_fp32_whatever_the_configuration_says(self):
+    def test_is_in_fp32_under_every_configuration(self):
         model = build({"config": {**TINY_BERT, "dtype": "bfloat16"}}).model
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
@@ -109,7 +109,7 @@ class TestFromConfig:
             ),
         ],
     )
-    def test_what_describes_no_model_is_refused(self, keys, words):
+    def test_a_configuration_without_a_model_is_refused(self, keys, words):
         config = keys if "model_type" in keys else {**TINY_BERT, **keys}
         with pytest.raises(UsageError, match=words) as error:
             build({"config": config})
@@ -198,7 +198,7 @@ class TestFromFolder:
         with pytest.raises(UsageError, match=r"to 0.3, but `model.config.hidden_dropout_prob` is 0.5; remove one of"):
             build({**keys, "config": {"hidden_dropout_prob": 0.5}})
 
-    def test_notes_say_what_was_drawn_and_what_was_left(self, pretrained, tmp_path):
+    def test_notes_name_drawn_and_unused_weights(self, pretrained, tmp_path):
         assert build({"name_or_path": str(pretrained)}).notes == [
             "not in the checkpoint, initialised at random: classifier.bias, classifier.weight"
         ]

@@ -56,13 +56,13 @@ def test_they_depend_on_seed_and_name_alone():
     assert len({tuple(values) for values in pairs.values()}) >= len(matrices) - 1, "no two modules draw the same"
 
 
-def test_a_module_does_not_depend_on_those_before_it():
+def test_a_draw_does_not_depend_on_earlier_modules():
     """A deeper model has the same first layers; one generator for all would have shifted every one after them."""
     shallow, deep = drawn(), drawn(num_hidden_layers=3)
     assert all(torch.equal(tensor, deep[name]) for name, tensor in shallow.items())
 
 
-def test_only_what_is_named_is_drawn():
+def test_only_named_modules_are_drawn():
     weights = drawn(names=["classifier.weight"])
     assert weights["classifier.weight"].std() < 1
     assert all((tensor == 7.0).all() for name, tensor in weights.items() if name != "classifier.weight")

@@ -142,7 +142,7 @@ class TestKeyDropout:
             logits(model, keys)
 
     @pytest.mark.parametrize("rows", [(0,), (1,), (1, 0)])
-    def test_a_dropout_of_what_all_rows_share_is_the_same_for_all_microbatches_of_a_step(self, rows):
+    def test_dropout_of_shared_tensors_is_equal_in_all_microbatches_of_a_step(self, rows):
         """DeBERTa drops embeddings of positions, `[2 * buckets, hidden]`, which have no batch."""
         keys = DropoutKeys(0)
         model = tiny(
@@ -207,7 +207,7 @@ class TestRefuseUnkeyedDropout:
             lambda: IN_EVALUATION(QKV[0], QKV[0], QKV[0]),
         ],
     )
-    def test_lets_pass_what_drops_nothing(self, call):
+    def test_accepts_modules_that_drop_nothing(self, call):
         with RefuseUnkeyedDropout():
             call()
 
@@ -249,7 +249,7 @@ class TestSetProbabilities:
         model = AutoModelForSequenceClassification.from_config(config)
         assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
 
-    def test_leaves_flags_and_what_is_unset_alone(self):
+    def test_leaves_flags_and_unset_probabilities_alone(self):
         config = AutoConfig.for_model(**TINY_BERT)
         config.use_dropout_schedule = True
         set_probabilities(config, 0.25)

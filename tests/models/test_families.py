@@ -105,7 +105,7 @@ def test_patterns(pattern, name, does):
 class TestPlansOfTransformers:
     """Architectures without a table of ours; that the parts compute what the whole does is in `test_tensor.py`."""
 
-    def test_what_is_cut_is_what_the_plan_says_with_embedding_and_head(self):
+    def test_the_plan_with_embedding_and_head_is_split(self):
         plan = family_of(causal_model_of("olmo")).tensor
         assert set(plan.columns) == {
             f"layers.*.{name}"
@@ -136,7 +136,7 @@ class TestPlansOfTransformers:
             ("apertus", "does not define the layout of `model.layers.0.mlp.act_fn`"),  # an activation with weights
         ],
     )
-    def test_what_has_no_block_of_ours_is_refused_but_its_layers_are_known(self, model_type, why):
+    def test_unsupported_blocks_are_refused_and_their_layers_known(self, model_type, why):
         model = causal_model_of(model_type)
         with pytest.raises(UsageError, match=why):
             split_model(model, RowGroups())

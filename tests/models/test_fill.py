@@ -157,7 +157,7 @@ def test_an_adapter_trains_drawn_modules_whole_in_parts_too(ranks: RankPools, tm
 
 
 @pytest.mark.parametrize(("model_type", "head"), CASES, ids=IDS)
-def test_random_weights_are_parts_of_those_of_one_process(ranks: RankPools, model_type, head):
+def test_random_weights_are_parts_of_the_weights_of_one_process(ranks: RankPools, model_type, head):
     keys = {key: value for key, value in CONFIGS[model_type].items() if (model_type, key) != ("vit", "vocab_size")}
     recipe = {"config": {"model_type": model_type, **keys}, "tokenizer": "none"}
     assert ranks(2).run(differences, recipe, head) == [[], []]
@@ -305,7 +305,7 @@ class TestWhatDoesNotFit:
         (tmp_path / "model.safetensors").unlink()
         assert all("safetensors" in words for words in ranks(2).run(refusal, recipe))
 
-    def test_what_cannot_be_loaded_in_parts_is_loaded_whole_with_a_note(self, ranks: RankPools, tmp_path):
+    def test_a_model_without_parts_is_loaded_whole_with_a_note(self, ranks: RankPools, tmp_path):
         recipe = save(tmp_path, BertModel(bert()))
         for found in ranks(2).run(with_a_parameter_that_nobody_misses, recipe):
             (difference,) = found

@@ -88,7 +88,7 @@ def test_without_settings_the_search_of_the_model_stays():
         ({"eos_token_id": 5}, (), 5),
     ],
 )
-def test_a_text_ends_at_the_tokens_of_the_tokenizer_and_at_those_of_the_checkpoint(own, ends, expected):
+def test_a_text_ends_at_end_tokens_of_tokenizer_and_checkpoint(own, ends, expected):
     model = model_with(**own)
     found = found_in(model, *ends)
     assert (found["eos_token_id"], found["pad_token_id"]) == (expected, 3)

@@ -118,7 +118,7 @@ DECODERS = {
 
 
 @pytest.mark.parametrize(("model_type", "refused"), [("gpt_neox", ""), ("gemma", ""), ("bloom", "change its logits")])
-def test_a_decoder_that_keeps_packed_documents_apart_is_found(model_type, refused):
+def test_a_decoder_that_separates_packed_documents_is_detected(model_type, refused):
     recipe = Model.model_validate({"config": {"model_type": model_type, **DECODERS[model_type]}})
     described = describe(recipe, Training(), ModelUse("AutoModelForCausalLM", packed=True))
     build = partial(build_model, described)

@@ -37,7 +37,7 @@ def groups_of(
 
 
 class TestMatching:
-    def test_a_group_has_its_own_values_and_the_others_those_of_the_optimizer(self):
+    def test_a_group_has_its_values_and_other_parameters_the_defaults(self):
         head = {"match": "cls", "learning_rate": 0.01}
         plain = {"match": ["*.query.weight", "layer.1.attention.self.key"], "weight_decay": 0.5}
         found = groups_of(groups=[head, plain])
@@ -69,7 +69,7 @@ class TestMatching:
             (["word_embeddings"], {"freeze": ["embeddings"]}, r"must match trained parameters, but word_embeddings"),
         ],
     )
-    def test_what_matches_nothing_or_twice_is_refused(self, groups, model, message):
+    def test_patterns_without_a_match_or_with_two_are_refused(self, groups, model, message):
         with pytest.raises(UsageError, match=message):
             groups_of(model, groups=[{"match": match, "learning_rate": 0.1} for match in groups])
 

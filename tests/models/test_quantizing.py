@@ -196,7 +196,7 @@ def get_opened(folder: Path, base: Any) -> Any:
     return PeftModel.from_pretrained(base, folder)
 
 
-def test_what_cannot_be_quantised_is_refused_by_name(tmp_path: Path):
+def test_layers_without_quantisation_are_refused_by_name(tmp_path: Path):
     lora = {"type": "lora", "rank": 2}
     gpt2 = {"config": TINY_DECODERS["gpt2"], "adapter": lora, "quantization": "nf4", "tokenizer": "none"}
     task = {"type": "causal_lm", "text": "text"}
@@ -230,7 +230,7 @@ def test_files_in_another_format_are_refused_by_name(described: Any, keys: Any, 
         load_config(Model.model_validate(recipe), {})
 
 
-def test_an_exact_weight_among_quantised_ones_is_refused(tmp_path: Path):
+def test_an_exact_weight_among_quantised_weights_is_refused(tmp_path: Path):
     folder = quantized_folder(base_folder(tmp_path / "base", "llama", HEAD), "nf4", ["model.layers.0.mlp.up_proj"])
     model = {"config": None, "name_or_path": str(folder), "adapter": LORA, "quantization": "nf4", "tokenizer": "none"}
     with pytest.raises(UsageError, match=r"holds model.layers.0.mlp.up_proj.weight exactly"):

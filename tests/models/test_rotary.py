@@ -27,7 +27,7 @@ class _Fills(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("size", [6, 5])
-def test_numbers_are_those_of_transformers(size):
+def test_numbers_equal_transformers(size):
     original = modeling_llama.rotate_half
     x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weights = torch.arange(1.0, size + 1)

@@ -129,7 +129,7 @@ class TestSplit:
         assert split_stages(classifies, 2).starts[1] <= 5
         assert split_stages(guesses, 2).starts[1] > split_stages(classifies, 2).starts[1]
 
-    def test_weighs_convolutions_by_what_they_compute(self):
+    def test_weighs_convolutions_by_their_operations(self):
         """Each group of a ResNet-18 multiplies about as often as any other, with four times its parameters at most."""
         keys = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2]}
         model = tiny("resnet", IMAGES, **keys)
@@ -170,7 +170,7 @@ class TestSplit:
             (2, ["encoder.layer.0"], "each once and not the first of all"),
         ],
     )
-    def test_refuses_what_does_not_fit(self, num_stages, starts, words):
+    def test_refuses_stages_that_do_not_fit(self, num_stages, starts, words):
         with pytest.raises(UsageError, match=words):
             split_stages(tiny("bert", **{**TINY_BERT, "num_hidden_layers": 4}), num_stages, starts)
 

@@ -115,12 +115,12 @@ def assert_gradients(whole: nn.Module, part: nn.Module, placements: Placements, 
     CASES,
     ids=[f"{model_type}-{head.removeprefix('AutoModelFor')}" for model_type, head in CASES],
 )
-def test_outputs_and_gradients_are_those_of_the_whole_model(ranks: RankPools, model_type, head):
+def test_outputs_and_gradients_equal_the_whole_model(ranks: RankPools, model_type, head):
     ranks(2).run(compare, model_type, head, 0.0)
 
 
 @pytest.mark.parametrize("model_type", DROPPED)
-def test_dropout_masks_are_parts_of_those_of_one_process(ranks: RankPools, model_type):
+def test_dropout_masks_are_parts_of_the_masks_of_one_process(ranks: RankPools, model_type):
     ranks(2).run(compare, model_type, "AutoModelForSequenceClassification", 0.1)
 
 
@@ -220,7 +220,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_what_cannot_be_cut(self, config, parallel, words):
+    def test_models_that_cannot_be_split(self, config, parallel, words):
         keys = {"task": {"type": "image_classification"}} if config["model_type"] == "resnet" else {}
         recipe = tiny_recipe(model={"config": config}, data={"max_length": 16}, parallel=parallel, **keys)
         plan = plan_run(recipe, parallel.get("tensor", 2))

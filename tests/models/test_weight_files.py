@@ -71,7 +71,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("name", "head"), CASES)
-def test_is_what_transformers_saves(tmp_path, name, head):
+def test_files_equal_those_that_transformers_saves(tmp_path, name, head):
     model = built(name, head)
     write(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -88,7 +88,7 @@ def test_is_what_transformers_saves(tmp_path, name, head):
         ("resnet", "AutoModelForImageClassification"),  # has buffers, and some are integers
     ],
 )
-def test_in_half_precision_it_is_what_transformers_casts_and_saves(tmp_path, name, head, dtype):
+def test_half_precision_files_equal_transformers(tmp_path, name, head, dtype):
     model = built(name, head)
     write(model, tmp_path / "ours", dtype=dtype)
     model.save_pretrained(tmp_path / "fp32")
@@ -99,7 +99,7 @@ def test_in_half_precision_it_is_what_transformers_casts_and_saves(tmp_path, nam
 
 
 @pytest.mark.parametrize("name", ["bert", "mixtral"])
-def test_several_files_are_those_of_transformers_with_an_index(tmp_path, name):
+def test_several_files_and_index_equal_transformers(tmp_path, name):
     head = "AutoModelForMaskedLM" if name == "bert" else "AutoModelForCausalLM"
     model, limit = built(name, head), 20_000
     files = write(model, tmp_path / "ours", largest_file_bytes=limit)
@@ -229,7 +229,7 @@ def test_a_configuration_cannot_bring_code(tmp_path, monkeypatch):
     assert type(model) is BertForMaskedLM
 
 
-def test_the_class_under_what_others_put_over_it():
+def test_finds_the_class_below_wrappers():
     wrapped = type("FSDPBertForMaskedLM", (BertForMaskedLM,), {"__module__": "torch.distributed.fsdp"})
     model = wrapped(AutoConfig.for_model("bert", **CONFIGS["bert"]))
     assert transformers_class(model) is BertForMaskedLM

@@ -115,7 +115,7 @@ def test_no_terminal_no_bar():
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_a_pipe_stays_plain_whatever_the_environment_says(monkeypatch, variable):
+def test_a_pipe_stays_plain_under_every_environment(monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     stream = io.StringIO()
     console = open_console(stream)

@@ -22,7 +22,7 @@ def begun(folder: Path, rank: int = 3) -> Heartbeat:
     return heartbeat
 
 
-def test_says_what_the_rank_does(tmp_path):
+def test_names_the_activity_of_the_rank(tmp_path):
     heartbeat = begun(tmp_path)
     heartbeat.doing(6, "in step 7")
     status = read_statuses(tmp_path)[3]
@@ -32,7 +32,7 @@ def test_says_what_the_rank_does(tmp_path):
     assert str(read_statuses(tmp_path)[3]) == "after step 6, in an evaluation, 2 of 9 batches done"
 
 
-def test_a_record_has_one_size_whatever_it_says(tmp_path):
+def test_all_records_have_one_size(tmp_path):
     heartbeat, sizes = begun(tmp_path), set()
     for what in ("", "x" * 1000, "\N{SNOWMAN}" * 60):
         heartbeat.doing(10**12, what)

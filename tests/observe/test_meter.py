@@ -128,7 +128,7 @@ def test_time_left(clock):
 
 
 @pytest.mark.alone
-def test_the_peak_of_a_process_holds_what_it_allocated():
+def test_the_peak_of_a_process_includes_its_allocations():
     before = peak_memory_bytes(torch.device("cpu"))
     assert before > 20 << 20  # torch alone is larger: the unit is bytes
     block = torch.ones(before // 4 + (64 << 20), dtype=torch.uint8).repeat(4)

@@ -32,7 +32,7 @@ def write(folder: Path, steps: range, resumed_from: int | None = None) -> Path:
     return folder / METRICS_FILE_NAME
 
 
-def test_the_lines_are_those_of_the_documentation(tmp_path):
+def test_lines_equal_the_documentation(tmp_path):
     path = write(tmp_path / "runs" / "small", range(5, 6))
     run, step, evaluation = (json.loads(line) for line in path.read_text().splitlines())
     assert list(run) == ["run"]
@@ -58,7 +58,7 @@ def test_fp16_and_a_known_peak_add_their_keys(tmp_path):
     assert line["mfu"] == 0.4
 
 
-def test_what_is_written_reads_back(tmp_path):
+def test_written_records_read_back(tmp_path):
     metrics = read_metrics(write(tmp_path, range(1, 11)))
     assert len(metrics.runs) == 1
     assert metrics.steps == [step_record(step) for step in range(1, 11)]
@@ -188,7 +188,7 @@ def test_a_last_line_cut_at_any_byte_costs_that_line_alone(tmp_path):
     assert [record.step for record in metrics.steps] == [1, 2, 3, 4]
 
 
-def test_what_was_written_survives_a_kill(tmp_path):
+def test_written_records_survive_a_kill(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from tests.observe.samples import run_info, step_record\n"

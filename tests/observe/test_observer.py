@@ -38,7 +38,7 @@ class Recorder(Observer):
         self._tell("close")
 
 
-def test_every_observer_is_told_everything_in_order(tmp_path):
+def test_every_observer_receives_all_events_in_order(tmp_path):
     run, step, evaluation, end = run_info(tmp_path), step_record(1), EvaluationRecord(1, {}), end_record(tmp_path)
     first, second = Recorder(), Recorder()
     observers = Observers([first, second])

@@ -75,7 +75,7 @@ def test_format_seconds(value, text):
     assert format_seconds(value) == text
 
 
-def test_summaries_hold_eighty_columns_but_for_what_is_copied():
+def test_summaries_fit_eighty_columns_except_copied_texts():
     folder = Path("/data/projects/with/a/rather/long/path/to/the/place/where/all/runs/of/it/lie/small")
     run = run_info(
         folder,
@@ -103,7 +103,7 @@ def test_no_majority_is_claimed_beside_another_metric():
     assert "  best        f1 0.9000 at step 3" in lines
 
 
-def test_a_regression_without_validation_says_so_by_silence():
+def test_a_regression_without_validation_shows_no_baseline():
     lines = start_summary(run_info(Path("runs/small"), majority=None, num_validation_rows=None, world_size=1))
     assert "  data        3,668 training rows" in lines
     assert any("1 rank on cpu" in line for line in lines)

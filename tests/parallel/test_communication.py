@@ -223,7 +223,7 @@ def communications(function: Callable[[Tensor, Any], Tensor]) -> tuple[dict[str,
     return forward, dict(counted)
 
 
-def test_what_is_communicated(ranks: RankPools):
+def test_the_collectives_of_a_pass(ranks: RankPools):
     assert ranks(2).run(communications, tensor_pair)[0] == ({"all_reduce": 1}, {"all_reduce": 1})
     gathers_scatters = {"all_gather": 2, "reduce_scatter": 1}
     assert ranks(2).run(communications, sequence_pair)[0] == (gathers_scatters, gathers_scatters)

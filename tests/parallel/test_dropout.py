@@ -55,7 +55,7 @@ class TestMask:
         assert torch.equal(drop(keyed(0, 1), 4, 2, 10, cut_dim=2, part=1), whole[:, :, 2:4])
         assert torch.equal(drop(keyed(0, 1), 4, 6, 5, cut_dim=-1, part=1), whole[..., 5:])
 
-    def test_of_what_all_rows_share_has_no_batch_and_does_not_depend_on_the_rows(self):
+    def test_of_shared_tensors_has_no_batch_and_does_not_depend_on_rows(self):
         here = replace(site(), shared_from=0)
 
         def mask_for(key: MicrobatchKey, *shape: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class TestMask:
         assert torch.equal(first, again[0])
         assert torch.equal(second, again[1])
 
-    def test_of_known_calls_is_that_of_new_ones(self):
+    def test_of_cached_calls_equals_new_calls(self):
         """The first forward pass computes the key of each call by itself; later steps compute all at once."""
         keys, x = DropoutKeys(1), torch.ones(2, 6, 8)
 

@@ -45,7 +45,7 @@ def test_groups_have_rows_of_similar_length():
 
 
 @pytest.mark.parametrize("cut", [{}, {"cut_dim": -1, "part": 1}], ids=["whole", "features"])
-def test_masks_are_those_of_the_padded_rows(cut: dict[str, int]):
+def test_masks_equal_the_padded_rows(cut: dict[str, int]):
     lengths, key = [3, 7, 1], torch.tensor([5, 2, 9])
     flat = FlatRows.of(lengths, 8, CPU)
     site = DropoutSite(DropoutKeys(1), "site", **cut)

@@ -109,7 +109,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_those_who_watch_see_an_operation():
+def test_dispatch_modes_see_an_operation():
     x, name = torch.ones(2), "scaled_in_a_test"
     with Seen() as seen:
         assert scaled(x, 2.0).tolist() == [2.0, 2.0]

@@ -64,7 +64,7 @@ class TestNorm:
         assert norm == pytest.approx(expected, rel=1e-6)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_what_is_not_finite_shows(self, value):
+    def test_a_non_finite_gradient_shows_in_the_norm(self, value):
         assert not global_grad_norm(placed(parameters(torch.tensor([1.0, value]))), ParallelMesh(CPU)).isfinite()
 
 
@@ -98,5 +98,5 @@ class TestClipping:
         multiply_gradients_(made, clip_factor(norm, 0.5))
         assert global_grad_norm(placed(made), ParallelMesh(CPU)).item() == pytest.approx(0.5, rel=1e-5)
 
-    def test_what_is_small_enough_is_left_alone(self):
+    def test_small_gradients_are_left_alone(self):
         assert clip_factor(torch.zeros(()), 1.0) == clip_factor(torch.ones(()), 1.0) == 1.0

@@ -48,11 +48,11 @@ class TestStreamKey:
         """A changed value breaks every checkpoint: the resumed half would draw other masks."""
         assert stream_key(*parts) == key
 
-    def test_of_several_streams_is_that_of_each(self):
+    def test_of_several_streams_equals_each_stream(self):
         rest = [("a", 0), ("a", 1), ("b.c", 0), ()]
         assert stream_keys((7, 3), rest) == [stream_key(7, 3, *parts) for parts in rest]
 
-    def test_tells_parts_apart(self):
+    def test_differs_for_different_parts(self):
         parts = [(1, 23), (12, 3), ("1", 23), (123,), ("1", "23"), ("1\x0023",), (1, 2, 3), (-1, 23)]
         assert len({stream_key(*part) for part in parts}) == len(parts)
 
@@ -63,7 +63,7 @@ class TestStreamKey:
 
 
 class TestGolden:
-    def test_words_are_those_of_splitmix64(self):
+    def test_words_equal_splitmix64(self):
         """The first outputs of the published generator with seed 1234567, its counter read at 1, 2, 3."""
         published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
         words = derive_keys(torch.tensor(1234567), torch.tensor([1, 2, 3])).tolist()

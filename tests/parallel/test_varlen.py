@@ -77,7 +77,7 @@ def test_torch_takes_the_call():
     ],
     ids=["fp32", "no multiple of 8", "large heads", "cpu"],
 )
-def test_what_it_does_not_take(changed: dict[str, Any], reason: str):
+def test_refuses_unsupported_inputs(changed: dict[str, Any], reason: str):
     assert reason in str(varlen.obstacle(*states(**{"dtype": torch.bfloat16, **changed})))
 
 

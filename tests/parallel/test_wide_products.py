@@ -104,7 +104,7 @@ def test_a_bias_that_is_added_after_a_sum():
     assert bias.grad.tolist() == [2.0**22] * 3
 
 
-def test_outside_of_fp16_the_functions_are_those_of_torch():
+def test_outside_of_fp16_the_functions_are_torchs():
     x, weight = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
     assert linear(x, weight).grad_fn.name() == torch.nn.functional.linear(x, weight).grad_fn.name()
     with torch.autocast("cpu", dtype=torch.bfloat16):

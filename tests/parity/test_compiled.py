@@ -45,7 +45,7 @@ def train_compiled(recipe: Recipe) -> tuple[Curve, int]:
         for case in CASES
     ],
 )
-def test_compiled_layers_are_those_of_one_process(ranks: RankPools, case: Case):
+def test_compiled_layers_train_as_one_process(ranks: RankPools, case: Case):
     expected = reference(case.precision, case.dropout, num_layers=case.num_layers).curve
     for curve, breaks in ranks(case.world_size).run(train_compiled, case.recipe()):
         assert breaks == 0
@@ -55,7 +55,7 @@ def test_compiled_layers_are_those_of_one_process(ranks: RankPools, case: Case):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("feature", ["dora", "tokens", "adamw", "unfrozen", "neftune"])
-def test_compiled_adapters_and_groups_are_those_of_eager_layers(feature: str):
+def test_compiled_adapters_and_groups_train_as_eager_layers(feature: str):
     is_adapter = feature in test_adapters.CASES
     recipe = test_adapters.recipe_of(feature, False, {}) if is_adapter else test_learning.recipe_of(feature, {})
     curve, breaks = train_compiled(recipe)

@@ -177,7 +177,7 @@ def test_any_layout_is_one_process(ranks: RankPools, teachers: dict[str, Path], 
         for layout in IN_16_BITS
     ],
 )
-def test_16_bits_on_two_ranks_are_those_of_one(
+def test_16_bits_on_two_ranks_train_as_one_process(
     ranks: RankPools, teachers: dict[str, Path], precision: str, layout: str
 ):
     keys = {"precision": precision, **taught_by(teachers["causal_lm"])}

@@ -72,7 +72,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_the_folder_holds_what_was_trained(ranks: RankPools, tmp_path, strategy, extra):
+def test_the_folder_holds_the_trained_weights(ranks: RankPools, tmp_path, strategy, extra):
     trained = ranks(2).run(train_and_export, recipe_of(strategy, 2, **extra), tmp_path / "model")[0]
     weights = exported(tmp_path / "model")
     assert weights.keys() == trained.keys()

@@ -32,7 +32,7 @@ SLOW = ("gpt2",)  # with q, k and v in one matrix
     "model_type",
     [pytest.param(one, marks=pytest.mark.slow if one in SLOW else pytest.mark.nightly) for one in FAMILIES],
 )
-def test_what_check_accepts_is_one_process(ranks: RankPools, model_type: str):
+def test_layouts_that_check_accepts_train_as_one_process(ranks: RankPools, model_type: str):
     trained = 0
     dropout = 0.1 if model_type in DROPOUT_FAMILIES else 0.0
     for strategy, precision, how, tensor, stages, schedule in LAYOUTS:

@@ -68,7 +68,7 @@ def test_fp64_leaves_no_rounding(ranks: RankPools, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_rounding_is_told_from_a_fault(ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rounding_is_distinguished_from_a_fault(ranks: RankPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LIMITS, "fp32", (1e-12, 1e-12, 1e-4))
     with monkeypatch.context() as stable:
         stable.setitem(fuzz.ROUNDING, "fp32", 0.0)  # as if one process did not differ from itself
@@ -83,7 +83,7 @@ def test_rounding_is_told_from_a_fault(ranks: RankPools, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_another_seed_is_found(ranks: RankPools, tmp_path: Path):
+def test_another_seed_is_detected(ranks: RankPools, tmp_path: Path):
     drawn = draw(SEED, *CASES[0])
     (part,) = drawn.parts
     other = replace(part, sections={**part.sections, "training": {**part.sections["training"], "seed": 1}})

@@ -57,7 +57,7 @@ def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "fp16"))]
 )
-def test_captured_passes_are_eager_ones_bit_for_bit(precision: str):
+def test_captured_passes_equal_eager_passes_bit_for_bit(precision: str):
     recipe = tiny_recipe(**DROPPED, precision=precision)
     expected, *none = train(recipe, graphed=False)
     found, captures, replays = train(recipe, graphed=True)

@@ -23,7 +23,7 @@ def is_beyond_it_everywhere(cells: list[float]) -> bool:
     return all(cell > bound for cell, bound in zip(cells, BOUNDS, strict=True))
 
 
-def test_the_figures_that_are_shown_are_those_that_are_measured_and_promised():
+def test_shown_tolerances_equal_the_measured_and_promised():
     shown = json.loads(PARITY.read_text(encoding="utf-8"))
     rows = {row["layout"]: row["differences"] for row in shown["rows"]}
     assert shown["columns"] == list(COLUMNS)

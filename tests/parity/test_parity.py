@@ -81,7 +81,7 @@ def test_the_matrix_holds_any_two_levels_together():
         assert met == set(product(levels[one], levels[other])), (one, other)
 
 
-def test_the_tensor_matrix_holds_what_it_promises():
+def test_the_tensor_matrix_covers_its_promise():
     cases = list(tensor_matrix())
     assert {case.model_type for case in cases} == FAMILIES.keys() - {"t5", "bart", "vit", "resnet"}
     for strategy in {case.strategy for case in matrix()}:

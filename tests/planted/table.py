@@ -172,7 +172,7 @@ _FOREIGN = [
         "recipe/foreign/training_arguments.json",
         '"learning_rate": {"renamed": "optimizer.learning_rate", "defaults": [5e-05]',
         '"learning_rate": {"renamed": "optimizer.learning_rate", "defaults": [5e-04]',
-        ("tools/convert/test_complete.py::test_what_an_unchanged_training_arguments_writes_is_all_default",),
+        ("tools/convert/test_complete.py::test_unchanged_training_arguments_are_all_defaults",),
     ),
     Defect(
         "epsilon_of_deepspeed_is_its_decay",
@@ -260,7 +260,7 @@ _PARALLEL = [
         "parallel/tensor/cross_entropy.py",
         "dist.all_reduce(maximum, dist.ReduceOp.MAX, group)",
         "pass",
-        ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_are_those_of_the_whole[2]",),
+        ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_equal_the_whole_logits[2]",),
     ),
     Defect(
         "gradient_of_padded_columns",
@@ -268,7 +268,7 @@ _PARALLEL = [
         "parallel/tensor/cross_entropy.py",
         "slopes[..., stop - start :] = 0.0",
         "pass",
-        ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_are_those_of_the_whole",),
+        ("parallel/tensor/test_cross_entropy.py::test_losses_and_gradients_equal_the_whole_logits",),
     ),
     Defect(
         "bias_added_twice",
@@ -276,7 +276,7 @@ _PARALLEL = [
         "parallel/tensor/linear.py",
         "product = self._linear(x, None)",
         "product = self._linear(x, self.bias)",
-        ("parallel/tensor/test_linear.py::test_outputs_and_gradients_are_those_of_the_whole[2]",),
+        ("parallel/tensor/test_linear.py::test_outputs_and_gradients_equal_the_whole_layer[2]",),
     ),
     Defect(
         "blocks_of_a_fused_projection_ignored",
@@ -292,7 +292,7 @@ _PARALLEL = [
         "parallel/tensor/linear.py",
         "dim = int(self.cuts_inputs != transposed)",
         "dim = int(transposed)",
-        ("parallel/tensor/test_linear.py::test_outputs_and_gradients_are_those_of_the_whole[2]",),
+        ("parallel/tensor/test_linear.py::test_outputs_and_gradients_equal_the_whole_layer[2]",),
     ),
     Defect(
         "missing_all_reduce_of_an_input_gradient",
@@ -316,7 +316,7 @@ _PARALLEL = [
         "parallel/tensor/embedding.py",
         "F.embedding(local, self.weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0.0)",
         "F.embedding(local, self.weight, padding_row)",
-        ("parallel/tensor/test_embedding.py::test_vectors_are_exact_and_gradients_those_of_the_whole[2]",),
+        ("parallel/tensor/test_embedding.py::test_vectors_and_gradients_equal_the_whole_table[2]",),
     ),
     Defect(
         "norm_counts_a_replica_twice",
@@ -356,7 +356,7 @@ _PARALLEL = [
         "parallel/gradients.py",
         "if axis in placement.partial_over and mesh.size(axis) > 1]",
         "if False]",
-        ("engine/test_tensor.py::test_what_all_tensor_ranks_hold_is_equal_after_fifty_steps[True]",),
+        ("engine/test_tensor.py::test_replicated_weights_of_tensor_ranks_are_equal_after_fifty_steps[True]",),
     ),
     Defect(
         "partial_gradient_summed_over_one_axis",
@@ -524,7 +524,7 @@ _PARALLEL = [
         "parallel/shards/replicas.py",
         "if total != expected:",
         "if total is None:",
-        ("parallel/shards/test_replicas.py::test_one_bit_is_found",),
+        ("parallel/shards/test_replicas.py::test_one_different_bit_is_detected",),
     ),
     Defect(
         "share_of_a_replica_at_its_start",
@@ -615,7 +615,7 @@ _MODELS = [
         "models/tensor_split.py",
         "move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=of_heads))",
         "move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=0))",
-        ("models/test_tensor_split.py::test_dropout_masks_are_parts_of_those_of_one_process[bert]",),
+        ("models/test_tensor_split.py::test_dropout_masks_are_parts_of_the_masks_of_one_process[bert]",),
     ),
     Defect(
         "layers_share_a_dropout_site",
@@ -647,9 +647,7 @@ _MODELS = [
         "models/tensor_split.py",
         "copies_input = not has_sharer and cut is None",
         "copies_input = False",
-        (
-            "models/test_tensor_split.py::test_outputs_and_gradients_are_those_of_the_whole_model[bert-SequenceClassification]",
-        ),
+        ("models/test_tensor_split.py::test_outputs_and_gradients_equal_the_whole_model[bert-SequenceClassification]",),
     ),
 ]
 
@@ -914,7 +912,7 @@ _DATA = [
         "data/collate.py",
         "torch.from_numpy(row_ids), epoch)",
         "torch.from_numpy(places), epoch)",
-        ("data/test_loader.py::test_a_masking_is_told_row_ids_and_epoch",),
+        ("data/test_loader.py::test_a_masking_receives_row_ids_and_epoch",),
     ),
     Defect(
         "pixels_divided_before_the_mean",
@@ -1141,7 +1139,7 @@ _ENGINE = [
         "features/muon/optimizer.py",
         "write_unless(flag, momenta, old, momentum)",
         "write_unless(None, momenta, old, momentum)",
-        ("engine/optimizers/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[muon]",),
+        ("engine/optimizers/test_skipping.py::test_late_reads_give_the_steps_of_a_waiting_host[muon]",),
     ),
     Defect(
         "padding_ignored",
@@ -1157,7 +1155,7 @@ _ENGINE = [
         "engine/forward.py",
         "is_padded=is_padded,",
         "is_padded=None,",
-        ("engine/optimizers/test_skipping.py::test_steps_that_are_read_late_are_those_of_a_host_that_waits[adamw]",),
+        ("engine/optimizers/test_skipping.py::test_late_reads_give_the_steps_of_a_waiting_host[adamw]",),
     ),
     Defect(
         "late_step_is_not_read",
@@ -1242,7 +1240,7 @@ _CHECKPOINT = [
         "checkpoint/store.py",
         "*({best} if best is not None else ())",
         "*()",
-        ("checkpoint/test_store.py::TestSave::test_that_of_the_best_evaluation_stays",),
+        ("checkpoint/test_store.py::TestSave::test_the_checkpoint_of_the_best_evaluation_is_kept",),
     ),
     Defect(
         "another_training_resumed",
@@ -1250,7 +1248,7 @@ _CHECKPOINT = [
         "checkpoint/identity.py",
         "if was.get(key) != now.get(key)\n",
         "if False\n",
-        ("checkpoint/test_saving.py::TestIdentity::test_what_is_learned_may_not",),
+        ("checkpoint/test_saving.py::TestIdentity::test_keys_of_the_training_may_not_change",),
     ),
     Defect(
         "checkpoint_shares_memory",
@@ -1258,7 +1256,7 @@ _CHECKPOINT = [
         "checkpoint/format.py",
         '"cpu", copy=True,',
         '"cpu", copy=False,',
-        ("checkpoint/test_saving.py::TestAsynchronous::test_later_steps_do_not_change_what_is_saved",),
+        ("checkpoint/test_saving.py::TestAsynchronous::test_later_steps_do_not_change_the_saved_tensors",),
     ),
     Defect(
         "incomplete_tensor_accepted",
@@ -1368,7 +1366,7 @@ _TRAINING = [
         "training/loop.py",
         "evaluate, save, stop = self.mesh.agree_any(own.evaluate, own.save, own.stop)",
         "evaluate, save, stop = own.evaluate, own.save, own.stop",
-        ("training/test_loop.py::TestRequests::test_of_one_rank_are_obeyed_by_all",),
+        ("training/test_loop.py::TestRequests::test_of_one_rank_are_followed_by_all_ranks",),
     ),
     Defect(
         "later_evaluation_of_equal_value_is_best",
@@ -1408,7 +1406,7 @@ _TRAINING = [
         "training/whole_split.py",
         "(loss_sum, num_valid, here.joined()) if self.mesh.index(ROWS_AXIS) == 0 else (0.0, 0, {})",
         "(loss_sum, num_valid, here.joined())",
-        ("training/test_whole_split.py::test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one",),
+        ("training/test_whole_split.py::test_a_sharded_vocabulary_is_evaluated_as_a_whole_vocabulary",),
     ),
     Defect(
         "exit_code_after_a_signal",
@@ -1432,7 +1430,7 @@ _TRAINING = [
         "training/bad_steps.py",
         "bad += [int(row_ids[place]) for place in microbatch.rows.tolist()]",
         "bad += microbatch.rows.tolist()",
-        ("training/test_bad_steps.py::test_a_bad_loss_on_one_rank_is_skipped_by_all_and_found",),
+        ("training/test_bad_steps.py::test_a_bad_loss_on_one_rank_is_located_and_skipped_by_all",),
     ),
     Defect(
         "export_drops_the_type",
@@ -1449,7 +1447,7 @@ _TRAINING = [
         "order = whole[_ROWS].argsort() if whole else None",
         "order = torch.arange(num_rows) if whole else None",
         (
-            "use/test_predict.py::test_predictions_are_those_of_a_pipeline",
+            "use/test_predict.py::test_predictions_equal_a_pipeline",
             "features/question_answering/test_runs.py::test_any_number_of_ranks_gives_the_same_metrics",
         ),
     ),
@@ -1462,7 +1460,7 @@ _LAUNCH = [
         "tools/script.py",
         "FOLDER=shlex.quote(os.getcwd())",
         "FOLDER=os.getcwd()",
-        ("tools/test_script.py::test_what_is_written_is_sound[slurm]",),
+        ("tools/test_script.py::test_written_scripts_are_valid[slurm]",),
     ),
     Defect(
         "pods_as_many_as_gpus",
@@ -1478,7 +1476,7 @@ _LAUNCH = [
         "tools/script.py",
         "if too_few_or_many or len(set(hosts)) != len(hosts) or",
         "if len(set(hosts)) != len(hosts) or",
-        ("tools/test_script.py::test_hosts", "tools/test_script.py::test_what_cannot_be_is_refused"),
+        ("tools/test_script.py::test_hosts", "tools/test_script.py::test_impossible_requests_are_refused"),
     ),
     Defect(
         "more_ranks_than_gpus",

@@ -89,7 +89,7 @@ def test_each_launcher_is_known_by_its_variables(launcher, variables):
         ("none", TASK | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_TASK_PID": "9"}),
     ],
 )
-def test_a_process_without_a_rank_is_not_mistaken_for_one(launcher, variables):
+def test_a_process_without_a_rank_is_no_rank(launcher, variables):
     environment = detect(variables)
     assert environment.launcher == launcher
     assert environment.rank == 0
@@ -185,7 +185,7 @@ def test_defaults_and_agreement_are_no_contradiction(variables, strategy):
     check_agrees(detect(TORCHRUN | ACCELERATE | variables), precision="bf16", strategy=strategy)
 
 
-def test_threads_are_shared_out_unless_said(monkeypatch):
+def test_threads_are_divided_unless_set(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     four = LaunchEnvironment("trainer", world_size=4, local_world_size=4)
     assert threads_per_rank(four, {}) == 4
@@ -211,7 +211,7 @@ def test_the_cache_lies_where_the_user_keeps_caches():
     assert cache_folder({"HOME": "/users/me"}) == Path("/users/me/.cache/trainer")
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+def test_a_missing_home_names_the_variable_to_set(monkeypatch):
     def without_home():
         raise RuntimeError("Could not determine home directory.")
 

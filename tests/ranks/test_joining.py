@@ -119,7 +119,7 @@ def test_ranks_gather_and_do_things_together():
     assert on_ranks(act, 3) == [(None if n else everyone, {"of": 0}, agreed, 2 * n) for n in range(3)]
 
 
-def test_what_one_cannot_do_all_are_told():
+def test_a_refusal_of_one_rank_is_reported_to_all():
     def act(rendezvous: Rendezvous) -> Any:
         def prepare() -> str:
             if rank_of(rendezvous) == 1:
@@ -163,7 +163,7 @@ def test_two_processes_of_one_rank():
         Rendezvous(store, RANK).arrive(time.monotonic() + 1)
 
 
-def test_ranks_that_were_told_other_numbers():
+def test_ranks_with_different_world_sizes_are_refused():
     store = HashStore()
     store.set("size", "4")
     with pytest.raises(LaunchError, match=r"rank 0 on .* was started as one of 2, .* as one of 4"):
@@ -235,7 +235,7 @@ def test_a_taken_port_is_the_users_error():
             join_ranks(replace(RANK, master_port=port), 5)
 
 
-def test_a_port_where_nobody_listens():
+def test_a_closed_port_is_reported():
     port = int(free_port())
     with pytest.raises(TrainerError, match=rf"rank 1 on .* could not join .* 127.0.0.1:{port} \(refused") as error:
         join_ranks(replace(RANK, rank=1, local_rank=1, master_port=port), 0.5)
@@ -258,5 +258,5 @@ def test_a_program_that_keeps_silent_does_not_hold_a_rank():
     assert "could not join the others at 127.0.0.1:" in ended.stderr
 
 
-def test_what_is_wrong_is_said_within_a_minute():
+def test_a_wrong_address_is_reported_within_a_minute():
     assert joining._NOTICE_SECONDS + joining._ATTEMPT_SECONDS < 60 < Parallel().join_timeout.seconds

@@ -44,7 +44,7 @@ def test_nan_arrives():
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.int64(3), np.bool_(True)])
-def test_numpy_scalars_become_those_of_python(value):
+def test_numpy_scalars_become_python_scalars(value):
     found = decode(encode([value]))[0]
     assert type(found) is type(value.item())
     assert found == value

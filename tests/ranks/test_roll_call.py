@@ -38,7 +38,7 @@ def test_each_start_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_those_of_before_do_not_count(rank):
+def test_ranks_of_an_earlier_attempt_do_not_count(rank):
     """One of them has not been started again yet, whoever it is."""
     store = HashStore()
     start(store)
@@ -50,7 +50,7 @@ def test_those_of_before_do_not_count(rank):
     assert missing is None if rank == 0 else rank in missing
 
 
-def test_without_rank_0_nobody_is_counted():
+def test_without_rank_0_no_rank_is_counted():
     """Rank 0 and another one of before are still in the store."""
     store = HashStore()
     start(store)

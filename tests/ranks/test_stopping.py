@@ -86,7 +86,7 @@ def test_the_handlers_before_come_back_even_after_an_error():
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_before_it_listens_a_signal_does_what_it_did():
+def test_before_listening_a_signal_keeps_its_action():
     with StopRequest() as stop:
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)

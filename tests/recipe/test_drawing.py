@@ -99,7 +99,7 @@ def test_stages_show_the_bytes_of_a_rank(keys: list[str], sizes: list[str]):
     ]
 
 
-def test_bytes_with_tensor_ranks_are_those_before_sharding():
+def test_bytes_with_tensor_ranks_are_counted_before_sharding():
     lines = stage_lines(plan(8, "pipeline.stages=2", "tensor=2", "strategy=fsdp"), STAGES)
     assert all(line.endswith(" MiB before tensor and data-parallel sharding") for line in lines)
 

@@ -36,7 +36,7 @@ class TestLearningRate:
             ("linear", 100, [step / 101 for step in range(1, 7)]),
         ],
     )
-    def test_of_six_steps(self, name, warmup, expected):
+    def test_of_a_run_of_six_steps(self, name, warmup, expected):
         assert factors(name, warmup, 6) == pytest.approx(expected)
 
     @pytest.mark.parametrize("name", [name for name in schedule_sections() if name != "cosine_with_restarts"])

@@ -76,7 +76,7 @@ def test_the_layout_follows_from_strategy_and_ranks(keys, world_size, local, exp
     assert plan.batch.data_parallel_size == world_size
 
 
-def test_a_shard_group_that_does_not_divide_names_those_that_do() -> None:
+def test_a_shard_group_that_does_not_divide_lists_the_divisors() -> None:
     recipe = load_recipe("bert_base_mrpc", ["parallel.strategy=hsdp", "parallel.shard=3"]).recipe
     with pytest.raises(RecipeError) as caught:
         plan_run(recipe, 4)
@@ -204,7 +204,7 @@ class TestPipeline:
             ),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, ranks, keys, words):
+    def test_unsupported_combinations_are_refused(self, ranks, keys, words):
         with pytest.raises(RecipeError) as caught:
             pipeline_plan(ranks, *keys)
         assert words in str(caught.value)

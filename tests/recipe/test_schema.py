@@ -15,12 +15,12 @@ from trainer.recipe.strategies import STRATEGIES
 VALIDATOR = jsonschema.Draft202012Validator(file_schema())
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(file_schema())
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_files_and_what_they_resolve_to_are_valid(name: str) -> None:
+def test_shipped_files_and_their_resolved_forms_are_valid(name: str) -> None:
     path = shipped_recipes()[name]
     VALIDATOR.validate(read_file(path)[0].plain())
     if not is_base(path):

@@ -92,7 +92,7 @@ def test_packed_rows_are_full_and_positions_restart(tokenizer, batch):
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_joined_rows_are_one_stream(tokenizer, batch):
+def test_packed_rows_are_one_stream(tokenizer, batch):
     encoded = encode(task_of(text="text", packing="joined"), rows_of(text=TEXTS), tokenizer, 6, batch)
     stream = list(chain(*documents_of(tokenizer)))
     assert "position_ids" not in encoded
@@ -117,7 +117,7 @@ def test_only_completions_are_trained(tokenizer):
 @pytest.mark.parametrize(
     ("frame", "texts"), [("{} $A", ["<s>no", "no", "<s>"]), ("{} $A </s>", ["<s>no</s>", "no</s>", "<s>no", "no", ""])]
 )
-def test_a_text_with_special_tokens_gets_no_second_ones(frame, texts, blank):
+def test_special_tokens_are_not_added_twice(frame, texts, blank):
     tokenizer = byte_tokenizer(trim_offsets=False)
     special = [("<s>", 0), ("</s>", 1)]
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(

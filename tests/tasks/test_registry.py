@@ -43,7 +43,7 @@ def test_every_task_of_the_schema_is_built_and_keeps_the_protocol(section):
     assert task.metric_names == tuple(section.model_fields["metrics"].default)
 
 
-def test_every_task_has_a_card_whose_pipeline_transformers_knows():
+def test_every_task_has_a_card_with_a_pipeline_of_transformers():
     cards = {name: card_of(name) for name in task_sections()}
     assert {card.has_pipeline for card in cards.values() if card} == {True, False}
     for name, card in cards.items():

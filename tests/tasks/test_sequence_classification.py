@@ -206,7 +206,7 @@ def test_many_classes_have_no_matrix_of_confusions():
     assert resolved(*names).picture({"predictions": torch.zeros(2), "labels": torch.zeros(2)}, None) is None
 
 
-def test_balanced_weights_are_those_of_sklearn():
+def test_balanced_weights_equal_sklearn():
     names = ["a", "b", "b", "c", "b", "c"]
     expected = sklearn.utils.class_weight.compute_class_weight("balanced", classes=np.array(list("abc")), y=names)
     assert list(resolved(*names, class_weights="balanced").class_weights.values()) == pytest.approx(expected)
@@ -237,7 +237,7 @@ def test_weights_that_do_not_fit_the_classes(keys, message):
         resolved("a", "b", **keys)
 
 
-def test_the_fingerprint_tells_what_changes_the_features():
+def test_the_fingerprint_depends_on_all_that_changes_the_features():
     tasks = [
         resolved("a", "b"),
         resolved("a", "c"),

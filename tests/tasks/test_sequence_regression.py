@@ -46,7 +46,7 @@ def test_numbers_of_any_kind(tokenizer):
         ([True, False], "True"),
     ],
 )
-def test_what_is_no_number_is_named_with_its_row(tokenizer, labels, shown):
+def test_values_without_a_number_are_named_with_their_row(tokenizer, labels, shown):
     row = 1 if shown == "True" else 2
     message = f"column `label`, row {row} of `rows.jsonl` must be a finite number, but is {shown}$"
     with pytest.raises(DataError, match=message):

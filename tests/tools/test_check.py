@@ -317,7 +317,7 @@ def test_labels_that_are_no_names(tmp_path, capsys, values, words):
     assert (code, words in shown.out + shown.err) == (ExitCode.USER if 0.5 in values else ExitCode.DONE, True)
 
 
-def test_classes_that_look_like_one(tmp_path):
+def test_labels_of_a_single_class(tmp_path):
     recipe = write_tiny_run(tmp_path, task={"metrics": ["f1"], "positive": "no"}, data={"validation": "train.jsonl"})
     rows = [{"text": f"word{row}", "label": ["no", "No "][row > 0]} for row in range(9)]
     write_rows(tmp_path / "train.jsonl", rows)
@@ -377,7 +377,7 @@ def test_configurations_that_cannot_be_built(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_divergence_is_told_apart_from_bad_rows(tmp_path, capsys):
+def test_divergence_is_distinguished_from_bad_rows(tmp_path, capsys):
     found = errors_of_run(capsys, str(write_tiny_run(tmp_path)), "optimizer.learning_rate=1e9", "schedule.warmup=0")
     assert "finite numbers: lower `optimizer.learning_rate`" in found
     assert "(the learning rate is 8.75e+08)" in found, "the second of eight steps"
@@ -415,7 +415,7 @@ def test_classes_of_other_forms_of_unicode_and_with_invisible_characters(tmp_pat
     )
 
 
-def test_what_the_splits_lack_or_share(tmp_path):
+def test_missing_and_shared_rows_of_splits(tmp_path):
     train, validation = labelled(40), [*labelled(3, "a", 50), *labelled(5, "a", 0)]
     train += [{"text": train[0]["text"], "label": "b"}]
     blank = [{"text": " ", "label": "a"}]

@@ -75,7 +75,7 @@ def sorted_rows(rows: list[dict[str, Any]]) -> list[str]:
     ],
     ids=["top", "range", "share"],
 )  # fmt: skip
-def test_negatives_are_those_of_sentence_transformers(trained, tmp_path, options, keys):
+def test_negatives_equal_sentence_transformers(trained, tmp_path, options, keys):
     found, expected = mined(trained, tmp_path / "out.jsonl", *options), theirs(trained, **keys)
     assert expected
     assert sorted_rows(found) == sorted_rows(expected)

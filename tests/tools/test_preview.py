@@ -185,7 +185,7 @@ ADAPTER = {"adapter": {"type": "lora", "rank": 4}}
     ],
     ids=["fp32", "16 bits", "adapter", "4 bits", "zero1", "zero2", "zero3"],
 )
-def test_the_kinds_are_those_of_an_engine(ranks: Any, keys: dict[str, Any]):
+def test_kinds_equal_those_of_an_engine(ranks: Any, keys: dict[str, Any]):
     """DeepSpeed needs a process group, and so a process of its own."""
     (shown, counted), *_ = ranks(1).run(kinds_of, keys) if "parallel" in keys else [kinds_of(keys)]
     assert {(row[0], row[2]): int(row[1].replace(",", "")) for row in shown[1:]} == counted

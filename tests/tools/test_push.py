@@ -151,7 +151,7 @@ def test_the_folder_and_nothing_else_is_sent_to_a_private_repository(hub: Hub, r
     assert done.address == f"{hub.url}/me/model/commit/1"
 
 
-def test_an_existing_repository_must_be_private_too(hub: Hub, run: Path):
+def test_an_existing_repository_must_be_private(hub: Hub, run: Path):
     hub.statuses["create"], hub.private = 409, False
     with pytest.raises(UsageError, match="`NAME` must be a private repository, but everybody can read me/model; add"):
         push(run, "me/model", endpoint=hub.url)
@@ -215,7 +215,7 @@ def test_errors_of_the_hub(hub: Hub, run: Path, monkeypatch, last: str, status: 
     ],
     ids=["hidden", "link", "secret"],
 )
-def test_what_is_no_part_of_an_export_is_refused(hub: Hub, run: Path, plant, message: str):
+def test_files_outside_of_an_export_are_refused(hub: Hub, run: Path, plant, message: str):
     plant(run / "model")
     with pytest.raises(UsageError, match=message):
         push(run, "me/model", endpoint=hub.url)

@@ -144,7 +144,7 @@ def check_pod(pod: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("target", KINDS)
-def test_what_is_written_is_sound(target, here, capsys):
+def test_written_scripts_are_valid(target, here, capsys):
     words = ["optimizer.learning_rate=2e-5", 'logging.to=["console", "jsonl"]', "evaluation.every=10 steps"]
     file = here / "script"
     assert main(["launch-script", "reviews.json", *options_of(target), *words, "-o", str(file)]) == 0
@@ -333,7 +333,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused(what, here, capsys):
+def test_impossible_requests_are_refused(what, here, capsys):
     arguments, message = REFUSED[what]
     assert message in written("reviews.json", *shlex.split(arguments), capsys=capsys, code=ExitCode.USER)
 
@@ -381,7 +381,7 @@ def test_the_script_of_a_pod_hands_signals_and_exit_codes_on(fate, signals, code
     assert set(said.read_text().splitlines()) == expected
 
 
-def test_a_machine_that_cannot_reach_the_first_one_says_so_before_torchrun_waits(tmp_path):
+def test_an_unreachable_first_machine_is_reported_before_torchrun_waits(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         port = str(unused.getsockname()[1])

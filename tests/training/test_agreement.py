@@ -58,7 +58,7 @@ def disagree() -> list[str]:
     return answers
 
 
-def test_all_ranks_say_which_differ(ranks: RankPools):
+def test_all_ranks_name_the_differing_ranks(ranks: RankPools):
     first, *others = ranks(3).run(disagree)
     assert all(other == first for other in others)
     agreed, versions, missing = first

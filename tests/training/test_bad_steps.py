@@ -103,7 +103,7 @@ def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> S
         pytest.param("zero2", math.inf, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_bad_loss_on_one_rank_is_skipped_by_all_and_found(ranks: RankPools, strategy, value, finite_gradient):
+def test_a_bad_loss_on_one_rank_is_located_and_skipped_by_all(ranks: RankPools, strategy, value, finite_gradient):
     training = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2}
     recipe = tiny_recipe(training=training, parallel=parallel_keys(strategy, 2))
     first, *others = ranks(2).run(second_step_is_bad, recipe, value, finite_gradient)
@@ -132,7 +132,7 @@ def every_loss_is_bad(recipe: Recipe) -> tuple[BadStepRecord, list[int]]:
 
 
 @pytest.mark.parametrize("parallel", [{"pipeline": {"stages": 2}}, {"tensor": 2}])
-def test_ranks_that_share_rows_find_them_too(ranks: RankPools, parallel):
+def test_ranks_that_share_rows_locate_them(ranks: RankPools, parallel):
     for record, rows in ranks(2).run(every_loss_is_bad, tiny_recipe(parallel=parallel)):
         assert record.ranks == (1,)
         assert list(record.rows) == rows

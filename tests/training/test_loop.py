@@ -314,7 +314,7 @@ class TestBest:
 
 
 class TestPatience:
-    def test_counts_evaluations_without_a_better_one(self):
+    def test_counts_evaluations_without_improvement(self):
         world = World([0.5, 0.4, 0.6, 0.6, 0.3, 0.9])
         run = loop(world, evaluation={"every": "1 step", "patience": 2})
         assert run.run() == "patience"
@@ -441,7 +441,7 @@ class TestRequests:
         with pytest.raises(UsageError, match=r"`data.validation` is null"):
             loop(world, evaluated=False, has_callbacks=True, logging={"every": "1 step"}).run()
 
-    def test_of_one_rank_are_obeyed_by_all(self, ranks: RankPools):
+    def test_of_one_rank_are_followed_by_all_ranks(self, ranks: RankPools):
         expected = ("callback", [1], ["step 1", "log", "evaluate", "best", "step 2", "log", "step 3", "log", "save"])
         # A rank that does not evaluate leaves the other one waiting.
         assert ranks(2).run(run_with_requests, timeout_seconds=100.0) == [expected] * 2

@@ -40,7 +40,7 @@ def changed(section: str, **keys: Any) -> dict[str, Any]:
     return {**ORIGIN, "recipe": {**recipe, section: {**recipe[section], **keys}}}
 
 
-def test_the_head_is_what_the_hub_reads(tmp_path):
+def test_the_head_is_valid_metadata_of_the_hub(tmp_path):
     assert card(tmp_path)[0] == {
         "library_name": "transformers",
         "base_model": "google-bert/bert-base-uncased",
@@ -50,7 +50,7 @@ def test_the_head_is_what_the_hub_reads(tmp_path):
     }
 
 
-def test_says_what_was_trained_how_far_how_well_and_on_what(tmp_path):
+def test_names_task_steps_metrics_and_data(tmp_path):
     _, rest = card(tmp_path)
     for words in (
         "# mrpc",
@@ -80,7 +80,7 @@ def test_a_base_model_that_the_hub_does_not_know_is_not_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("keys", [{"source": "files"}, {"name": "/home/ada/data"}])
-def test_data_of_ones_own_are_no_data_set_of_the_hub(tmp_path, keys):
+def test_local_data_are_no_data_set_of_the_hub(tmp_path, keys):
     assert "datasets" not in card(tmp_path, changed("data", **keys))[0]
 
 
@@ -94,7 +94,7 @@ def test_no_text_of_a_recipe_leaves_its_place(tmp_path):
 
 
 @pytest.mark.parametrize("origin", [{}, {"recipe": None, "layout": [], "versions": "2"}, {"recipe": {"model": 3}}])
-def test_what_a_checkpoint_does_not_tell_is_left_out(tmp_path, origin):
+def test_values_that_a_checkpoint_lacks_are_omitted(tmp_path, origin):
     head, rest = card(tmp_path, origin)
     assert head["library_name"] == "transformers"
     assert 'BertForMaskedLM.from_pretrained("path/to/this/folder")' in rest

@@ -34,7 +34,7 @@ def stacked(tensors: list[torch.Tensor], fill: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_losses_are_those_of_a_plain_loop(name: str):
+def test_losses_equal_a_plain_loop(name: str):
     """Gradient descent on the mean that transformers computes for a padded batch of 12 rows, without dropout."""
     task, auto_class, options = CASES[name]
     rate = 0.001 if name == "sequence_regression" else 0.1  # its loss has no bound

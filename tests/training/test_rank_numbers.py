@@ -19,9 +19,9 @@ def gathered() -> list[RankNumbers]:
     return numbers_of(mesh.rank).of_every_rank(mesh)
 
 
-def test_are_those_of_every_rank_to_the_last_digit(ranks: RankPools):
+def test_equal_every_rank_to_the_last_digit(ranks: RankPools):
     assert ranks(2).run(gathered) == [[numbers_of(0), numbers_of(1)]] * 2
 
 
-def test_of_one_process_are_its_numbers():
+def test_of_one_process_equal_its_numbers():
     assert gathered() == [numbers_of(0)]

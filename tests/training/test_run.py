@@ -112,7 +112,7 @@ class TestWholeRun:
         (start,) = read.runs
         assert (start["world_size"], start["total_steps"], start["num_validation_rows"]) == (1, 8, NUM_VALIDATION_ROWS)
 
-    def test_the_model_opens_with_transformers_and_predicts_what_was_evaluated(self, whole):
+    def test_the_model_opens_with_transformers_and_repeats_the_evaluation(self, whole):
         folder = whole.parent / "run" / "model"
         model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -241,7 +241,7 @@ class TestResume:
             assert one.loss == pytest.approx(other.loss, rel=1e-5)
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
-    def test_a_damaged_checkpoint_is_passed_over_and_said(self, whole, tmp_path, capsys):
+    def test_a_damaged_checkpoint_is_skipped_and_reported(self, whole, tmp_path, capsys):
         recipe = write_tiny_run(tmp_path)
         train(recipe, "training.stop_at_step=6", "checkpoint.every=3 steps")
         tensors = tmp_path / "run" / "checkpoints" / "step-00000006" / share_name(0, 1)
@@ -569,7 +569,7 @@ def run_ranks(recipe: Path, *overrides: str, fault: tuple[str, int, int] | None 
 
 
 class TestTwoRanks:
-    def test_give_the_same_training_as_one(self, whole, tmp_path):
+    def test_train_as_one_process(self, whole, tmp_path):
         recipe = write_tiny_run(tmp_path)
         assert run_ranks(recipe) == [0, 0]
         for one, other in zip(metrics(recipe).steps, metrics(whole).steps, strict=True):

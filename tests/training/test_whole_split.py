@@ -93,7 +93,7 @@ def test_the_rows_of_a_filler_do_not_count():
         assert training.engine.answer(filler) == {}
 
 
-def test_how_far_it_is(ranks: RankPools):
+def test_progress_of_an_evaluation(ranks: RankPools):
     for _, seen in ranks(2).run(evaluate, 13, 4):
         assert seen == [(1, 2), (2, 2)]
 
@@ -177,7 +177,7 @@ def evaluate_masked_lm(**parallel: Any) -> list[dict[str, float]]:
         return [before, evaluator.evaluate().metrics]
 
 
-def test_a_vocabulary_that_is_cut_is_evaluated_as_a_whole_one(ranks: RankPools):
+def test_a_sharded_vocabulary_is_evaluated_as_a_whole_vocabulary(ranks: RankPools):
     """The same tokens are hidden, at each evaluation, on one process and on ranks that hold parts of the logits."""
     expected = evaluate_masked_lm()
     assert expected[0] != expected[1]

@@ -158,7 +158,7 @@ class TestWhich:
         assert export(checkpoint, tmp_path / "one").step == 12
         assert export(tmp_path / "run", tmp_path / "newest").step == 20
 
-    def test_of_a_run_damaged_ones_are_passed_over_and_said(self, tmp_path, checkpoint, bert):
+    def test_damaged_checkpoints_of_a_run_are_skipped_and_reported(self, tmp_path, checkpoint, bert):
         for step, name in ((20, "state-00001-of-00002.safetensors"), (30, "model/config.json")):
             file = write_checkpoint(tmp_path / "run", bert, step) / name
             file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -178,7 +178,7 @@ class TestWhich:
         assert nothing_was_left(tmp_path / "out")
 
     @pytest.mark.parametrize(("place", "words"), [("nowhere", "does not exist"), ("", "is neither")])
-    def test_what_is_no_checkpoint_is_refused(self, tmp_path, place, words):
+    def test_a_folder_without_a_checkpoint_is_refused(self, tmp_path, place, words):
         with pytest.raises(UsageError, match=rf"`CHECKPOINT` must be the folder of a checkpoint.*{words}"):
             export(tmp_path / place, tmp_path / "out")
 
@@ -210,7 +210,7 @@ class TestWhere:
             assert (tmp_path / folder / "config.json").exists()
         assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == stat.S_IMODE((tmp_path / "new/place").stat().st_mode)
 
-    def test_what_a_killed_export_has_left_is_no_hindrance(self, tmp_path, checkpoint):
+    def test_files_of_a_killed_export_are_replaced(self, tmp_path, checkpoint):
         (tmp_path / ".saving-out").mkdir()
         (tmp_path / ".saving-out" / "model-00001-of-00002.safetensors").touch()
         export(checkpoint, tmp_path / "out")
@@ -296,7 +296,7 @@ class TestHostile:
             "b.py",
         ],
     )
-    def test_what_others_would_unpickle_or_run_is_not_handed_on(self, tmp_path, bert, name):
+    def test_pickles_and_code_are_not_exported(self, tmp_path, bert, name):
         checkpoint = write_checkpoint(tmp_path / "run", bert, extra={name: Trap(tmp_path / "marker").pickled()})
         with pytest.raises(UsageError, match=rf"must hold only configurations .* has {name} there"):
             export(checkpoint, tmp_path / "out")

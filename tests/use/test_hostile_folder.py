@@ -88,7 +88,7 @@ def test_a_key_of_memory_is_no_path(tmp_path: Path, content: bytes):
     assert store.memory_key() == (key, [])
 
 
-def test_a_run_with_an_edited_key_takes_a_new_one(tmp_path: Path, outside: Path, capsys):
+def test_a_run_with_an_edited_key_gets_a_new_key(tmp_path: Path, outside: Path, capsys):
     memory = tmp_path / "memory"
     memory.mkdir()
     words = ("checkpoint.memory.every=1 step", f"checkpoint.memory.folder={memory}", "checkpoint.every=2 steps")

@@ -194,7 +194,7 @@ def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> N
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
-def test_what_a_graph_cannot_hold_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_operations_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"`--dtype` must be fp32 with `--to onnx`, but is bf16; convert"):
         require_onnx("bf16", adapter=False)
     with pytest.raises(UsageError, match=r"`--adapter` and `--to onnx` exclude each other: a graph holds"):

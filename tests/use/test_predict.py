@@ -48,7 +48,7 @@ def test_evaluate_gives_the_numbers_of_the_training(trained: Path, capfd: pytest
     assert json.loads(capfd.readouterr().out)["metrics"] == pytest.approx(last, abs=1e-6)
 
 
-def test_predictions_are_those_of_a_pipeline(trained: Path, tmp_path: Path) -> None:
+def test_predictions_equal_a_pipeline(trained: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["predict", str(trained / "run" / "model"), "--input", str(trained / "in.jsonl")]
     assert main([*arguments, "--output", str(output), "--chunk-rows", "5"]) == 0

@@ -196,7 +196,7 @@ def test_adapters_that_other_programs_compute_otherwise(tmp_path, monkeypatch, t
     assert [one.name for one in tmp_path.iterdir()] == ["own"]
 
 
-def test_python_does_what_the_command_does(tmp_path, here, trained):
+def test_python_equals_the_command(tmp_path, here, trained):
     done = trainer.export(trained, tmp_path / "out", dtype="bf16", verify_rows=4, overrides=["evaluation.batch_size=2"])
     assert (done.weights, done.step) == (("model.safetensors",), 2)
     card = (tmp_path / "out" / "README.md").read_text()
@@ -235,7 +235,7 @@ def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained, to):
 
 
 class TestComparedRows:
-    def test_the_end_of_a_run_compares_and_says_so_in_the_card(self, tmp_path):
+    def test_the_end_of_a_run_compares_and_notes_it_in_the_card(self, tmp_path):
         train(write_tiny_run(tmp_path), "evaluation.verify_export=3")
         card = (tmp_path / "run" / "model" / "README.md").read_text()
         assert "The end of the run, with transformers, opened this folder. It computed the outputs" in card

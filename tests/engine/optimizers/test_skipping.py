@@ -121,7 +121,7 @@ def _recipe(case: str, **sections: Any) -> Recipe:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.nightly if case in FURTHER else ()) for case in CASES]
 )
-def test_steps_that_are_read_late_are_those_of_a_host_that_waits(case: str):
+def test_late_reads_give_the_steps_of_a_waiting_host(case: str):
     assert differences(_recipe(case)) == []
 
 

@@ -37,7 +37,7 @@ def test_a_batch_has_consecutive_items_up_to_a_limit_and_a_larger_item_is_alone(
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 16), (3, 16, 40), (3, 40, 16)])
-def test_batched_iterations_are_those_of_torch(shape: tuple[int, ...]):
+def test_batched_iterations_equal_torch(shape: tuple[int, ...]):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = [_zeropower_via_newtonschulz(one.clone(), (DEFAULT_A, DEFAULT_B, DEFAULT_C), 5, EPS) for one in matrices]
     found = orthogonalised(matrices, 5)

@@ -83,7 +83,7 @@ def coded(key: str, numbers: Tensor) -> Tensor:
 
 
 class TestTheMaps:
-    def test_unsigned_numbers_are_those_of_the_paper(self):
+    def test_unsigned_codes_equal_the_paper(self):
         """Dettmers et al. 2022, section 2.1: a decimal exponent, and linear fractions from 0.1 to 1 for the rest."""
         expected = [0.0, 1.0]
         for zeros in range(7):
@@ -198,7 +198,7 @@ class TestOneProcess:
         plain, found, _ = self.both(5000, 1)
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-7)
 
-    def test_later_steps_are_close_to_those_of_adamw(self):
+    def test_later_steps_are_close_to_adamw(self):
         plain, found, state = self.both(5000, 30)
         assert (found - plain).norm() / plain.norm() < 0.02
         held = sum(state[key].nbytes for key in (FIRST, SECOND, SCALES))

@@ -244,7 +244,7 @@ MARKED_BLANK_TEMPLATE = (
 
 @pytest.mark.parametrize("trim_offsets", [True, False])
 @pytest.mark.parametrize("answers", [("no", "no "), ("\u65e5\u672c ", " no"), ("", "n\n no"), ("\u00e9", "  no")])
-def test_the_trained_tokens_are_those_of_the_mask_of_transformers(trim_offsets, answers):
+def test_trained_tokens_equal_the_mask_of_transformers(trim_offsets, answers):
     tokenizer = byte_tokenizer(trim_offsets)
     chat = [
         message

@@ -32,7 +32,7 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_rows_hold_what_metrics_jsonl_holds(tmp_path):
+def test_rows_equal_metrics_jsonl(tmp_path):
     write(tmp_path, range(1, 11))
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE_NAME).read_text().splitlines()[1:]]
     rows = [{name: float(cell) for name, cell in row.items() if cell} for row in read(tmp_path, TRAINING_FILE_NAME)]
@@ -41,7 +41,7 @@ def test_the_rows_hold_what_metrics_jsonl_holds(tmp_path):
     assert rows == [{"step": line["step"], **line["eval"]} for line in lines if "eval" in line]
 
 
-def test_what_is_not_known_is_empty_and_what_is_not_finite_reads_back(tmp_path):
+def test_unknown_values_are_empty_and_non_finite_values_read_back(tmp_path):
     files = Observers([MetricsFile(), CsvFiles()])
     files.start(run_info(tmp_path))
     files.step(step_record(1, tokens=None, loss=math.inf, grad_norm=math.nan))

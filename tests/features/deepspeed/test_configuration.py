@@ -103,7 +103,7 @@ class TestRefusedKeys:
             ("zero_optimization.zero_hpz_partition_size", "is refused: ZeRO++ is not supported"),
         ],
     )
-    def test_a_reason_names_the_recipes_own_key_or_says_why_there_is_none(self, name, words):
+    def test_a_reason_names_the_key_of_the_recipe_or_its_absence(self, name, words):
         ((_, reason),) = refused_keys(nested(name))
         assert words in reason
 
@@ -132,7 +132,7 @@ class TestRefusedKeys:
             ({"zero_optimization": 3}, ("zero_optimization",), "must be an object"),
         ],
     )
-    def test_a_slip_is_found(self, extra, path, words):
+    def test_a_misspelt_key_is_found(self, extra, path, words):
         ((found, reason),) = refused_keys(extra)
         assert found == path
         assert words in reason

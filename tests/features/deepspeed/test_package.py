@@ -103,7 +103,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_ranks_without_the_package_say_so_once(tmp_path: Path):
+def test_a_missing_package_is_reported_by_one_rank(tmp_path: Path):
     package = tmp_path / "path" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('no module named deepspeed')")

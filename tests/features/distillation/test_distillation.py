@@ -60,7 +60,7 @@ def train(recipe: Path, *overrides: str) -> int:
     return run(load_recipe(str(recipe), overrides), LaunchEnvironment("none"))
 
 
-def test_a_run_learns_from_its_teacher_and_keeps_nothing_of_it(
+def test_a_run_learns_from_its_teacher_and_stores_none_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     recipe, teacher = write_student(tmp_path), tmp_path / "teacher"

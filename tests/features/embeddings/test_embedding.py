@@ -91,7 +91,7 @@ def test_cosine_is_a_squared_error_of_each_row():
     torch.testing.assert_close(task.loss_sum(embeddings, scores), ((cosines - scores) ** 2).sum())
 
 
-def test_poolings_are_those_of_sentence_transformers():
+def test_poolings_equal_sentence_transformers():
     states = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": torch.ones(1, 2, 3), "attention_mask": torch.tensor([[[1, 1, 0], [1, 1, 1]]])}
     output, texts = SimpleNamespace(last_hidden_state=states), inputs["attention_mask"][0]
@@ -137,7 +137,7 @@ def test_nested_embeddings_against_sentence_transformers(loss):
     torch.testing.assert_close(gradient_of(found, embeddings), gradient_of(expected, embeddings))
 
 
-def test_metrics_are_those_of_each_size():
+def test_metrics_are_computed_for_each_size():
     task = task_of(dimensions=[4, 2], metrics=["mrr"])
     columns, embeddings = {"a": list("pqr"), "b": list("xyz")}, embeddings_of(3).detach()
     found = task.split_metrics({"embeddings": embeddings}, split_of(**columns))
@@ -238,7 +238,7 @@ def test_undefined_embeddings_find_nothing():
     assert found["recall_at_1"] == 0
 
 
-def test_the_nearest_text_is_pictured_beside_the_right_one():
+def test_the_preview_shows_the_nearest_and_the_right_text():
     task = task_of(texts=["a", "b", "c"], metrics=["mrr"])
     split = split_of(**{name: [f"{name}{row}" for row in range(7)] for name in "abc"})
     embeddings = torch.eye(21).view(7, 3, 21)
@@ -307,7 +307,7 @@ class TestRows:
             ({"score": [float("nan"), 1.0]}, "column `score`, row 8 .* but is nan"),
         ],
     )
-    def test_what_cannot_be_read_is_named_with_its_row(self, tokenizer, columns, problem):
+    def test_unreadable_values_are_named_with_their_row(self, tokenizer, columns, problem):
         rows = self.rows(**{"score": [0.5, 1.0], **columns})
         task = task_of(**SCORED, loss="cosine").resolve(rows, WHERE)
         with pytest.raises(DataError, match=problem):

@@ -55,7 +55,7 @@ def roberta():
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "roberta"])
-def test_texts_are_those_of_the_example_of_transformers(request, name):
+def test_texts_equal_the_example_of_transformers(request, name):
     """`run_swag.py` repeats the first sentence for each ending; here only it is truncated."""
     tokenizer, rows = request.getfixturevalue(name), swag_rows()
     first = [[row["sent1"]] * 3 for row in rows]

@@ -18,7 +18,7 @@ from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
 
 
-def test_the_losses_are_those_of_a_plain_loop():
+def test_losses_equal_a_plain_loop():
     """Gradient descent on the mean loss of a batch; each row has its own choices only, without padding."""
     config = {**TINY_BERT, "initializer_range": 0.2}
     recipe = tiny_recipe(

@@ -68,7 +68,7 @@ def labels_of_transformers(windows, rows):
 
 @pytest.mark.parametrize("name", ["tokenizer", "roberta"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_windows_and_labels_are_those_of_transformers(request, name, side):
+def test_windows_and_labels_equal_transformers(request, name, side):
     tokenizer = request.getfixturevalue(name)
     rows = rows_of(
         row(), row("  What is missing?", "the folder"), row("Why?", ""), row("What?", "lists", "It lists lists.")

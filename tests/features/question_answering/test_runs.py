@@ -32,7 +32,7 @@ from trainer.training.run_data import prepare_data
 TASK = {"type": "question_answering", "stride": 2, "max_answer_length": 4, "unanswerable": True, "null_threshold": 2.0}
 
 
-def test_the_losses_are_those_of_a_plain_loop():
+def test_losses_equal_a_plain_loop():
     """Gradient descent on the mean loss of the windows of a batch, each without padding."""
     recipe = tiny_recipe(
         task={"type": "question_answering"},

@@ -25,7 +25,7 @@ def test_one_question(prediction, accepted, exact, f1):
     assert squad.token_f1([prediction], [accepted]) == pytest.approx(100 * f1)
 
 
-def test_means_over_all_questions_and_over_those_with_or_without_an_answer():
+def test_means_over_all_answered_and_unanswered_questions():
     predictions, accepted = ["cat", "big dog", "bird", ""], [["cat"], ["dog"], [""], [""]]
     assert squad.exact_match(predictions, accepted) == 50
     assert squad.token_f1(predictions, accepted) == pytest.approx(100 * (1 + 2 / 3 + 0 + 1) / 4)

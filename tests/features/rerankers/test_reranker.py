@@ -58,7 +58,7 @@ def scores_of(lists):
 
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "list_net", "lambda"])
-def test_losses_of_lists_are_those_of_sentence_transformers(loss):
+def test_losses_of_lists_equal_sentence_transformers(loss):
     lists = BINARY if loss == "binary_cross_entropy" else LISTS
     scores, known, documents = scores_of(lists)
     if loss == "binary_cross_entropy":
@@ -96,7 +96,7 @@ def split_of(scores, queries, documents):
     return EvaluatedSplit(rows, SimpleNamespace(offsets=np.arange(scores.size + 1), tokens={"input_ids": ids}), None)
 
 
-def test_metrics_are_those_of_sentence_transformers(monkeypatch):
+def test_metrics_equal_sentence_transformers(monkeypatch):
     """Queries and documents repeat, scores are equal, and a query has no relevant document.
 
     Its order of equal scores is that of numpy's sort; with a stable one, relevant documents are last.

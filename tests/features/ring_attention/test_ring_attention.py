@@ -204,7 +204,7 @@ def test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model():
 @pytest.mark.parametrize(
     ("size", "most_scores"), [pytest.param(2, 100, marks=pytest.mark.nightly), (3, 100), (4, 1 << 24)]
 )
-def test_outputs_and_gradients_are_those_of_one_process(ranks: RankPools, size: int, most_scores: int):
+def test_outputs_and_gradients_equal_one_process(ranks: RankPools, size: int, most_scores: int):
     """Two, three and four ranks split the heads of some cases and not of others; 100 scores make several tiles."""
     for found in ranks(size).run(differences, most_scores):
         assert all(difference <= 1 for difference in found), dict(zip(map(str, CASES), found, strict=True))

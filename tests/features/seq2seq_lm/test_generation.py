@@ -69,7 +69,7 @@ def alone(beams: bool) -> tuple[Texts, ...]:
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_single_forward_passes():
+def test_greedy_tokens_equal_single_forward_passes():
     with tiny_training(recipe_of(GREEDY)) as training:
         found = evaluate(training, 4)
         expected = {

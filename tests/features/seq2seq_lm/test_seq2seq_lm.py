@@ -127,7 +127,7 @@ def test_the_loss_is_that_of_transformers():
     torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss)
 
 
-def test_metrics_of_texts_are_those_of_the_packages():
+def test_metrics_of_texts_equal_the_packages():
     sources = ["word1"] * 3
     targets = ["word1 word2 word3 word4 word5 word6", "word7 word8\nword9", "word10 word11 word12 word13"]
     texts = ["word1 word2 word3 word4 word6", "word9 word7 word8", ""]
@@ -170,7 +170,7 @@ def test_rows_to_predict_have_no_target():
     ]
 
 
-def test_the_cached_rows_depend_on_what_encodes_them():
+def test_cached_rows_depend_on_their_encoding():
     same = {task_of(metrics=["bleu"]).fingerprint, task_of(generation={"num_beams": 2}).fingerprint}
     assert same == {task_of().fingerprint}
     others = [task_of(start=5), task_of(prefix="a "), task_of(max_target_length=9), task_of(target="other")]

@@ -182,7 +182,7 @@ def test_tasks_that_change_the_number_of_rows(folder, packing):
         prepare_data(recipe_of(folder, *keys[:3], "evaluation.every=1 epoch", task=task))
 
 
-def test_images_are_those_of_a_split_in_memory(tmp_path):
+def test_images_equal_a_split_in_memory(tmp_path):
     sample = "vit_sample"
     keys = (f"data.cache={tmp_path}", "data.validation=null", f"task.labels={json.dumps(list('0123456789'))}")
     whole = prepare_data(load_recipe(sample, keys).recipe).train

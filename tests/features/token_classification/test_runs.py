@@ -133,7 +133,7 @@ def evaluate_all(folder: Path) -> dict[str, float]:
         return Evaluator(training.engine, loader, len(encoded), task, mesh, Observer(), split).evaluate().metrics
 
 
-def test_metrics_over_ranks_are_those_of_one_process(ranks: RankPools, tmp_path):
+def test_metrics_over_ranks_equal_one_process(ranks: RankPools, tmp_path):
     expected = evaluate_all(tmp_path)
     assert 0 < expected["f1"] < 1
     for found in ranks(3).run(evaluate_all, tmp_path):

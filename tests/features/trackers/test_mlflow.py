@@ -116,7 +116,7 @@ def test_a_stopped_run_goes_on_as_the_same_run_and_no_step_is_there_twice(folder
     assert points(folder, "eval/accuracy") == [(2, 2 / 7), (4, 4 / 7), (6, 6 / 7)]
 
 
-def test_a_store_that_is_gone_for_a_while_gets_what_it_lacks(folder):
+def test_a_store_that_returns_gets_the_missing_records(folder):
     tracker, notes = started(folder)
     store = folder / "mlflow.db"
     store.rename(folder / "aside")
@@ -170,7 +170,7 @@ def test_a_recipe_of_any_size_and_keys_is_taken(folder):
     assert len([name for name in params if name.startswith("model.config.key")]) == 120
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_package_is_refused_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.delitem(sys.modules, "mlflow.tracking")
     with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[mlflow\]"'):

@@ -124,7 +124,7 @@ def _column(file: Path, name: str) -> dict[int, float]:
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(rows)}
 
 
-def test_what_the_user_has_set_does_not_allow_it():
+def test_a_setting_of_the_user_does_not_allow_telemetry():
     environ = dict.fromkeys(no_telemetry(), "allow")
     forbid_telemetry(environ)
     assert environ == no_telemetry()

@@ -61,7 +61,7 @@ def test_a_start_from_the_first_step_hides_the_run_before(tmp_path):
     assert points(tmp_path, "train/loss") == [(1, 0.25), (2, 0.25)]
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_package_is_refused_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)

@@ -86,7 +86,7 @@ def test_the_service_gets_every_number_by_its_name_and_the_end(tmp_path):
     assert service.times_closed == 1
 
 
-def test_a_resumed_run_goes_on_in_the_tracked_run_and_a_new_one_in_a_new_one(tmp_path):
+def test_a_resumed_run_continues_its_tracked_run_and_a_new_run_starts_another(tmp_path):
     service = FakeService()
     for resumed_from in (None, 4, None):
         tracker, _ = started(service, tmp_path, resumed_from)
@@ -123,7 +123,7 @@ def test_ids_that_the_storage_does_not_give_are_no_mistake_of_the_user(tmp_path,
     assert raised.value.exit_code == code
 
 
-def test_a_service_that_cannot_be_used_is_refused_in_one_sentence(tmp_path):
+def test_an_unusable_service_is_refused_in_one_sentence(tmp_path):
     service = FakeService()
     service.is_away = True
     with pytest.raises(TrainerError) as raised:
@@ -135,7 +135,7 @@ def test_a_service_that_cannot_be_used_is_refused_in_one_sentence(tmp_path):
     )
 
 
-def test_a_service_that_fails_gets_what_it_lacks_when_it_is_back_and_is_told_of_once(tmp_path):
+def test_a_service_that_returns_gets_the_missing_records_with_one_warning(tmp_path):
     service = FakeService()
     tracker, notes = started(service, tmp_path)
     service.is_away = True
@@ -172,7 +172,7 @@ def test_a_service_that_is_away_at_a_restart_gets_all_points_later(tmp_path):
     ]
 
 
-def test_what_a_service_lacks_at_the_end_is_said(tmp_path, monkeypatch):
+def test_records_that_a_service_lacks_at_the_end_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_MOST_POINTS", 5)
     service = FakeService()
     tracker, notes = started(service, tmp_path)
@@ -204,7 +204,7 @@ def test_a_service_that_hangs_stalls_neither_a_step_nor_the_end(tmp_path, monkey
     service.may_go_on.set()
 
 
-def test_an_end_without_a_start_tells_the_service_nothing(tmp_path):
+def test_an_end_without_a_start_sends_nothing(tmp_path):
     service = FakeService()
     tracker = Tracker(service, print)
     tracker.end(end_record(tmp_path, outcome="failed", exit_code=1))

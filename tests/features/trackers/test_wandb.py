@@ -181,7 +181,7 @@ def test_a_server_that_is_away_is_refused_in_time(tmp_path, monkeypatch):
     assert core_processes() == []
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_package_is_refused_with_its_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r'pip install "recipe-trainer\[wandb\]"'):
         WandbService(None)

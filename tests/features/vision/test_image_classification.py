@@ -62,14 +62,14 @@ def test_lists_are_read():
     np.testing.assert_array_equal(pixels_of(rows_of([GREY, GREY], array))[0], GREY)
 
 
-def test_an_image_is_turned_as_its_camera_says(tmp_path):
+def test_images_are_rotated_by_their_exif_orientation(tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # turned a quarter
     (turned, *_) = pixels_of(rows_of([png(GREY, exif=exif), png(GREY)]))
     np.testing.assert_array_equal(turned, np.rot90(GREY, -1))
 
 
-def test_labels_are_those_of_any_classification():
+def test_labels_equal_other_classification_tasks():
     rows = datasets.Dataset.from_dict({"image": [GREY.tolist()] * 3, "label": ["b", "a", "b"]})
     task = task_of().resolve(rows, WHERE)
     assert task.model_options()["id2label"] == {0: "a", 1: "b"}
@@ -89,7 +89,7 @@ def test_labels_are_those_of_any_classification():
         ([[None, 1]], "must be an image, but it is not lists of integers"),
     ],
 )
-def test_what_is_no_image_is_refused_by_its_row(value, message):
+def test_values_without_an_image_are_refused_with_their_row(value, message):
     whole = png(GREY) if not isinstance(value, list) else [[[0]]] if isinstance(value[0][0], list) else [[0]]
     rows = rows_of([whole, value])
     with pytest.raises(DataError) as error:

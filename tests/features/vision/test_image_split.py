@@ -63,7 +63,7 @@ def encode_folder(folder, cache):
     return encode_images(train, task, processor, cache), processor.calls, task
 
 
-def test_what_the_model_reads_but_for_the_normalisation(tmp_path):
+def test_encoded_images_differ_from_the_inputs_by_normalisation_only(tmp_path):
     images = images_of(250)
     split = encode_images(split_of(images), TASK, Processor(), tmp_path)
     assert split.arrays["pixel_values"].dtype == np.uint8

@@ -50,7 +50,7 @@ def described(**config: Any) -> Model:
     ],
     ids=["resized", "cropped", "not_normalised", "not_rescaled"],
 )
-def test_a_checkpoint_prepares_images_as_it_says(tmp_path, keys):
+def test_images_are_prepared_by_the_configuration_of_the_checkpoint(tmp_path, keys):
     own = ViTImageProcessorPil(**{"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4], **keys})
     processor = loaded(checkpoint(tmp_path, own))
     assert processor.size == (16, 16)
@@ -82,7 +82,7 @@ def test_grey_images_become_colours_where_the_model_reads_three():
     assert processor(PIL.Image.new("RGBA", (4, 4), (1, 2, 3, 0)))[:, 0, 0].tolist() == [1, 2, 3]
 
 
-def test_the_fingerprint_tells_what_changes_the_result():
+def test_the_fingerprint_depends_on_all_that_changes_the_result():
     one, same = (loaded(described()).fingerprint for _ in range(2))
     others = [loaded(described(**keys)).fingerprint for keys in ({"image_size": 8}, {"num_channels": 3})]
     assert one == same

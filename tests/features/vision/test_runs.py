@@ -30,7 +30,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestImages:
-    def test_the_model_opens_with_transformers_and_predicts_what_was_evaluated(self, images):
+    def test_the_model_opens_with_transformers_and_repeats_the_evaluation(self, images):
         classify = pipeline("image-classification", str(images.parent / "run" / "model"))
         files = sorted((images.parent / "images" / "validation").rglob("*.png"))
         right = sum(classify(str(file), top_k=1)[0]["label"] == file.parent.name for file in files)

@@ -35,7 +35,7 @@ def given(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
 @pytest.mark.parametrize("first", [True, False], ids=["halves at once", "halves later"])
-def test_shapes_are_those_that_the_model_finds(layer_type, first):
+def test_shapes_equal_the_forward_pass(layer_type, first):
     model = resnet(layer_type=layer_type, downsample_in_first_stage=first).eval()
     starts = list(layers_of(model))[1:]
     shapes = CrossingShapes(model, starts, [Crossing(hidden=True, result=False)] * len(starts), RESNET.stages)
@@ -44,7 +44,7 @@ def test_shapes_are_those_that_the_model_finds(layer_type, first):
         assert list(shapes.of({"pixel_values": images}, num_rows=3)) == [(shape,) for shape in given(model, images)[1:]]
 
 
-def test_what_is_counted_is_what_is_multiplied_and_the_model_stays_as_it_is():
+def test_the_count_equals_the_products_and_leaves_the_model():
     model = resnet()
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     counts = multiplications(model, RESNET.stages.costed_row(model.config))

@@ -31,7 +31,7 @@ def train_and_check(parallel: dict[str, object], damaged: str | None = None) -> 
 
 
 @pytest.mark.parametrize(("num_ranks", "parallel"), LAYOUTS)
-def test_what_was_trained_is_equal(ranks: RankPools, num_ranks, parallel):
+def test_trained_replicas_are_equal(ranks: RankPools, num_ranks, parallel):
     ranks(num_ranks).run(train_and_check, parallel)
 
 
@@ -43,7 +43,7 @@ def test_what_was_trained_is_equal(ranks: RankPools, num_ranks, parallel):
         (4, {"strategy": "hsdp", "shard": 2}, "classifier.weight", "1, 3"),
     ],
 )
-def test_one_bit_is_found(ranks: RankPools, num_ranks, parallel, damaged, which):
+def test_one_different_bit_is_detected(ranks: RankPools, num_ranks, parallel, damaged, which):
     with pytest.raises(RankError) as error:
         ranks(num_ranks).run(train_and_check, parallel, damaged)
     words = f"after step 3, ranks {which} must hold the same part of {damaged}, but its values differ"
@@ -51,5 +51,5 @@ def test_one_bit_is_found(ranks: RankPools, num_ranks, parallel, damaged, which)
     assert all(f"rank {rank}" in str(error.value) for rank in range(num_ranks)), "all stop"
 
 
-def test_a_part_that_nobody_else_holds_is_not_compared(ranks: RankPools):
+def test_a_part_without_a_replica_is_not_compared(ranks: RankPools):
     ranks(2).run(train_and_check, {"tensor": 2}, "bert.encoder.layer.0.intermediate.dense.weight")

@@ -63,7 +63,7 @@ def test_joining_undoes_cutting(data):
 
 
 @given(st.data())
-def test_ranges_are_what_a_part_is_made_of(data):
+def test_ranges_cover_the_part(data):
     blocks, block, size = (data.draw(st.integers(1, most)) for most in (3, 9, 5))
     index = data.draw(st.integers(0, size - 1))
     whole, split = torch.arange(1, blocks * block + 1), Split(0, "tp", blocks)
@@ -87,7 +87,7 @@ def test_meta_tensors_have_parts():
     assert (part.shape, part.dtype, part.device.type) == ((7631, 8), torch.bfloat16, "meta")
 
 
-def test_what_is_not_equal_blocks_is_our_own_bug():
+def test_unequal_blocks_are_an_assertion():
     with pytest.raises(AssertionError, match="7 is not 3 equal blocks"):
         part_of(torch.zeros(7), Split(0, "tp", 3), 0, 2)
     with pytest.raises(AssertionError, match="flattened"):

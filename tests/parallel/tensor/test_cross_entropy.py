@@ -76,7 +76,7 @@ def compare_all() -> None:
 
 
 @DEGREES
-def test_losses_and_gradients_are_those_of_the_whole(ranks: RankPools, degree):
+def test_losses_and_gradients_equal_the_whole_logits(ranks: RankPools, degree):
     ranks(degree).run(compare_all)
 
 
@@ -222,7 +222,7 @@ class TestArgmax:
 
     @DEGREES
     @pytest.mark.parametrize("vocab", [13, 5])
-    def test_is_that_of_the_whole(self, ranks: RankPools, degree, vocab):
+    def test_equals_the_whole_logits(self, ranks: RankPools, degree, vocab):
         """13 and 5 leave padded columns; of 5 on four ranks, the last one has nothing else."""
         logits = whole_logits(3, 7, vocab)
         expected = logits.argmax(-1)
@@ -230,7 +230,7 @@ class TestArgmax:
         for found in ranks(degree).run(argmax_of_parts, logits):
             assert torch.equal(found, expected)
 
-    def test_of_equal_ones_is_the_first(self, ranks: RankPools):
+    def test_of_equal_logits_is_the_first(self, ranks: RankPools):
         logits = torch.zeros(2, 8, dtype=torch.bfloat16)
         logits[1, 3:] = 1.0
         assert [found.tolist() for found in ranks(2).run(argmax_of_parts, logits)] == [[0, 3]] * 2

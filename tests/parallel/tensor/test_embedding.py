@@ -63,7 +63,7 @@ def compare_all() -> None:
 
 
 @DEGREES
-def test_vectors_are_exact_and_gradients_those_of_the_whole(ranks: RankPools, degree):
+def test_vectors_and_gradients_equal_the_whole_table(ranks: RankPools, degree):
     ranks(degree).run(compare_all)
 
 
@@ -141,7 +141,7 @@ class TestOneRank:
         assert (placement.shape, placement.splits) == ((13, HIDDEN), (Split(0, "cp_tp"),))
         assert placement.partial_over == ("dp",)
 
-    def test_what_the_parts_cannot_do_is_refused(self):
+    def test_unsupported_features_are_refused(self):
         class Scaled(nn.Embedding):
             def forward(self, ids: Tensor) -> Tensor:
                 return super().forward(ids) * 2
@@ -171,6 +171,6 @@ class TestFeatures:
     def test_a_rank_gives_its_share_of_every_vector(self, ranks: RankPools):
         ranks(2).run(cut_by_features, 4)
 
-    def test_what_the_parts_cannot_do_is_refused(self):
+    def test_unsupported_features_are_refused(self):
         with pytest.raises(UsageError, match="max_norm cannot be cut"):
             FeatureParallelEmbedding(nn.Embedding(4, 2, max_norm=1.0), None)

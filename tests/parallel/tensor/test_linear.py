@@ -165,7 +165,7 @@ def compare_all() -> None:
 
 
 @DEGREES
-def test_outputs_and_gradients_are_those_of_the_whole(ranks: RankPools, degree):
+def test_outputs_and_gradients_equal_the_whole_layer(ranks: RankPools, degree):
     ranks(degree).run(compare_all)
 
 
@@ -307,7 +307,7 @@ class TestOneRank:
         for name, placement in placements.items():
             assert placement.shape == whole(model)[name].shape
 
-    def test_where_the_placements_say_that_parameters_lie(self):
+    def test_parameters_lie_by_their_placements(self):
         column = ColumnParallelLinear(nn.Linear(4, 6), None, blocks=3).placements("q.")
         assert column["q.weight"].splits == column["q.bias"].splits == (Split(0, "tp", 3),)
         assert (column["q.weight"].shape, column["q.bias"].shape) == ((6, 4), (6,))
@@ -343,5 +343,5 @@ def bias_added_before_the_sum() -> None:
     torch.testing.assert_close(wrong - model(x), model.down.bias.expand(2, 5, HIDDEN))
 
 
-def test_a_bias_added_by_every_rank_would_be_found(ranks: RankPools):
+def test_a_bias_added_by_every_rank_is_detected(ranks: RankPools):
     ranks(2).run(bias_added_before_the_sum)

@@ -23,7 +23,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("tool", [*TABLES, *FORMATS])
-def test_every_row_leads_to_a_key_or_says_why_not(tool: str) -> None:
+def test_every_row_has_a_key_or_a_reason(tool: str) -> None:
     for spelling, row in (TABLES | FORMATS)[tool].items():
         if row.key is None:
             assert row.note, spelling
@@ -37,7 +37,7 @@ def test_every_spelling_is_recognised(tool: str) -> None:
     assert [spelling for spelling in TABLES[tool] if counterpart(spelling) is None] == []
 
 
-def test_what_several_tools_spell_alike_leads_to_one_key() -> None:
+def test_a_shared_spelling_of_tools_maps_to_one_key() -> None:
     keys: dict[str, set[str | None]] = {}
     for table in TABLES.values():
         for spelling, row in table.items():
@@ -73,7 +73,7 @@ def test_spellings_are_recognised_however_they_are_written(spelling: str, words:
     assert str(counterpart(spelling)).startswith(words)
 
 
-def test_what_no_tool_says_is_not_recognised() -> None:
+def test_unknown_spellings_are_not_recognised() -> None:
     assert counterpart("stage") is None
     assert counterpart("enabled") is None
     assert counterpart("") is None

@@ -193,7 +193,7 @@ TASKS = ", ".join(f'"{name}"' for name in task_sections())  # also those of feat
         ('optimizer={"params": {"lr": 1}}', "`optimizer.params.lr` is `optimizer.learning_rate` here"),
     ],
 )
-def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
+def test_messages_have_key_rule_value_and_remedy(
     problems: Callable[..., list[str]], minimal: Minimal, override: str, message: str
 ) -> None:
     assert problems(minimal, override) == [f"command line: {message}"]
@@ -216,7 +216,7 @@ def test_messages_say_the_key_the_rule_the_value_and_the_remedy(
         ),
     ],
 )
-def test_what_is_missing_is_described(
+def test_missing_keys_are_described(
     problems: Callable[..., list[str]], minimal: Minimal, section: str, content: object, message: str
 ) -> None:
     (problem,) = problems(minimal | {section: content})

@@ -18,7 +18,7 @@ Write = Callable[..., str]
 Minimal = dict[str, Any]
 
 
-def test_defaults_fill_what_a_recipe_leaves_out(write: Write, minimal: Minimal) -> None:
+def test_defaults_fill_omitted_keys(write: Write, minimal: Minimal) -> None:
     resolved = load_recipe(write(minimal))
     assert resolved.recipe.training.epochs == 3
     assert resolved.recipe.optimizer == AdamW()
@@ -128,7 +128,7 @@ def test_a_recipe_is_an_object(problems: Callable[..., list[str]], content: str)
 # Changes of kind
 
 
-def test_a_change_of_source_keeps_what_means_the_same(write: Write, minimal: Minimal) -> None:
+def test_a_change_of_source_keeps_shared_keys(write: Write, minimal: Minimal) -> None:
     minimal["data"] |= {"max_length": 64, "train": "train[:10]"}
     write(minimal, "base.json")
     write("", "x.csv")
@@ -139,7 +139,7 @@ def test_a_change_of_source_keeps_what_means_the_same(write: Write, minimal: Min
     assert (folder.max_length, folder.train) == (64, "train[:10]")
 
 
-def test_a_change_of_kind_does_not_inherit_what_the_new_kind_must_be_told(write: Write, minimal: Minimal) -> None:
+def test_a_change_of_kind_does_not_inherit_required_keys(write: Write, minimal: Minimal) -> None:
     write(minimal, "base.json")
     with pytest.raises(RecipeError) as caught:
         load_recipe(write({"extends": "base.json", "data": {"source": "files"}}))

@@ -35,7 +35,7 @@ def test_a_file_of_another_tool_is_named(tmp_path, name, text, words):
     assert name in str(caught.value)
 
 
-def test_a_recipe_with_few_keys_is_still_one(tmp_path):
+def test_a_recipe_with_few_keys_is_recognised(tmp_path):
     (tmp_path / "r.json").write_text('{"name": "a", "precision": "bf16"}')
     with pytest.raises(RecipeError, match="`task` is missing"):
         load_recipe(str(tmp_path / "r.json"))

@@ -56,7 +56,7 @@ def test_overrides_of_one_section_come_together() -> None:
         (["a." * 64 + "a=1"], "`aaa` is nested deeper than the limit of 64 levels"),
     ],
 )
-def test_ill_formed_overrides_say_what_to_write(overrides: list[str], message: str) -> None:
+def test_ill_formed_overrides_show_the_correct_form(overrides: list[str], message: str) -> None:
     _, (problem,) = override_layer(overrides)
     if message.startswith("`aaa`"):  # the argument itself is shortened
         assert str(problem).endswith(message.removeprefix("`aaa`"))

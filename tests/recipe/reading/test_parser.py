@@ -61,7 +61,7 @@ def test_every_key_and_value_knows_its_line_and_column() -> None:
         (f'{{"a": {"9" * 101}}}', "r.json:1:7: a number of more than 100 characters"),
     ],
 )
-def test_a_syntax_error_says_where_and_what(text: str, message: str) -> None:
+def test_a_syntax_error_has_its_line_and_problem(text: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse(text, HERE)
     assert str(caught.value) == message
@@ -78,7 +78,7 @@ def test_a_syntax_error_says_where_and_what(text: str, message: str) -> None:
         ('{"a": "\\u0000"}', 'r.json:1:7: `a` holds "\\u0000", which contains the character U+0000'),
     ],
 )
-def test_what_does_not_stop_the_reading_is_reported_with_the_rest(text: str, message: str) -> None:
+def test_recoverable_errors_are_reported_with_the_rest(text: str, message: str) -> None:
     _, problems = parse(text, HERE)
     assert [str(problem) for problem in problems] == [message]
 

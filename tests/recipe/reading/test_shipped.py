@@ -29,7 +29,7 @@ def test_every_base_is_extended(base: str) -> None:
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_shipped_recipe_says_what_it_is(name: str) -> None:
+def test_every_shipped_recipe_has_a_description(name: str) -> None:
     assert summary(shipped_recipes()[name])[-1] in ".?"
 
 

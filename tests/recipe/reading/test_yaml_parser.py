@@ -53,7 +53,7 @@ def test_every_key_and_value_knows_its_line_and_column() -> None:
         max_leaves=8,
     )
 )  # fmt: skip
-def test_what_yaml_writes_and_json_writes_reads_alike(value: object) -> None:
+def test_yaml_and_json_read_alike(value: object) -> None:
     for text in (json.dumps(value), yaml.safe_dump(value)):
         tree, problems = parse_yaml(text, HERE)
         assert (tree.plain(), problems) == (value, [])
@@ -93,7 +93,7 @@ def test_what_yaml_writes_and_json_writes_reads_alike(value: object) -> None:
         ),
     ],
 )
-def test_a_syntax_error_says_where_and_what(text: str, message: str) -> None:
+def test_a_syntax_error_has_its_line_and_problem(text: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_yaml(text, HERE)
     assert message in str(caught.value)
@@ -111,7 +111,7 @@ def test_a_syntax_error_says_where_and_what(text: str, message: str) -> None:
         ("b: &b {c: 1}\na: {<<: *b}", "r.yaml:2:5: `a.<<` merges the keys of an anchor, which recipes do not support"),
     ],
 )
-def test_what_does_not_stop_the_reading_is_reported_with_the_rest(text: str, message: str) -> None:
+def test_recoverable_errors_are_reported_with_the_rest(text: str, message: str) -> None:
     _, problems = parse_yaml(text, HERE)
     assert [str(problem)[: len(message)] for problem in problems] == [message]
 

@@ -30,7 +30,7 @@ def test_classes_against_sklearn(name, expected):
     assert METRICS[name].compute(PREDICTIONS, LABELS) == expected
 
 
-def test_f1_is_that_of_class_one():
+def test_f1_is_of_class_one():
     predictions, labels = PREDICTIONS % 2, LABELS % 2
     assert METRICS["f1"].compute(predictions, labels) == sklearn.metrics.f1_score(labels, predictions)
     assert METRICS["f1"].compute(labels, predictions) != sklearn.metrics.f1_score(1 - labels, 1 - predictions)

@@ -36,7 +36,7 @@ def assert_share(where: Tensor, probability: float) -> None:
 
 
 @pytest.mark.parametrize("probability", [0.02, 0.15, 0.6])
-def test_the_shares_are_those_of_bert(probability: float):
+def test_the_shares_equal_bert(probability: float):
     ids = ids_of()
     hidden, labels = hide(ids, probability=probability)
     chosen = labels != IGNORED_LABEL
@@ -116,7 +116,7 @@ def test_is_the_same_in_every_version():
     assert (labels[1] != IGNORED_LABEL).nonzero().flatten().tolist() == [0, 1, 7]
 
 
-def test_that_of_a_tokenizer(tokenizer):
+def test_the_mask_token_of_a_tokenizer(tokenizer):
     masking = Masking.of(tokenizer, 0.15, seed=3)
     assert masking.mask_token == tokenizer.mask_token_id
     assert masking.special_tokens.tolist() == sorted(tokenizer.all_special_ids)

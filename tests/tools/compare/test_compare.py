@@ -112,7 +112,7 @@ class TestContestants:
             (["training.global_batch_size=96"], "training"),
         ],
     )
-    def test_the_keys_decide_what_is_compared(self, words: list[str], kind: str):
+    def test_the_keys_decide_the_comparison(self, words: list[str], kind: str):
         first = load_recipe("bert_sample").recipe
         assert kind_of(load_recipe("bert_sample", words).recipe, first) == kind
 
@@ -238,7 +238,7 @@ class TestTurns:
 
 
 class TestResults:
-    def test_numbers_are_those_of_the_records(self, trained: list[str], tmp_path: Path):
+    def test_numbers_equal_the_records(self, trained: list[str], tmp_path: Path):
         one = comparison(tmp_path)
         one.run(str)
         ddp, fsdp, zero = results(one.trials)
@@ -279,7 +279,7 @@ class TestResults:
         assert found[1].likeness is None
         assert "loss 2 to 2" in "\n".join(table(found, is_cpu=True, width=1000))
 
-    def test_the_tolerances_are_those_of_the_parity_tests(self):
+    def test_tolerances_equal_the_parity_tests(self):
         of_optimizers = {name: keys.tolerances for name, keys in optimizer_sections().items() if keys.tolerances}
         expected = {name: (limit.loss, limit.grad_norm) for name, limit in cases.TOLERANCES.items()}
         assert expected == {**TOLERANCES, **of_optimizers}

@@ -87,7 +87,7 @@ def rates_of(optimizer: Any, scheduler: Any, steps: int) -> list[float]:
     return found
 
 
-def test_steps_batch_and_rates_are_those_of_the_trainer(trainer):
+def test_steps_batch_and_rates_equal_the_hugging_face_trainer(trainer):
     plan = planned({"args.json": ARGUMENTS | SCRIPT})
     _, per_epoch, _, _, total_batch, _, max_steps = trainer.set_initial_training_values(trainer.args, Batches())
     assert plan.batch.global_batch_size == total_batch == 48
@@ -110,7 +110,7 @@ def test_steps_batch_and_rates_are_those_of_the_trainer(trainer):
     assert theirs[:warmup] == pytest.approx([highest * step / warmup for step in range(warmup)])
 
 
-def test_a_dump_of_all_fields_gives_the_recipe_of_those_that_were_written(trainer):
+def test_a_dump_of_all_fields_gives_the_recipe_of_the_set_fields(trainer):
     dump = json.loads(trainer.args.to_json_string())
     dump["output_dir"] = ARGUMENTS["output_dir"]
     assert len(dump) > 100
@@ -124,7 +124,7 @@ def test_a_dump_of_all_fields_gives_the_recipe_of_those_that_were_written(traine
     assert len(whole.report().splitlines()) < 35, "defaults are no noise"
 
 
-def test_a_pair_with_deepspeed_is_what_transformers_makes_of_it(trainer):
+def test_a_pair_with_deepspeed_equals_the_result_of_transformers(trainer):
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.lr_schedules import WarmupDecayLR
     from torch import nn, optim
@@ -159,7 +159,7 @@ def test_a_pair_with_deepspeed_is_what_transformers_makes_of_it(trainer):
     assert rates(plan, steps)[warmup:-1] == pytest.approx(late[warmup + 1 :], rel=1e-9), "one step later, as is said"
 
 
-def test_the_notes_on_the_schedule_are_those_that_hold(tmp_path, monkeypatch):
+def test_notes_on_the_schedule_are_true(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     planned({"args.json": ARGUMENTS | SCRIPT})
     plain = convert([Path("args.json")], None, RANKS).report()

@@ -106,7 +106,7 @@ def test_workers_and_smoothing_are_written_without_data_and_task(write: Write):
 
 
 @pytest.mark.parametrize("tool", Tool)
-def test_a_key_that_decides_what_is_learned_refuses_the_file(tool: Tool, write: Write):
+def test_an_unsupported_key_of_the_training_refuses_the_file(tool: Tool, write: Write):
     refused = [key for key, row in tool.table.items() if row.kind is Kind.REFUSED]
     assert refused
     for key in refused:

@@ -52,7 +52,7 @@ def test_every_key_of_the_accelerator_config_has_its_row():
         assert FIELDS[f"accelerator_config.{field.name}"].is_default(field.default), field.name
 
 
-def test_what_an_unchanged_training_arguments_writes_is_all_default(tmp_path):
+def test_unchanged_training_arguments_are_all_defaults(tmp_path):
     """`to_dict` resolves some fields; each of its values must count as a default."""
     from transformers import TrainingArguments
 
@@ -150,5 +150,5 @@ def test_both_spellings_of_fsdp_have_the_same_rows():
 
 
 @pytest.mark.parametrize("table", [TRAINING_ARGUMENTS, DEEPSPEED, ACCELERATE])
-def test_a_key_without_counterpart_says_why(table: Mapping[str, Counterpart]):
+def test_a_key_without_counterpart_has_a_reason(table: Mapping[str, Counterpart]):
     assert [key for key, row in table.items() if row.key is None and not row.note] == []

@@ -336,7 +336,7 @@ def test_two_strategies_are_a_contradiction(write: Write):
     assert "conflict" in convert(files).todo["parallel.strategy"]
 
 
-def test_what_means_something_else_is_said(of_arguments: OfArguments):
+def test_keys_of_another_meaning_are_reported(of_arguments: OfArguments):
     conversion = of_arguments(
         warmup_steps=10, seed=1, gradient_accumulation_steps=2, eval_strategy="epoch", load_best_model_at_end=True
     )
@@ -385,14 +385,14 @@ def test_a_todo_is_nothing_that_check_would_take(of_arguments: OfArguments):
     )
 
 
-def test_what_only_a_default_says_is_said(of_arguments: OfArguments):
+def test_values_of_defaults_are_reported(of_arguments: OfArguments):
     shown = of_arguments().report()
     words = 'default of TrainingArguments: logging_strategy "steps", logging_steps 500 -> `logging.every` "500 steps"'
     assert words in shown
     assert "save_total_limit null -> the Trainer keeps every checkpoint" in shown
 
 
-def test_a_file_alone_names_what_only_others_tell(write: Write):
+def test_a_file_alone_lists_the_missing_files(write: Write):
     conversion = convert([write({"train_batch_size": "auto", "zero_optimization": {"stage": 2}})])
     assert conversion.todo.keys() == {"name", "task", "model", "data", "training", "optimizer"}
     assert '// TODO "task": the task and its columns' in conversion.text()
@@ -465,13 +465,13 @@ def test_an_unknown_key_refuses_the_file(of_arguments: OfArguments, key: str, va
         ("train_sampling_strategy", "sequential", "random"),
     ],
 )
-def test_a_key_that_decides_what_is_learned_refuses_the_file(of_arguments: OfArguments, key: str, value, usual):
+def test_an_unsupported_key_of_the_training_refuses_the_file(of_arguments: OfArguments, key: str, value, usual):
     with pytest.raises(RecipeError, match=f"`{key}` decides what is learned"):
         of_arguments(**{key: value})
     assert of_arguments(**{key: usual}).lines
 
 
-def test_the_report_tells_what_was_changed_and_with_all_everything(of_arguments: OfArguments):
+def test_the_report_lists_changes_and_with_all_every_key(of_arguments: OfArguments):
     conversion = of_arguments(torch_compile=True, neftune_noise_alpha=None, eval_delay=0, push_to_hub=True)
     short, long = conversion.report(), conversion.report(everything=True)
     assert "torch_compile" in short
@@ -481,7 +481,7 @@ def test_the_report_tells_what_was_changed_and_with_all_everything(of_arguments:
     assert all(line.item.key in long for line in conversion.lines)
 
 
-def test_keys_without_counterpart_are_told_from_those_that_are_already_so():
+def test_keys_without_counterpart_differ_from_keys_already_in_effect():
     kinds = {key: row.kind for key, row in Tool.TRAINING_ARGUMENTS.table.items()}
     assert kinds["torch_compile"] is Kind.NONE
     assert kinds["dataloader_pin_memory"] is Kind.SAME
@@ -579,7 +579,7 @@ def test_nothing_is_overwritten(write: Write, capsys):
         ('{"debug": true}', "a.json", "use --from training-arguments, --from deepspeed, --from accelerate"),
     ],
 )
-def test_files_that_cannot_be_told(content: str, name: str, words: str, write: Write):
+def test_files_of_an_unknown_tool(content: str, name: str, words: str, write: Write):
     with pytest.raises(UsageError) as caught:
         convert([write(content, name)])
     assert words in str(caught.value)
@@ -606,7 +606,7 @@ def test_values_that_cannot_be_are_refused_at_once_with_their_places(of_argument
         of_arguments(learning_rate=-1)
 
 
-def test_sections_that_two_tools_share_are_told_by_their_form(write: Write):
+def test_shared_sections_are_distinguished_by_their_form(write: Write):
     with pytest.raises(UsageError):
         convert([write({"fp16": 1})])
     assert convert([write({"bf16": {"enabled": True}})]).recipe["precision"] == "bf16"

@@ -14,7 +14,7 @@ from trainer.cli import main
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_give_what_the_page_shows(
+def test_examples_give_the_output_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,9 @@ def test_cuda_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("number", "version"), [(12080, (12, 8)), (11040, (11, 4)), (13000, (13, 0))])
-def test_the_driver_says_which_cuda_it_runs(monkeypatch: pytest.MonkeyPatch, number: int, version: tuple[int, int]):
+def test_the_cuda_version_is_read_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch, number: int, version: tuple[int, int]
+):
     def get_version(place: Any) -> int:
         place._obj.value = number
         return 0

@@ -27,7 +27,7 @@ def test_lines():
     ]
 
 
-def test_nothing_to_do_is_said():
+def test_an_empty_list_of_remedies_is_reported():
     assert list(lines(FOUND[:1], 90))[-1] == "\nno problems, no warnings"
 
 

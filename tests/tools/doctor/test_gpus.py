@@ -99,7 +99,7 @@ def test_gpus_are_described(tmp_path: Path, torch: TorchFacts, found: tuple, val
         ((12, 1), "sm_120", True),  # three digits
     ],
 )
-def test_code_runs_on_the_gpus_that_cuda_says(tmp_path: Path, capability, architectures: str, runs: bool):
+def test_compiled_code_runs_on_gpus_of_its_architectures(tmp_path: Path, capability, architectures: str, runs: bool):
     torch = TorchFacts("2.13.0", cuda="12.8", architectures=tuple(architectures.split()))
     gpu = GpuFacts((gpus.Gpu("GPU", "", capability, None, 2**34, True),))
     assert answers(gpus.gpus, machine(tmp_path, torch, gpu))[0] == ("ok" if runs else "problem")
@@ -199,7 +199,7 @@ def test_an_nvidia_smi_of_another_architecture(tmp_path: Path):
     assert (status, value) == ("problem", f"{tmp_path}/nvidia-smi cannot be started: Exec format error")
 
 
-def test_free_memory_is_asked_of_nobody_where_there_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_is_not_queried_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subprocess, "run", None)
     assert answers(gpus.gpu_memory, machine(tmp_path, CUDA, NEW)) == ("ok", "unknown: there is no nvidia-smi")
     assert answers(gpus.gpu_memory, machine(tmp_path)) == ("ok", "no GPU in use")

@@ -95,7 +95,7 @@ def test_a_question_after_a_crash_has_its_error(begin):
     assert error.value.kind is GlooFacts
 
 
-def test_closing_ends_the_process_and_what_it_started(begin):
+def test_closing_ends_the_process_and_its_children(begin):
     def start_another() -> Facts:
         if os.fork() == 0:
             time.sleep(60)

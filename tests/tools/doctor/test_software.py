@@ -62,7 +62,7 @@ def test_dependencies_are_held_to_their_ranges(installed, changes: dict[str, str
     assert answers(software.dependencies, machine()) == (status, value)
 
 
-def test_the_remedy_names_what_to_install(installed):
+def test_the_remedy_names_the_package(installed):
     installed["rich"] = "13.0.0"
     assert software.dependencies(machine()).remedy == 'pip install "rich<16,>=14"'
 

@@ -373,7 +373,7 @@ def test_a_share_of_a_checkpoint_is_no_work_of_a_step():
         assert plan_step(plan, 0, LENGTH).totals.work == found
 
 
-def test_fsdp_shards_what_ddp_holds():
+def test_fsdp_shards_the_state_of_ddp():
     keys = {"training": {"global_batch_size": 64, "micro_batch_size": 4}}
     ddp, fsdp = (
         plan_step(plan_run(recipe_of({**keys, "parallel": {"strategy": strategy}}), 16), 3, LENGTH).resident

@@ -82,7 +82,7 @@ def test_a_recipe_to_write_is_refused_before_the_search(
     assert words in capsys.readouterr().err
 
 
-def test_a_search_keeps_what_the_user_gave_and_ends_after_its_plans(recipe: Path):
+def test_a_search_keeps_given_keys_and_ends_after_its_plans(recipe: Path):
     devices = parse_devices("4xA100-40")
     found = LayoutSearch(str(recipe), ["parallel.tensor=2", "parallel.strategy=ddp"], devices, most_plans=1).fastest()
     (choice,) = found.choices
@@ -115,7 +115,7 @@ def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
 
 
 @pytest.mark.slow
-def test_several_processes_find_what_one_finds(recipe: Path, monkeypatch: pytest.MonkeyPatch):
+def test_several_processes_find_the_result_of_one(recipe: Path, monkeypatch: pytest.MonkeyPatch):
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # torch then marks the steps of its subclasses twice
     words = ["parallel.strategy=ddp", "training.micro_batch_size=4"]
     alone = LayoutSearch(str(recipe), words, parse_devices("2xA100-40"), most_plans=2).fastest()
@@ -162,7 +162,7 @@ class TestVariants:
         assert found["ddp", "interleaved_1f1b", two] == pytest.approx(0.8 / (1 - bubble))
         assert found["zero1", "", ("parallel.tensor=2",)] == 0.0
 
-    def test_those_that_cannot_be_among_the_fastest_are_not_planned(self, recipe: Path):
+    def test_variants_that_cannot_be_fastest_are_not_planned(self, recipe: Path):
         search = LayoutSearch(str(recipe), [], parse_devices("8xA100-40"), most_plans=1000)
         tried: list[tuple[str, ...]] = []
 

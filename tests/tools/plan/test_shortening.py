@@ -73,7 +73,7 @@ NIGHTLY = ("fsdp x tensor x sequence", "one microbatch", "recomputed in bf16")
         for name, case in CASES.items()
     ],
 )
-def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any], world_size: int):
+def test_a_shortened_model_gives_the_plan_of_the_whole_model(keys: dict[str, Any], world_size: int):
     def planned() -> StepPlan:
         recipe = recipe_of({"model": DEEP_BERT, "training": FEW_ROWS, **keys})
         return plan_step(plan_run(recipe, world_size), world_size - 1, LENGTH)
@@ -102,7 +102,7 @@ def test_a_shortened_model_gives_the_plan_of_the_whole_one(keys: dict[str, Any],
     ],
     ids=str,
 )
-def test_batches_of_tensors_are_those_of_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
+def test_batches_of_tensors_cover_all_layers(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensor_batches, "MOST", 3 * SMALL_BERT["hidden_size"] ** 2)  # fewer than the layers have
     optimizer = {"name": name, "learning_rate": 0.1}
     model = {**DEEP_BERT, "freeze": ["layer.0"], "unfreeze_at_step": 2}

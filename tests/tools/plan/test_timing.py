@@ -340,7 +340,7 @@ def test_measured_costs_are_interpolated():
      ("H200", "NVIDIA H200"), ("B200", "NVIDIA B200"), ("L4", "NVIDIA L4"), ("L40S", "NVIDIA L40S"),
      ("A10", "NVIDIA A10"), ("RTX-4090", "NVIDIA GeForce RTX 4090")],
 )  # fmt: skip
-def test_peaks_are_those_of_the_meter(device: str, name: str):
+def test_peaks_equal_the_meter(device: str, name: str):
     machine = parse_devices(device).machine
     assert machine
     for precision in ("fp32", "fp16", "bf16"):
@@ -399,7 +399,7 @@ def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_measured_speeds_are_those_of_as_many_ranks(tmp_path: Path, ranks: int):
+def test_measured_speeds_are_of_the_same_number_of_ranks(tmp_path: Path, ranks: int):
     file = tmp_path / "here.json"
     points = {str(number): {"matmul": {"fp32": [[1e6, number]]}, "host": [1e-5], "overlap": 0.0} for number in (1, 2)}
     figures = {**json.loads((HARDWARE / "CPU.json").read_text()), "measured": points}

@@ -61,7 +61,7 @@ def test_the_page_of_a_run_shows_its_metrics(tmp_path: Path):
     assert {"gradient norm before clipping", "learning rate", "throughput"} <= drawn.keys()
 
 
-def test_a_run_that_has_learned_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_without_progress_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # Its labels are random, and its metrics are those of one class.
     recipe = str(write_tiny_run(tmp_path, logging={"to": ["console", "jsonl"], "every": "1 step"}))
     assert main(["run", recipe, "training.max_steps=6", "optimizer.learning_rate=50"]) == 0
