@@ -374,6 +374,7 @@ def _recipe_for_pods(job: _Job, maps: Mapping[str, str]) -> tuple[str, list[str]
     for key, paths in mapped.items():
         section, _, name = key.partition(".")
         recipe[section][name] = _all_mapped(job, key, paths)
+    # The command of the pods has these keys as arguments, which take precedence over the file.
     del recipe["checkpoint"]["folder"]
     if _POD_JOIN_TIMEOUT in added:
         del recipe["parallel"]["join_timeout"]
@@ -438,6 +439,7 @@ def _yaml(word: str) -> str:
 
 def _shortened(job: _Job, not_allowed: str) -> str:
     """Return a job name made from the recipe's name, without the characters of `not_allowed`."""
+    # The cut at the limit may leave a hyphen at the end, which names of pods must not have.
     name = re.sub(not_allowed, "-", job.resolved.recipe.name.lower()).strip("-.")[:_MOST_LETTERS].strip("-.")
     return name if re.match(r"[a-z]", name) else f"trainer-{name}"[:_MOST_LETTERS].strip("-.")
 

@@ -288,6 +288,7 @@ class _Advisor:
         if not steps or not steps[-1].tokens or not steps[-1].samples:
             return None
         # Tokens leave the padding out, and a plan needs the widths with it.
+        # Metrics may state that all positions are padding, and the division needs a positive share.
         width = steps[-1].tokens / steps[-1].samples / max(1e-3, 1 - (self._parts.padding or 0.0))
         return max(1, min(round(width), getattr(self._own.data, "max_length", None) or round(width)))
 

@@ -126,6 +126,7 @@ class Machine:
                 f"`tf32` is true, but {self.name} has no TF32 in its hardware file; set it to false, or plan for a GPU"
                 " from the Ampere generation on"
             )
+        # Measured points have precedence over data sheets, so the points of fp32 need the change too.
         measured = {
             count: {**found, "matmul": {**found["matmul"], "fp32": found["matmul"]["tf32"]}}
             for count, found in self.figures.get("measured", {}).items()
@@ -171,6 +172,7 @@ class Machine:
         collectives = {
             name: cost(link, points).scaled(share("link")) for name, points in measured.get("collectives", {}).items()
         }
+        # A collective without measured points costs as many seconds for each round as an all-reduce.
         sent = collectives.get("allreduce_", cost(link).scaled(share("link")))
         kernels = measured.get("kernels", {})
         operation = figures["operation_us"]

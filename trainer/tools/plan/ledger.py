@@ -144,6 +144,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._splits = splits
         self._component: dict[int, str] = {}  # by storage
         self._bytes: dict[int, int] = {}
+        # Reentrant, because a finalizer may run while the same thread holds the lock in `_set_size`.
         self._lock = threading.RLock()  # threads of gloo end tensors too
         self._alive: Counter[str] = Counter()
         self._names: dict[nn.Module, str] = {}
@@ -341,6 +342,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         node = torch._C._current_autograd_node()
         if node is not None:
+            # Only the node of a module's output has the name, and the nodes behind it keep that name.
             self._behind = cast(dict[str, str], node.metadata).get(_MODULE, self._behind)
         self._has_passed = True
         # What forward passes keep for the first backward pass: a second microbatch adds nothing new.
@@ -350,6 +352,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._default is not None:
             return self._default
         if function.namespace == "fsdp":
+            # FSDP's other operation, `chunk_cat`, fills the buffer of gradients that a reduce-scatter sends.
             return GATHERED if "all_gather" in function.__name__ or "split" in function.__name__ else COMMUNICATION
         if function.namespace == "bitsandbytes":
             return CASTS
@@ -394,6 +397,7 @@ def on_host(component: str) -> str:
 
 
 def _in_backward() -> bool:
+    # Torch has the id -1 outside of backward passes.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -64,6 +64,7 @@ class RecipePlan:
             offloaded = sum(sum(step.host.values()) for step in own) + self._kept(index)
             alive = sum(step.peak.num_bytes for step in own) if self.devices.is_cpu else 0
             between = sum(sum(step.resident.values()) for step in own) if self.devices.is_cpu else 0
+            # Each rank collects one file at a time, and all files together are no larger than the model.
             exported = min(sum(step.saved for step in self.steps), len(own) * LARGEST_FILE_BYTES)
             # An export and a checkpoint follow each other, so the larger one counts.
             saving = between + max(exported, copies * sum(step.share for step in own))
@@ -227,6 +228,7 @@ def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], Traffic]:
     """Return the calls and bytes of the collectives of a step, by operation and axis."""
     sums: dict[tuple[str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
     for collective, traffic in step.totals.traffic.items():
+        # Names of c10d's operations begin or end with `_`, such as `allreduce_` and `_allgather_base_`.
         key = (collective.operation.strip("_"), step.axes.get(collective.group, "all"))
         sums[key] = plus(sums[key], traffic)
     return dict(sums)

@@ -103,6 +103,8 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                         f"parallel.sequence={sequence}",
                         "parallel.context=1",
                         f"parallel.pipeline.stages={stages}",
+                        # Tensor ranks are neighbours on one machine, so its other ranks shard, and the replicas are on
+                        # other machines.
                         *([f"parallel.shard={local // tensor}"] if row.groups else []),
                     ),
                 )
@@ -275,6 +277,8 @@ class LayoutSearch:
         # Forks would inherit the locks of torch's threads.
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             try:
+                # A list submits all layouts before the first result is awaited; a generator would run one after the
+                # other.
                 for future in [pool.submit(self._try, layout) for layout in layouts]:
                     yield future.result()
             except BrokenProcessPool as error:
@@ -283,6 +287,7 @@ class LayoutSearch:
                     " full (each needs about half a GiB); free memory, or plan fewer layouts with `--plans`"
                 ) from error
             finally:
+                # `_tried` closes this generator when no plan is left, and no worker may then begin another layout.
                 pool.shutdown(cancel_futures=True)
 
     def _try(self, layout: tuple[str, ...]) -> Tried:
@@ -316,6 +321,7 @@ class LayoutSearch:
     def _fitting(self, layout: tuple[str, ...]) -> Iterator[Choice]:
         """Yield plans of a layout that fit; offload, which is slow, only where nothing else fits."""
         fits = False
+        # Both are equal if the recipe recomputes already, or if the user gave the key; then one of them is planned.
         for recomputed in dict.fromkeys((layout, (*layout, *self._free(_RECOMPUTED)))):
             choice = self.largest_microbatch(recomputed)
             if choice is not None:
@@ -331,6 +337,7 @@ class LayoutSearch:
     def _offloaded(self, layout: tuple[str, ...]) -> tuple[str, ...]:
         """Return a layout with recomputation and the most offload; empty if it has none that the user left open."""
         parallel = self._load(layout).recipe.parallel
+        # Tables of strategies list `offloads` from none to the most.
         most = STRATEGIES[parallel.strategy].offloads[-1]
         if parallel.offload != "none" or most == "none" or "parallel.offload" in self._given:
             return ()
@@ -364,6 +371,7 @@ class LayoutSearch:
             lambda rows: (
                 f"training.global_batch_size={rows * ranks}",
                 f"training.micro_batch_size={rows}",
+                # With `micro_batch_tokens`, a plan does not read the number of rows.
                 *["training.micro_batch_tokens=null"] * (plan.recipe.training.micro_batch_tokens is not None),
             ),
             range(1, _MOST_ROWS),
@@ -392,6 +400,7 @@ class LayoutSearch:
                 " `model.name_or_path` to null"
             )
         config = _config(plan)
+        # `attribute_map` of transformers has a model's own names, such as `n_embd` of GPT-2 for `hidden_size`.
         names = {name: config.attribute_map.get(name, name) for name in (*_WIDTHS, "num_hidden_layers")}
         own: dict[str, int] = {}
         for key in names.values():
@@ -420,6 +429,7 @@ class LayoutSearch:
         if not numbers:
             return None
         return self._largest(
+            # In floating point, the cube root of a cube may miss the whole number by a bit.
             lambda cube: tuple(f"model.config.{key}={scaled(key, round(cube ** (1 / 3)))}" for key in own),
             [number**3 for number in numbers],
         )

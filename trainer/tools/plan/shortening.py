@@ -56,6 +56,7 @@ def shorten(model: nn.Module, stacks: Iterable[Stack], longer: int | None) -> di
         # The last layer stays too, because other tensors are alive at the ends of a stack.
         del layers[stack.first + kept - 1 : stack.first + stack.number - 1]
         positions = [_FIRST, *[_BETWEEN] * (kept - FEWEST), _LAST]
+        # The list may have other layers behind the stack, which keep their own names.
         for position, layer in zip(positions, list(layers)[stack.first :], strict=False):
             for name, module in layer.named_modules(prefix=f"{stack.name}.{position}"):
                 names[module] = name
@@ -81,6 +82,7 @@ def lengthen(base: StepPlan, longer: Mapping[int, StepPlan], stacks: Sequence[St
         share += (number - FEWEST) * (found.share - base.share)
         # base + (number - FEWEST) * (found - base).
         totals = totals.plus(found.totals, number - FEWEST).plus(base.totals, FEWEST - number)
+    # The sign `+` of a `Counter` drops the components without bytes.
     return replace(
         base, resident=+resident, held=+held, host=+host, peaks=_peaks(base, longer, stacks), gradients=gradients,
         totals=totals, share=share,

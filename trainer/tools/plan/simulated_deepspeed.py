@@ -96,6 +96,7 @@ _CREATORS = {
         "copy_grads_in_partition": GRADIENTS,
     },
     f"{_STAGE_3}.DeepSpeedZeroOptimizer_Stage3": {
+        # Python puts the class before names of methods that begin with two underscores.
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": COMMUNICATION
     },
     f"{_FETCHING}.PartitionedParameterCoordinator": {"_PartitionedParameterCoordinator__all_gather_params": GATHERED},

@@ -39,6 +39,7 @@ _MISSING = object()
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Give attributes of a module, a class or an object of a library other values, where it offers no other way."""
+    # By `vars`, because `getattr` would find inherited attributes, and the functions inside of static methods.
     before = {name: vars(owner).get(name, _MISSING) for name in values}
     try:
         for name, value in values.items():

@@ -346,6 +346,7 @@ def _fill_gradients(engine: NativeEngine, ledger: Ledger) -> list[torch.Tensor]:
                 unused.append(gradient)
             else:
                 parameter.grad = gradient
+    # Every update of a run has this flag, and optimizers copy their old numbers only if there is one.
     engine.optimizer.found_inf = torch.zeros(())
     return unused
 
@@ -430,5 +431,6 @@ def _label_model(ledger: Ledger, engine: Engine, built: Sequence[PlacedModel], o
 
 def group_axes(mesh: ParallelMesh, engine: Engine) -> dict[str, str]:
     """Return the axis of each process group, by its name; a joint axis may share the group of its only part."""
+    # Later names win where axes share a group: a part replaces the axis of rows, and `dp` replaces its only part.
     axes = {str(mesh.process_group(axis).group_name): axis for axis in (ROWS_AXIS, *AXES, "dp") if mesh.size(axis) > 1}
     return axes if isinstance(engine, NativeEngine) else axes | {group_of(engine): "dp"}

@@ -293,6 +293,7 @@ class _Estimate:
         plan, pipeline = self._plan, self._plan.pipeline
         if pipeline is None:
             return 0, 0.0, 0.0, None
+        # The totals of a rank hold each microbatch once for each of its stages, and an action is one of these.
         number = plan.batch.num_microbatches * pipeline.stages_per_rank
         seconds: dict[str, list[float]] = defaultdict(list)  # of one action of each rank
         for step, (compute, host) in zip(self._steps, found, strict=True):
@@ -307,6 +308,7 @@ class _Estimate:
             for one in self._collectives(step)
             if one.operation in POINT_TO_POINT and one.axis != CONTEXT_AXIS
         ]
+        # A timeline has one length of a message, so it is the mean over the messages of all stages.
         send = sum(one.seconds for one in messages) / max(1, sum(one.calls for one in messages))
 
         def cost(action: Action) -> float:

@@ -90,6 +90,7 @@ def sum_of(first: Mapping[_Key, _Sum], second: Mapping[_Key, _Sum], times: int =
     """Return the sums of two tables, the second one taken `times` times, which may be negative."""
     total = dict(first)
     for key, amount in second.items():
+        # A missing key counts as 0, so its sum is one amount and `times - 1` more.
         total[key] = plus(total[key], amount, times) if key in total else plus(amount, amount, times - 1)
     return total
 
@@ -104,6 +105,7 @@ def _bytes_moved(packet: Any, inputs: list[Tensor], outputs: list[Tensor]) -> in
     # An operation on all parameters writes into its inputs; `_foreach_copy_` reads one list and writes the other.
     if outputs or not name.startswith(_OF_ALL_PARAMETERS) or name == "_foreach_copy_":
         return moved
+    # Fused Adam reads four lists, weights, gradients and two moments, and writes three of them.
     return moved * 7 // 4 if "_fused" in name else moved * 2  # all but the gradients is written too
 
 
