@@ -99,6 +99,7 @@ def _factored_update(
 
     def norms(tensors: Tensor) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(tensors.reshape(len(tensors), -1), dim=1)
+        # In fp64, because torch's class computes the rate and the clipping with Python's numbers.
         return found.double()
 
     smallest, length = torch.finfo(weight.dtype).eps, weight[0].numel() ** 0.5
@@ -109,6 +110,7 @@ def _factored_update(
     rate = steps.rsqrt().clamp(max=group["lr"]) * (norms(weight) / length).clamp(min=group["eps2"])
     if "variance" in state:
         new["variance"] = state["variance"].lerp(gradient.square(), fresh)
+        # The default `eps1` of torch's class is the epsilon of the type, and it bounds the second moment by its square.
         update = new["variance"].clamp(min=smallest**2)
     else:
         for key, dim in (("row_var", -1), ("col_var", -2)):

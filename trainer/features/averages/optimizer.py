@@ -58,6 +58,7 @@ class Averages(OptimizerUpdate):
                 average.lerp_(local_part(parameter.detach()), weight)
             else:
                 state[_OTHER] = parameter.detach().clone()
+        # Bad steps count here too, until `count_as` brings the number of good ones from flags that the host has read.
         self._num_averaged += 1
         return loss
 

@@ -94,6 +94,7 @@ class RoundedUpdate(OptimizerUpdate, PartlyAdamW):
             exact.view(torch.int32).add_(torch.cat(all_of(COMPENSATION)))
         adamw(
             _split_like(weights, exact),
+            # A gradient may have other strides than its weights, and a piece must hold the same elements of both.
             [_flat(cast(Tensor, piece.parameter.grad).contiguous(), piece) for piece in batch],
             all_of("exp_avg"),
             all_of("exp_avg_sq"),

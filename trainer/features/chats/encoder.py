@@ -57,6 +57,7 @@ class TemplateChats(Chats):
         for text, parts in texts:
             ids, spans = _spans(text, tokenizer)
             trained = _trained(spans, parts)
+            # The first token of a text has no loss, because a model predicts each token from those before it.
             if not any(trained[1:]):
                 raise DataError(
                     f"{place} is a chat with an assistant turn without tokens; fill it, or leave the row out"
@@ -290,6 +291,7 @@ def _by_turn(
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(marked) == len(places):
         return [[span] for span in marked]
+    # A template may end a shorter chat in another way, so its text counts as far as both agree.
     starts = [len(_common_start(text, template.write(messages[:index], place, tools))) for index in places]
     turns: list[Spans] = [[] for _ in places]
     for span in marked:

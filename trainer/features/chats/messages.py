@@ -115,6 +115,7 @@ def _tool_calls(calls: Any, content: Any, template: ChatTemplate, place: str) ->
     if not isinstance(found, list) or not all(isinstance(call, dict) for call in map(parsed, found)):
         raise DataError(f"{place} must have a list of objects as tool calls, but has {calls!r:.80}; correct it")
     form = content if content is None or content == "" else "content"
+    # Two calls stand for all larger numbers, so that few results are cached.
     if not writes_calls(template, form, min(len(found), 2)):
         kind = "tool calls"
         if writes_calls(template, form, 1):
@@ -215,6 +216,7 @@ def require_written(
         for key, part, other in _texts(message, at in trained):
             if other == message[key] or not part.strip():
                 continue
+            # A text that stands in another message or in the template would be found even if this message is left out.
             stands_elsewhere = given.count(json.dumps(part, ensure_ascii=False)[1:-1]) > 1
             if not stands_elsewhere and (part in text or _squeezed(part) in squeezed):
                 continue

@@ -50,13 +50,16 @@ class _Watcher:
 
     def _watch(self, watched: threading.Thread) -> None:
         while watched.is_alive():
+            # Not for ever, so that this thread ends after the watched one.
             self.begun.wait(1)
             time.sleep(_INTERVAL_SECONDS)
             with self.lock:
                 if self.block is None:
                     self.begun.clear()
+                # One error for each block, since a second one could reach the code behind it.
                 elif self.block.error is None and (error := self.block.exceeded(self.clock)) is not None:
                     self.block.error = error
+                    # CPython declares an unsigned long, and without a type ctypes passes an int.
                     thread = ctypes.c_ulong(watched.ident or 0)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
 
@@ -85,6 +88,7 @@ def watched(seconds: float, num_bytes: int, too_slow: type[BaseException]) -> It
         with watcher.lock:
             watcher.block = None
         raise
+    # Under the lock, so that no error is sent after the block has ended.
     with watcher.lock:
         watcher.block = None
     while block.error is not None:  # it is on its way

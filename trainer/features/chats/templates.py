@@ -65,6 +65,7 @@ class ChatTemplate:
                 ' `model.tokenizer`, or add "chat_template" to the `tokenizer_config.json` of a copy'
             )
         special = tokenizer.special_tokens_map.items()
+        # Tuples, because `lru_cache` keeps the forms that a template reads and hashes its fields.
         frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in special)
         text = tokenizer.get_chat_template(tools=list(tools) if tools else None)
         return cls(name, text, frozen, getattr(tokenizer, _DATE, None))
@@ -94,6 +95,7 @@ class ChatTemplate:
         from transformers.utils import chat_template_utils
 
         _bound_sandbox(chat_template_utils)
+        # Arrow writes null for keys that a message lacks, and templates would find them defined.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         special = {key: list(value) if isinstance(value, tuple) else value for key, value in self.special}
         limit = None
@@ -127,6 +129,8 @@ class ChatTemplate:
         if self.date is None:
             yield
             return
+        # transformers caches compiled templates, so `render_jinja_template` renders this object; its globals hide those
+        # of the environment.
         names = module._compile_jinja_template(self.text).globals
         names[_TODAY] = datetime.fromisoformat(self.date).strftime
         try:
@@ -168,9 +172,11 @@ def _limited() -> Iterator[None]:
             yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # The handler is set before the timer and goes after it, because by default SIGPROF ends the process.
     before = signal.signal(signal.SIGPROF, _stop_template)
     try:
         if (used := _address_space()) is not None:
+            # `RLIMIT_AS` counts the whole address space, with all libraries that the process has mapped.
             limits = [limit for limit in (used + _BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
             resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
         signal.setitimer(signal.ITIMER_PROF, _SECONDS)
@@ -217,6 +223,8 @@ def _bound_sandbox(module: Any) -> None:
     sandbox: Any = module.ImmutableSandboxedEnvironment
 
     class Bounded(sandbox):  # type: ignore[misc]
+        # Jinja passes these operators alone to `call_binop`; a sum has one bit more than its operands, and needs no
+        # limit.
         intercepted_binops = frozenset({"*", "**", "//", "%"})
 
         def __init__(self, **options: Any) -> None:
@@ -232,6 +240,7 @@ def _bound_sandbox(module: Any) -> None:
             return super().call_binop(context, operator, left, right)
 
     module.ImmutableSandboxedEnvironment = Bounded
+    # Templates that were compiled before belong to the old sandbox.
     module._compile_jinja_template.cache_clear()
 
 
@@ -327,6 +336,7 @@ def end_of_call(template: ChatTemplate) -> str:
 
 
 def _call(arguments: Any, name: str = "name") -> dict[str, Any]:
+    # Templates of Mistral refuse ids of other lengths than nine letters and digits.
     return {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

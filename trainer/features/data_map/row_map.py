@@ -246,6 +246,7 @@ def _maker(mapped: Mapped) -> _Maker:
         beside = () if keys.system is None else (keys.system,)
         return _Maker((source, *beside), lambda _: json_chats(), lambda row: _chat(row[source], keys, row))
     if (table := mapped.values) is not None:
+        # `MappedColumn.problem` refuses values of several types, so the first one has the type of all.
         kind = {str: "string", bool: "bool", int: "int64", float: "float64"}[type(next(iter(table.values())))]
         return _Maker((source,), _values(kind), lambda row: _looked_up(row[source], table, source))
     if mapped.type is None:
@@ -278,6 +279,7 @@ def _flagged(mapped: FlagColumns) -> _Maker:
 
 def _flag(value: Any, source: str) -> bool:
     try:
+        # The text of a float is "1.0", which `_boolean` does not know.
         return _boolean(int(value) if isinstance(value, float | Decimal) and value in (0, 1) else value)
     except ValueError:
         raise ValueError(f"column `{source}` must be 0 or 1, but is {value!r}") from None
@@ -361,6 +363,7 @@ def _looked_up(value: Any, table: Mapping[str, Any], source: str) -> Any:
     if isinstance(number, float) and math.isfinite(number):
         # A class such as 1 may be "1" or "1.0" in the source.
         texts += [text_of(number), *([str(int(number))] if number.is_integer() else [])]
+    # Python and spreadsheets write booleans like this, and JSON in lower case.
     if texts[0] in ("True", "TRUE", "False", "FALSE"):
         texts.append(texts[0].lower())
     if text := next((text for text in texts if text in table), None):

@@ -158,6 +158,7 @@ class Comparison:
         """Return the condition that a column has another value."""
         text = f"{column} != {json.dumps(value, ensure_ascii=False)}"
         found = _COMPARISON.fullmatch(text)
+        # A name that the pattern would divide, such as one with an operator in it, is written as JSON.
         return text if found and found["column"] == column else f"{json.dumps(column)}{text.removeprefix(column)}"
 
     def holds(self, value: Any) -> bool:

@@ -32,6 +32,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
     }
     if stage == 3:
         zero["offload_param"] = {"device": "cpu" if parallel.offload == "parameters" else "none"}
+        # By default, parameters of fewer than 100,000 elements stay gathered on each rank between their uses.
         zero["stage3_param_persistence_threshold"] = 0
         # DeepSpeed's linear layer adds the bias to the product in place. Selective checkpointing keeps the product, so
         # the recomputation would add the bias again.
@@ -43,6 +44,7 @@ def deepspeed_config(plan: RunPlan) -> dict[str, Any]:
         # DeepSpeed requires that this number, the steps of accumulation and the data ranks multiply to the first one.
         "train_micro_batch_size_per_gpu": plan.batch.rank_batch_size,
         "gradient_accumulation_steps": 1,
+        # DeepSpeed clips if this number is above 0, and takes 1.0 if the key is missing.
         "gradient_clipping": plan.recipe.training.max_grad_norm or 0.0,
         "communication_data_type": parallel.communication.gradients,
         "prescale_gradients": False,

@@ -52,6 +52,7 @@ class MeshTopology:
     """The mesh as DeepSpeed's `mpu` (the interface of Megatron-LM's `parallel_state`)."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
+        # `tensor_model` is the spelling of newer versions of Megatron-LM, and DeepSpeed asks for both.
         for words, axis in (("model", ROWS_AXIS), ("tensor_model", ROWS_AXIS), ("data", "dp")):
             setattr(self, f"get_{words}_parallel_rank", partial(mesh.index, axis))
             setattr(self, f"get_{words}_parallel_world_size", partial(mesh.size, axis))

@@ -193,6 +193,7 @@ def updates_gathered_rounded(zero: Any) -> Iterator[None]:
                 sent = torch.empty_like(flat, dtype=dtype)
                 own, parts = parts[index], sent.chunk(len(parts))
                 parts[index].copy_(own)
+            # The limit is one of elements that arrive from all ranks, so each rank sends its share of them.
             bucket = max(1, options["allgather_bucket_size"] // len(parts))
             if bucket >= len(parts[0]) or torch.distributed.get_backend(group) != "gloo":
                 gather([sent], [parts], [group], **options)

@@ -163,6 +163,7 @@ class _Folder:
                 f"{self._place}, but {path}/{SAFE_WEIGHTS_NAME} is missing; save the model again with"
                 " sentence-transformers, which writes safetensors"
             )
+        # The default of `Dense` in sentence-transformers is Tanh.
         name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
         sizes = _size(config, "in_features"), _size(config, "out_features")
         layer = DenseLayer(file, folder, *sizes, config.get("bias") is not False, name)
@@ -288,6 +289,7 @@ def _poolings_of(config: Mapping[str, Any], place: str) -> list[str]:
         found = [names.name for names in POOLINGS.values() if config.get(names.switch)]
         known = {names.switch for names in POOLINGS.values()}
         unknown = [key for key, value in config.items() if key.startswith(_SWITCH) and value and key not in known]
+        # Without any switch, `Pooling` takes the mean by default.
         return [*found, *(key.removeprefix(_SWITCH) for key in unknown)] or ["mean"]
     if not isinstance(modes, str | list) or not modes:
         raise UsageError(f"{place}, but `pooling_mode` must be a name or a list of names, and is {modes!r}; correct it")

@@ -113,5 +113,6 @@ def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
         return states.masked_fill(weights == 0, -torch.inf).amax(1)
     if pooling == "weighted_mean":
         weights = weights * places[:, None]
+    # The bound of `Pooling` in sentence-transformers, for texts without a token to pool.
     total = weights.sum(1).clamp(min=1e-9)
     return (states * weights).sum(1) / (total.sqrt() if pooling == "mean_sqrt_length" else total)

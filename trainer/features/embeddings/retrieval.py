@@ -36,6 +36,7 @@ class Retrieval:
             embeddings: the embeddings `[rows, texts, hidden]`; equal ones for texts with the same tokens.
             columns: the texts of the rows by column: queries, right answers, and any number of wrong answers.
         """
+        # In fp32, the first cosine below 1 is that of an angle of 3e-4; fp64 tells angles of `_EQUAL_ANGLE` apart.
         unit = F.normalize(embeddings.double(), dim=-1)
         anchors, *others = (np.array(list(column), object) for column in columns)
         # Equal queries are one query with several right answers.

@@ -45,6 +45,7 @@ class Peers:
     @contextmanager
     def serving(self, open_local: Opener, mesh: ParallelMesh) -> Iterator[None]:
         """Answer questions of other ranks for blocks of this rank's files in the block; all ranks must enter it."""
+        # A daemon, because after an error in the block no rank sends the message that ends it.
         thread = threading.Thread(target=self._serve, args=(open_local,), name="shares", daemon=True)
         thread.start()
         yield

@@ -501,6 +501,7 @@ def key_gradient_kernel(
     mask_strides = _strides_of(mask_row, mask_head, mask_query, mask_key, UNIT)
     bias_strides = _strides_of(bias_row, bias_head, bias_query, bias_key, UNIT)
     program = tl.program_id(0)
+    # Under a causal mask, the first keys are seen by the most queries, so this order too has the longest first.
     block = program % num_blocks
     key_head, row = (program // num_blocks) % num_key_heads, (program // num_blocks // num_key_heads).to(tl.int64)
     first_key = block * BLOCK_N

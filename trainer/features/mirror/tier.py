@@ -55,6 +55,7 @@ def open_place(url: str) -> tuple[Any, str]:
 
     problem = f"`checkpoint.mirror` must be a place that fsspec can open, but is {without_secrets(url)}"
     try:
+        # A cached instance would share the connection on which an earlier question may still wait.
         files, path = _answer(lambda: url_to_fs(url, skip_instance_cache=True))
     except (ImportError, ValueError) as error:
         raise UsageError(
@@ -387,6 +388,7 @@ class Mirror(Tier):
                 raise ValueError(f"it is damaged: {name} has {size} bytes and should have {num_bytes or 'fewer'}")
             with self._refusing(f"{self._folder(step)}/{name}", "downloaded"):
                 self._ask(partial(self._files.get_file, remote, str(local)), num_bytes or 0)
+            # `adopt` renames the folder, and the files must be on the disk before the name is.
             sync(local)
 
         # These two come first: they name the other files and their sizes.

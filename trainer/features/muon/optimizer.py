@@ -67,6 +67,8 @@ class Muon(PartlyAdamW):
         write_unless(flag, momenta, old, momentum)
         del gradient, old, momentum
         whole = self._whole.gather(batch, update)
+        # Of the whole shape: torch's factor is 0.2 * sqrt(max(rows, columns)), and a part would give each layout
+        # another one.
         rate = _adjust_lr(group["lr"], "match_rms_adamw", whole.shape[1:])
         update = self._whole.parts(batch, orthogonalised(whole, group["iterations"]))
         weights = [local_part(parameter.detach()) for parameter in batch]

@@ -85,6 +85,7 @@ class ParquetReader(Reader):
         with _with_dictionaries(path) as file:
             for number in range(file.num_row_groups):
                 first = next(file.iter_batches(1, row_groups=[number]), None)
+                # A batch of one row has the whole dictionaries of its row group.
                 longest = max(map(_longest, first.columns if first else ()), default=0)
                 group = file.metadata.row_group(number)
                 for column in map(group.column, range(group.num_columns)):

@@ -16,6 +16,7 @@ def tokens_of_whole_pair(texts: Sequence[str], tokenizer: Tokenizer, place: str)
     end = end_token(tokenizer)
     one, other = framed(texts, tokenizer, end)
     number = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    # Special tokens begin all texts alike, so texts with the same start must share their first letter too.
     starts = {text.lstrip()[:1] for text in texts}
     if one == other or number == 0 or len(starts) > 1:
         problem = "continue in different ways" if one == other else "start with the same text"

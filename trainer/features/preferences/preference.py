@@ -266,6 +266,7 @@ class PreferenceTask(TokenLabels):
         # Ignored labels have a loss of 0.
         logps = -(losses * answer).sum(-1)
         reference = inputs[_REFERENCE].to(logps.dtype) if _REFERENCE in inputs else torch.zeros_like(logps)
+        # An answer may have no token left after the cut to `max_length`, and means divide by this number.
         lengths = answer.sum(-1).clamp(min=1)
         nll = losses.sum(-1) / labelled.sum(-1).clamp(min=1)
         desirable = torch.zeros_like(logps)

@@ -91,6 +91,7 @@ def _compute(
 def _read(entry: Path) -> Tensor | None:
     """Return the values of an entry; None if there is none, or it is damaged."""
     try:
+        # A copy, because entries are mapped for reading only, and torch does not support arrays that cannot be written.
         return torch.from_numpy(open_entry(entry, verify=True).arrays[REFERENCE].copy())
     except (FileNotFoundError, CorruptEntryError):
         return None

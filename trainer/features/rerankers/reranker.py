@@ -39,6 +39,7 @@ Loss = Literal["binary_cross_entropy", "cross_entropy", "list_net", "lambda"]
 
 _ABSENT = -1.0  # the label of a document that the row does not have
 _NEVER = -1e16  # the score of such a document: a probability of 0, and finite in sums
+# The defaults of `LambdaLoss` with `NDCGLoss2PPScheme` in sentence-transformers.
 _MU, _LEAST_GAIN = 10.0, 1e-10
 
 
@@ -217,6 +218,8 @@ class RerankerTask(ScoredTexts):
         if self.loss == "lambda":
             return _lambda_loss(logits.masked_fill(~present, _NEVER), targets)
         if self.loss == "list_net":
+            # ListNet compares two softmaxes, of relevances and of scores (Cao et al. 2007, ICML), as
+            # sentence-transformers does.
             shares = targets.masked_fill(~present, -torch.inf).softmax(1)
             return F.cross_entropy(logits.masked_fill(~present, _NEVER), shares, reduction="sum")
         scaled = logits if self.scale is None else logits.sigmoid() * self.scale
@@ -249,6 +252,7 @@ class RerankerTask(ScoredTexts):
         found: dict[str, dict[str, tuple[float, float]]] = {}
         documents = self._documents(split.rows, split.where, 0)
         queries, labels_of = split.rows[self.query_column], predictions["labels"].tolist()
+        # scikit-learn refuses NaN, and a model that computes it must not rank a document first.
         rows = zip(queries, documents, alike.nan_to_num(_NEVER).tolist(), labels_of, strict=True)
         for query, texts, numbers, labels in rows:
             of_query = found.setdefault(query, {})

@@ -139,6 +139,7 @@ class ScheduleFreeAdamW(EngineOptimizer):
 
     def load(self, scalars: Mapping[str, float]) -> None:
         self.count_as(scalars)
+        # Checkpoints are saved while parameters hold x, and the loaded state has y.
         self._is_shown = True
 
     def _stepped(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor], float]]:

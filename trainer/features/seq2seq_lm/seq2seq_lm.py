@@ -127,6 +127,7 @@ class Seq2SeqLMTask(TokenLabels):
         texts = filled(rows, self.target, where, first_row, "every row needs a target, which may be an empty text")
         labels, cut = self._labels(texts, tokenizer)
         assert self.start_token is not None, "call `for_configuration` first"
+        # The decoder reads the labels one place later, as `shift_tokens_right` of transformers makes them.
         starts = [[self.start_token, *row[:-1]] for row in labels]
         return {**features, "labels": labels, "decoder_input_ids": starts, "cut_target": cut}
 

@@ -88,6 +88,7 @@ class StreamSource(RowSource):
             data.mixture,
             training.seed,
             run=recipe.checkpoint.folder,
+            # One window more than these rows fill, because they may begin in the middle of one.
             behind=1 + -(-rows_ahead // data.shuffle_window),
         )
         encoder = WindowEncoder(preparation.encoding(task, encoded), self._features, self._transform)

@@ -98,6 +98,7 @@ def _row_groups(shard: Shard) -> tuple[list[tuple[int, int]], int]:
             raw.seek(-_FOOTER_END, os.SEEK_END)
             length = int.from_bytes(raw.read(4), "little")
             raw.seek(-_FOOTER_END - length, os.SEEK_END)
+            # The footer has the place and size of each column chunk; a checksum of the pages would read the whole file.
             yield [(number, count) for number, count in enumerate(counts) if count], zlib.crc32(raw.read(length))
 
     return next(shard.resumed(0, begin, len))
@@ -155,6 +156,7 @@ def _parquet(raw: Any) -> Any:
     """Return an open shard as a Parquet file; its pages are read when they are needed."""
     from pyarrow.parquet import ParquetFile
 
+    # `pre_buffer` would load whole column chunks of a row group before its first row.
     return ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 

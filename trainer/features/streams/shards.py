@@ -117,6 +117,7 @@ def _opened(place: str) -> tuple[Any, str]:
 
     limit = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
     # Limits of silence and not of the whole answer: large shards take long.
+    # fsspec lets this argument replace the one of its configuration as a whole.
     options = {"timeout": limit, **conf.get(protocol, {}).get("client_kwargs", {})}
     return url_to_fs(place, client_kwargs=options)  # type: ignore[no-any-return]
 
@@ -181,6 +182,7 @@ def _listed(name: str, shown: str) -> tuple[Any, str, dict[str, Any]]:
     try:
         files, path = _opened(name)
         found = files.glob(path, detail=True) if glob.has_magic(path) else {path: files.info(path)}
+        # File systems list in any order, and the order of the shards decides the place of each row.
         shards = {place: info for place, info in sorted(found.items()) if info["type"] == "file"}
         # The list of a folder by HTTP has no sizes.
         shards = {place: files.info(place) if info.get("size") is None else info for place, info in shards.items()}

@@ -103,6 +103,7 @@ class Windows:
         return kept[1:]
 
     def _draws(self, *kind: int) -> np.random.Philox:
+        # Each draw has a key of its own, so a resumed run needs no state of a generator.
         return np.random.Philox(np.random.SeedSequence(self._seed, spawn_key=kind))
 
 

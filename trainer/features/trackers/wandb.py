@@ -97,6 +97,7 @@ class WandbService:
         """Raise the error of a folder that cannot be written; offline, the library loses points without a word."""
         if not self._run.offline or self._run.disabled:
             return
+        # Beside the files of the run, because another disk may have room.
         probe = Path(self._run.dir).parent / _PROBE
         try:
             probe.write_bytes(bytes(_ROOM_BYTES))

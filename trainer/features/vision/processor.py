@@ -82,6 +82,7 @@ class ImageProcessor:
         """Return the result before rescaling; `pixels` is `[height, width]` or `[height, width, 3]`."""
         # Pixels of 8 bits before the rescaling, so that a cache holds one byte for each channel.
         resized = self._process(pixels, do_rescale=False, do_normalize=False)
+        # A processor with fractions here fails the comparison in `_probe`, so the conversion loses nothing.
         return resized.astype(np.uint8, casting="unsafe")
 
     def _process(self, pixels: NDArray[np.uint8], **options: bool) -> NDArray[Any]:
