@@ -159,6 +159,7 @@ def _start(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
 
 def _stop(child: subprocess.Popen[str]) -> None:
     child.kill()
+    # It reads the rest of the pipes and waits, so that no process of the plan stays behind.
     child.communicate()
 
 

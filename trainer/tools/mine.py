@@ -87,6 +87,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
             f" negatives, but both are {output}; name another"
         )
     query, document, *_ = task.columns
+    # A pair that stands twice would get its negatives twice.
     pairs = list(dict.fromkeys(_pairs(request, recipe.data, query, document)))
     devices = _devices(processes)
     miner, model = _sentence_transformers(trained)

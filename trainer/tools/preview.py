@@ -81,6 +81,7 @@ def _uncut(plan: RunPlan, data: PreparedData) -> PreparedData | None:
     """Return the first rows without a maximum length; None if they are not of texts, or not the same rows."""
     if not isinstance(data.preparation, TextPreparation) or data.unit != "rows":
         return None
+    # A copy, because the preparation itself must go on to cut texts.
     tokenizer = copy(data.preparation.tokenizer)
     tokenizer.model_max_length = _NO_LIMIT
     whole = replace(data.preparation, tokenizer=tokenizer, max_length=_NO_LIMIT)

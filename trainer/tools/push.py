@@ -21,6 +21,7 @@ from trainer.recipe.reading.trained import ADAPTER, CONFIG, folder_with
 
 _HUB = "https://huggingface.co"
 _SECONDS = 60.0  # without an answer, after which a hub counts as silent
+# By name, because versions of huggingface_hub differ in their HTTP library.
 _NETWORK: Any = tuple(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")  # of its HTTP library
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
 _EXPORTED = (
@@ -72,6 +73,7 @@ def push(source: Path, name: str, public: bool = False, endpoint: str | None = N
     get_session().timeout = _SECONDS
     constants.HF_HUB_DISABLE_XET |= api.endpoint != _HUB  # other hubs have Git LFS for large files, and no Xet
     with _naming_the_hub(without_secrets(api.endpoint), name):
+        # `create_repo` completes a name without an owner by that of the token.
         there = api.model_info(api.create_repo(name, private=not public, exist_ok=True).repo_id)
         if bool(there.private) == public:
             needs, has, fix = "private", "everybody can read", "add --public to push there"

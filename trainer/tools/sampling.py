@@ -53,6 +53,7 @@ class StepProfile:
         self._range = record_function(_RANGE)
 
     def __enter__(self) -> StepProfile:
+        # Kernels of the step before would count to this one, since the host works ahead of the device.
         _synchronise()
         with _quiet():
             self._profile.__enter__()  # type: ignore[no-untyped-call]
@@ -78,6 +79,7 @@ class StepProfile:
             if name == _RANGE:
                 if event.device_type() == DeviceType.CPU:
                     whole = event.start_ns(), event.end_ns()
+            # The profiler repeats ranges of the host on the GPU, where they cover the gaps between kernels too.
             elif is_own and not (on_gpu and event.is_user_annotation()):
                 if name.startswith(_COMMUNICATES):
                     communicates.append((event.start_ns(), event.end_ns()))
@@ -183,6 +185,7 @@ def combined(ranks: Sequence[Sequence[float]]) -> SampledStep | None:
     """Return the sample of all ranks from the parts of each, as of `StepProfile.seconds`; None if there is none."""
     if not any(map(sum, ranks)):
         return None
+    # The rank that comes last to a collective waits the least in it.
     slowest = min(range(len(ranks)), key=lambda rank: ranks[rank][1])
     others = [own for rank, own in enumerate(ranks) if rank != slowest] or [ranks[slowest]]
     computing, exposed, host = (sum(one) / len(others) for one in zip(*others, strict=True))

@@ -25,6 +25,7 @@ from trainer.tools.plan.recipe_plan import plan_recipe, tokens_of, traffic_by_ax
 
 TOLERANCES: Mapping[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
+    # The next number after 1 is 2**-10 away in fp16, and 2**-7 in bf16.
     "fp16": (2**-10 / 8, 2**-10),
     "bf16": (2**-7 / 8, 2**-7),
 }

@@ -196,6 +196,7 @@ class Comparison:
 
 def _redirect_output(place: Path) -> None:
     """Append all output of this process to a file, that of libraries too."""
+    # The ranks share the file, and with `O_APPEND` no rank writes over the lines of another.
     file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
     # The descriptors and not `sys.stdout`, because libraries in C write to them.

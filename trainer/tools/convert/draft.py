@@ -181,6 +181,7 @@ class Draft:
     def value(self, path: str, default: Any = None) -> Any:
         """Return the value of a key, a `Todo` if its proposals conflict, or `default` if there are none."""
         proposals = self._proposals.get(path, [])
+        # A default of one tool does not contradict a key that another file writes.
         strong = [proposal for proposal in proposals if not proposal.is_weak] or proposals
         if not strong:
             return default
@@ -269,6 +270,8 @@ class Draft:
                         continue
                     before = lines.get((item.tool, item.key))
                     if before is not None:
+                        # A key has one line, under the outcome that needs the user most, and `Outcome` is in this
+                        # order.
                         outcome = min(outcome, before.outcome, key=list(Outcome).index)
                         text = f"{before.text}; {text}" if text not in before.text else before.text
                     lines[item.tool, item.key] = Line(item, outcome, text)

@@ -70,6 +70,7 @@ def _interval(draft: Draft, strategy: Item, steps: Item | None, path: str) -> No
         if number >= 1:
             draft.take(path, str(Interval(math.ceil(number), "steps")), strategy, steps)
         elif number > 0 and isinstance(total, int):
+            # `TrainerState.compute_steps` of transformers rounds a fraction of the steps up.
             draft.take(path, str(Interval(math.ceil(total * number), "steps")), strategy, steps)
         else:
             text = f"{steps.key} is a fraction {number:g} of the steps; write the number of steps"
@@ -88,6 +89,7 @@ def _evaluation(draft: Draft) -> None:
     if strategy is None:
         return
     steps, wanted = sources.written(_TA, "eval_steps"), sources.written(_TA, "do_eval")
+    # TrainingArguments takes `logging_steps` if `eval_steps` is missing or 0.
     if strategy.value == "steps" and (steps is None or not steps.value):
         draft.unread("logging_steps applies", steps)
         steps = sources.get(_TA, "logging_steps")
@@ -141,6 +143,7 @@ def _checkpoints(draft: Draft) -> None:
     else:
         _interval(draft, strategy, steps, path)
     keep = draft.sources.get(_TA, "save_total_limit")
+    # The Trainer keeps all checkpoints with a limit of 0 or below.
     if keep is not None and keep.value is not None and draft.whole(keep) > 0:
         draft.take("checkpoint.keep", draft.whole(keep), keep)
     elif strategy.value != "no":

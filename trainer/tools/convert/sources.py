@@ -177,6 +177,7 @@ def _node(value: Any, origin: Origin) -> Node:
 def _add_items(sources: Sources, tool: Tool, tree: Node, path: str) -> None:
     items = sources.items.setdefault(tool, {})
     for key, node in _leaves(tool, tree, path):
+        # The first value stays, because files that a file names are read after it.
         items.setdefault(key, Item(tool, key, node.plain(), node.key_origin or node.origin))
 
 

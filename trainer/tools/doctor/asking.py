@@ -27,10 +27,13 @@ _GLOO_SECONDS = 8.0
 
 def answer(connection: Connection, kinds: tuple[type[Facts], ...], seconds: float) -> None:
     """Send the facts of each kind, or its error, one after the other; end after `seconds`."""
+    # A process group of its own, which `Probe.close` kills with all processes that a question starts.
     os.setsid()
+    # The fork may have inherited a handler, and by default SIGALRM ends the process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)  # also if the parent is killed
     nowhere = os.open(os.devnull, os.O_RDWR)
+    # By descriptors, because drivers and libraries in C print to them.
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     for kind in kinds:
@@ -69,6 +72,7 @@ def ask_gloo() -> GlooFacts:
     begun = time.monotonic()
     try:
         if other:
+            # With the port 0, the system chooses a free one, and the pipe passes it to the other process.
             store = meet(0, is_master=True, wait_for_workers=False)
             os.write(write, store.port.to_bytes(2, "big"))
         else:
@@ -110,6 +114,7 @@ def driver_cuda() -> tuple[int, int] | None:
     number = ctypes.c_int()
     if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
         return None
+    # The number of CUDA 12.4 is 12040.
     return number.value // 1000, number.value % 1000 // 10
 
 

@@ -46,6 +46,7 @@ def folder(path: Path, remedy: str) -> Finding:
     try:
         place = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         with tempfile.TemporaryFile(dir=place) as file:
+            # A full disk often still takes an empty file, but no content.
             file.write(b"\0" * 4096)
         free = shutil.disk_usage(place).free
     except OSError as error:

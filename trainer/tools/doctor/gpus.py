@@ -209,4 +209,5 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
         return code == capability
     if match[1] == "compute" and not match[4]:  # PTX, which any later GPU compiles
         return code <= capability
+    # Binary code, and code of a family, runs on later minor versions of its major version only.
     return code[0] == capability[0] and code[1] <= capability[1]

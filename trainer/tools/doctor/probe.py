@@ -35,6 +35,7 @@ class Probe:
         limit = sum(kind.limit for kind in KINDS)
         self._process = context.Process(target=answer, args=(send, KINDS, limit), daemon=True)
         self._process.start()
+        # The child then has the only open end, so that its death ends `recv` with an error.
         send.close()
         threading.Thread(target=self._collect, args=(receive,), daemon=True).start()
 

@@ -94,6 +94,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
         draft.put("precision", "bf16", f"{devices.name} computes in it")
     most = _most_tokens(draft)
     longest = [] if most is None else [f"data.max_length={most}"]
+    # The check needs a plan before the size of microbatches is known; `_put_batch` finds it after the length.
     checked = check_parts(plan_run(draft.resolved(["training.micro_batch_size=1", *longest]).recipe, 1))
     if most is not None:
         lines.append(f"length    {_put_length(draft, most, checked.data)}")

@@ -91,6 +91,7 @@ def _repeated(found: StepPlan, plan: RunPlan) -> StepPlan:
     more = Counter({LOSS: found.resident.get(LOSS, 0), BATCH: found.resident.get(BATCH, 0)})
     resident = Counter(found.resident) + _times(more, number - 1)
     held = Counter({ACTIVATIONS: found.held.get(ACTIVATIONS, 0)})
+    # Buffers of received tensors stay resident, and `waiting` counts those of all microbatches.
     held[LOSS] = max(0, found.held.get(LOSS, 0) - more[LOSS])
     waiting = _times(more, number - 1)
     peaks = {}

@@ -26,6 +26,7 @@ def require_reachable(model: Model) -> None:
     name = model.name_or_path
     if name is None or os.path.isabs(name):
         return
+    # `try_to_load_from_cache` returns a mark, and no path, for a file that is known to be missing.
     if any(isinstance(try_to_load_from_cache(name, file, revision=model.revision), str) for file in _FILES):
         return
     # The name of the host must be found within this time, too.

@@ -84,6 +84,7 @@ def curves(
         at = dict(zip(curve.steps, values, strict=True))
         for mark in curve.marks:
             steps = mark.steps if curve.steps else ()
+            # Not all steps are logged, so a mark has the height of the next logged one.
             logged = [next((one for one in curve.steps if one >= step), curve.steps[-1]) for step in steps]
             figure.add_scatter(
                 x=list(steps),

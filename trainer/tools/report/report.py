@@ -111,6 +111,7 @@ def read_run(folder: Path, name: str | None = None, state: str | None = None) ->
 
 
 def _state(folder: Path, metrics: Metrics) -> str:
+    # The lock comes before the end in the metrics, because a run that starts again has an earlier end there.
     with suppress(OSError):  # a file system without locks, or the run of another user
         if OwnedLock(folder / OWNER_FILE).is_held():
             return "running"

@@ -66,6 +66,7 @@ def order_of(pipeline: PipelinePlan) -> list[list[Action]]:
         # The lists that torch makes of these two are not those of their loops (1f1b begins with the wrong microbatch).
         first = [number if name == "gpipe" else min(number, stages - stage) for stage in range(stages)]
         return [list(_one_stage(stage, number, warmup)) for stage, warmup in enumerate(first)]
+    # A schedule of torch lists the actions of all ranks, so the stages of rank 0 are enough to make it.
     stand_ins = [
         SimpleNamespace(
             num_stages=stages,

@@ -119,5 +119,6 @@ def _facts(recipe: Recipe, keys: Sequence[str]) -> dict[str, Any]:
         place: Any = facts
         for section in sections:
             place = place.get(section) or {}
+        # Trials differ in the keys of the axes, so these are no facts of the search.
         place.pop(last, None)
     return facts

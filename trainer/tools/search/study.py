@@ -148,6 +148,7 @@ class _Journal(JournalFileBackend):  # type: ignore[misc]  # Optuna has no types
 
 def _drop_half_a_line(file: Path) -> None:
     """Remove a last line that a process has not written to its end, since Optuna would append to it."""
+    # By the lock of Optuna's own backend, so that no other process appends meanwhile.
     descriptor, lock = open_plain(file, os.O_RDWR), JournalFileSymlinkLock(str(file))
     with open(descriptor, "r+b") as journal:
         lock.acquire()
@@ -196,6 +197,7 @@ class Study:
             raise
         except Exception as error:  # of SQLAlchemy, its driver, the file system, or a damaged file
             raise UsageError(f"the storage of the search, {place}, cannot be opened ({error}); name another") from error
+        # As the storage returns them: JSON makes lists of tuples.
         own = json.loads(json.dumps(asdict(rules)))
         if saved is None:
             self._study.set_user_attr(_RULES, own)
@@ -257,6 +259,7 @@ class Study:
                 trial.set_user_attr(_SURPLUS, True)
                 self._study.tell(trial, state=TrialState.FAIL)
                 return None
+            # Optuna draws values at the first `suggest` and not in `ask`, so this sampler proposes those of the trial.
             self._study.sampler = self._rules.make_sampler(place)
             trial.set_user_attr(WORDS, [axis.propose(trial) for axis in self._rules.axes])
             return trial

@@ -47,6 +47,7 @@ class TrialRun:
         Raises:
             UsageError: the folder cannot be written.
         """
+        # A program of its own, so that a pruned run can be killed with all its ranks.
         command = [sys.executable, "-m", "trainer", "run", self.recipe, *self.words]
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         try:
