@@ -44,6 +44,7 @@ def _conll_rows(lines: Iterable[str], where: str) -> Iterator[dict[str, list[str
                 yield _row(sentence)
             sentence = []
             continue
+        # CoNLL 2003 marks the start of a document by such a line, which is no sentence.
         if line.startswith("-DOCSTART-"):
             continue
         text = line.rstrip("\r\n")

@@ -79,5 +79,6 @@ def _with_zeros(frame: DataFrame, path: Path, book: ExcelFile, sheet: str) -> Da
             if isinstance(cell.value, int) and cell.value >= 0 and re.fullmatch("00+", cell.number_format):
                 column[str(cell.value)] = str(cell.value).zfill(len(cell.number_format))
     for place, column in enumerate(texts):
+        # By place, because two columns may have one name.
         frame.isetitem(place, frame.iloc[:, place].replace(column))
     return frame

@@ -44,6 +44,7 @@ def dropout_kernel(
     exists = column < num_columns
     if START:
         exists &= column >= 0
+    # In 64 bits, because activations may have more than 2**31 elements.
     start = row.to(tl.int64) * num_columns
     value = tl.load(x + start + column, mask=exists, other=0.0)
     if residual is None:

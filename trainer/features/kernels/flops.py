@@ -27,6 +27,7 @@ def backward_flops(call: Mapping[str, Any]) -> int:
     """Return the FLOPs of the products that the kernels compute; each of them computes the scores again."""
     over_head, over_value = product_flops(call)
     of_bias = int(call["with_bias"])
+    # The kernel of queries computes 2 and 1 of these products, that of keys 2 and 2, and that of a bias 1 and 1.
     return (4 + of_bias) * over_head + (3 + of_bias) * over_value
 
 

@@ -63,6 +63,7 @@ def _table(path: Path, most_rows: int | None) -> Any:
     num_bytes = tokens.stat().st_size
     if num_bytes != ends[-1] * kind.itemsize:
         raise DataError(f"`{tokens}` must hold {ends[-1]:,} tokens, but has {num_bytes:,} bytes; copy both files again")
+    # Rows are documents, which may have several sequences, so their bounds select the ends of sequences.
     offsets = ends[bounds[: None if most_rows is None else most_rows + 1]]
     values: Any = np.memmap(tokens, kind, "r") if num_bytes else np.zeros(0, kind)
     return pyarrow.table({"input_ids": pyarrow.LargeListArray.from_arrays(offsets, pyarrow.array(values))})

@@ -213,6 +213,7 @@ class MultipleChoiceTask(TextTask):
     def _meanings(self, label: str | int | None, choices: Sequence[str], names: Sequence[Any]) -> list[tuple[str, int]]:
         """Return the choices that a label may mean: the format, and the index of the choice."""
         text = "" if label is None else str(label).strip()
+        # `isdigit` would accept superscripts, which `int` refuses.
         number = int(text) if text.isdecimal() else -1
         indices = {
             "index": [number],

@@ -310,6 +310,7 @@ class QuestionAnsweringTask(TextTask):
                         f"{cell(column, first_row + place, where)} is {state}; every row needs a question and a context"
                     )
         start, end = frame_of(tokenizer)
+        # As in the examples of transformers: blanks before a question would take tokens from the context.
         questions = [question.lstrip() for question in bare(texts[0], tokenizer, start, end)]
         contexts = bare(texts[1], tokenizer, [], end)  # the characters of its answers are counted from its start
         encoded = tokenizer(

@@ -55,6 +55,7 @@ def tags_of_words(
     starts = {start: word for word, (start, _) in enumerate(read.words)}
     ends = {end: word + 1 for word, (_, end) in enumerate(read.words)}
     last: tuple[int, int, str] | None = None
+    # In the order of their starts, so that a span can overlap the one before it only.
     for span in sorted(read_spans(value, place)):
         start, end, label = span
         if not 0 <= start < end <= len(text):
