@@ -86,6 +86,7 @@ def _principal(weight: Tensor, layer: str, adapter: Adapter, key: int) -> tuple[
     from peft import LoraConfig
     from peft.tuners.lora import Linear
 
+    # LoftQ takes the largest singular vectors of the quantisation error, as PiSSA does of the weight.
     kind = "pissa" if adapter.start == "loftq" else adapter.start
     rank, alpha = adapter.rank_of(layer), adapter.alpha_of(layer)
     # On `meta`, so that no random weight is drawn only to be replaced.

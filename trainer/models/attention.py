@@ -57,6 +57,7 @@ def _masked_scores(
     """Return the scores `[batch, heads, queries, keys]` with bias and mask; a boolean mask is True at visible keys."""
     if position_bias is not None:
         scores = scores + position_bias
+    # As in transformers' SDPA: a single query is the newest token, and sees every key.
     if attention_mask is None and is_causal and scores.shape[-2] > 1:
         attention_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attention_mask is None:
@@ -146,6 +147,7 @@ def scale_of(query: Tensor, given: float | None) -> float:
 
 
 def is_causal_call(module: nn.Module, given: bool | None) -> bool:
+    # transformers' SDPA has the same default for a module without this attribute.
     return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
@@ -177,6 +179,7 @@ def _obstacle(module: nn.Module, inputs: _Inputs) -> str | None:
     # A word of random bits serves several neighbouring keys, so a rank must begin at the first key of a word.
     if site_of(module).offsets(inputs.shape)[3] % LANES:
         return f"the first key of this rank is no multiple of {LANES}"
+    # The kernel stores no probabilities, so it cannot return them.
     if getattr(getattr(module, "config", None), "output_attentions", False):
         return "the model returns its attentions"
     return None
@@ -454,6 +457,7 @@ def share_heads(module: nn.Module, cut: ContextCut) -> None:
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
 ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
+# Functions of model files add the mask to their scores, so they need the additive form.
 ALL_MASK_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, eager_mask)
 ALL_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, _attention_of_rows)
 ALL_MASK_ATTENTION_FUNCTIONS.register(FLAT_ATTENTION, lambda *_, **__: None)

@@ -136,6 +136,7 @@ def checkpoint_labels(recipe: Model, config: Any) -> tuple[str, ...] | None:
     labels = getattr(config, "id2label", None)
     if recipe.is_random or not labels:
         return None
+    # By id, because a file may list its classes in any order.
     names = tuple(str(labels[index]) for index in sorted(labels))
     return None if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
 
@@ -195,6 +196,7 @@ def _undeclared(config: Any) -> set[str]:
     family = FAMILIES.get(config.model_type)
     module = find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
     source = Path(module.origin).read_text() if module is not None and module.origin else ""
+    # Model files read some keys by `getattr` with a default, because their configurations do not declare them.
     read = re.findall(r'getattr\((?:self\.)?config, "([a-z]\w*)"', source)
     return {*read, *(family.undeclared_keys if family else ())}
 

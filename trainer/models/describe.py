@@ -98,6 +98,7 @@ class ModelDescription:
         # `requires_grad` of all parameters.
         adapt(model, self.recipe, self.seed, drawn)
         for name in self.use.unused:
+            # The engine refuses a trained parameter without a gradient, and a module without a use gets none.
             if isinstance(module := getattr(model.base_model, name, None), nn.Module):
                 module.requires_grad_(False)
         if self.use.added is not None:
@@ -225,6 +226,7 @@ def describe(
     config = load_config(recipe, use.options)
     auto_class = getattr(transformers, use.auto_class_name)
     require_head(recipe, config, auto_class)
+    # A configuration may have several classes for a head; transformers then chooses by its `architectures`.
     model_class = _get_model_class(config, auto_class._model_mapping)
     is_keyed = training.layout_invariant_dropout
     attention = _attention(model_class, is_keyed)

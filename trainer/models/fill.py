@@ -80,6 +80,7 @@ def build_model(
         try:
             return _fill_parts(described, cut, node)
         except CannotLoadPartsError as reason:
+            # transformers would read whole files on every rank, but `broadcast` promises one read for each node.
             if node is not None:
                 raise UsageError(
                     f"`parallel.load` is broadcast, but each rank must read this model whole, because {reason}; use"
@@ -146,6 +147,7 @@ def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
             f"`{key}` needs weights in safetensors files of the model itself, but {error}; save the model"
             " again with `save_pretrained` of transformers"
         ) from error
+    # If no tensor was changed, transformers reads the files itself, without a second copy in memory.
     return None if stored is plain else {key: stored.read(key) for key in stored.shapes}
 
 
@@ -171,6 +173,7 @@ def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[st
     if recipe.is_random and "pad_token_id" not in (recipe.config or {}):
         config.pad_token_id = type(config)().pad_token_id  # a run sets the tokenizer's after the weights are drawn
     model_class = type(model)
+    # Weights depend neither on the attention function nor on keyed dropout, so any choice gives the same ones.
     described = ModelDescription(recipe, ModelUse(model_class.__name__), seed, config, model_class, "eager", False)
     try:
         return *load_whole(described)[:2], _quantized_already(described)
@@ -201,6 +204,7 @@ def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
 
 def _made_with(model: nn.Module) -> str | None:
     """Return the name of a tensor on `meta` that is neither a parameter nor a buffer, and that no file holds."""
+    # `vars` shows no parameter and no buffer: torch keeps these in dictionaries of the module.
     values = (
         (f"{path}.{name}", value) for path, module in model.named_modules() for name, value in vars(module).items()
     )
@@ -651,6 +655,7 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
             buffer = getattr(module, name)
             # A marked value shows afterwards whether a rule has set the buffer.
             setattr(module, name, torch.full_like(buffer, _unset(buffer.dtype), device="cpu"))
+        # transformers has the formulas of buffers, such as rotary frequencies, in the rules that draw weights.
         owner._init_weights(module)
         for name in own:
             buffer = getattr(module, name)

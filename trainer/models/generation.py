@@ -92,6 +92,7 @@ def set_generation(
     # Else, `generate` would take settings from the model's configuration again.
     found._from_model_config = False
     described.generation_config = found
+    # `generate` refuses stop strings without a tokenizer, and needs none otherwise.
     described.stops_by = tokenizer if found.stop_strings else None
 
 
@@ -167,6 +168,7 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
         ids, mask = ids.gather(1, order), mask.gather(1, order)
         prompt = ids.shape[1]
     own = described.generation_config
+    # A copy, because an export writes the settings of the model, with caches and sampling.
     settings = copy.deepcopy(own)
     for name in _OF_CACHES:
         setattr(settings, name, None)
@@ -199,6 +201,7 @@ def _sampling(settings: GenerationConfig, draw: _Draw) -> Iterator[LogitsProcess
         yield TopKLogitsWarper(settings.top_k)
     if settings.top_p < 1:
         yield TopPLogitsWarper(settings.top_p)
+    # Last, because a filtered token has a score of -inf, and so the probability 0.
     yield draw
 
 

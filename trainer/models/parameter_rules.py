@@ -121,6 +121,7 @@ def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
     for module, layer in _around(model, list(layers)):
         part = ("embeddings", len(layers) + 1) if layer is None else (layer, powers[layer])
         found |= dict.fromkeys(module.parameters(), part)
+    # Layers last: an embedding inside of a layer, such as a position bias, belongs to its layer.
     for name, module in layers.items():
         found |= dict.fromkeys(module.parameters(), (name, powers[name]))
     # A weight that is tied to the embedding counts as the embedding.

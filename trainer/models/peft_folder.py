@@ -139,7 +139,9 @@ def _config(
         "bias": "none",
         "fan_in_fan_out": any(isinstance(model.get_submodule(layer), Conv1D) for layer in layers),
         "inference_mode": True,
+        # Not the recipe's start, by which PEFT would change the base when it loads the adapter.
         "init_lora_weights": True,
+        # PEFT reads the names in both patterns as regular expressions.
         "alpha_pattern": {re.escape(layer): own for layer, own in alphas.items() if own != alpha},
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,

@@ -39,6 +39,7 @@ def save_configuration(model: nn.Module, folder: Path, dtype: torch.dtype = torc
 
 
 def _saved_config(model: Any, dtype: torch.dtype) -> Any:
+    # A copy: the best model is exported during the training, which goes on with this configuration.
     config = copy.deepcopy(model.config)
     config.architectures = [transformers_class(model).__name__]
     config.dtype = dtype

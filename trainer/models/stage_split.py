@@ -85,6 +85,7 @@ class StagePart:
         self.traffic.hidden = waiting.pop(0) if self.receives.hidden else None
         self.traffic.result = waiting.pop(0) if self.receives.result else None
         if self.result_as is not None:
+            # Models of transformers that get the result of their encoder do not run it.
             inputs = {**inputs, self.result_as: BaseModelOutput(self.traffic.result)}
         try:
             return forward(**inputs)
@@ -262,6 +263,7 @@ class _StagedModel:
                 return self.split.stage_of(numbers[0])
             if numbers and _stands_in(stack.after, relative):
                 return self.split.stage_of(numbers[-1])
+        # Modules that no stack mentions, such as heads, run after the last layer.
         return self.split.num_stages - 1
 
     def stages(self, name: str, module: nn.Module) -> set[int]:
@@ -288,6 +290,7 @@ class _StagedModel:
         if not 0 < layer < len(self.stack_of):
             return Crossing(hidden=False, result=False)
         stack = self.stack_of[layer]
+        # The first layer of another stack gets hidden states from that stack's own embeddings.
         return Crossing(hidden=stack is self.stack_of[layer - 1], result=stack is not self.stack_of[0])
 
     def copied_module(self, stage: int) -> tuple[str, str, str] | None:
@@ -364,6 +367,7 @@ def _copy_first_layer(staged: _StagedModel, stage: int) -> None:
         source, target, flag = copied
         # A copy with equal values; `TiedGradients` keeps it equal to the original.
         replace_in(base, target, copy.deepcopy(base.get_submodule(source)))
+        # The layer uses the copy only with this flag, such as `has_relative_attention_bias` of T5.
         setattr(base.get_submodule(owner_of(target)), flag, True)
 
 
@@ -422,6 +426,7 @@ def _connect(staged: _StagedModel, traffic: StageTraffic, first_layer: str | Non
 def trainable_stages(model: nn.Module, split: StageSplit) -> set[int]:
     """Return the stages with a parameter that is not frozen; `model` is whole."""
     staged = _StagedModel(model, split)
+    # All names of a tied weight, because each stage with one of them trains a copy.
     names = (name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
     return {staged.stage(owner_of(name)) for name in names}
 

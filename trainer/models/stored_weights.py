@@ -115,6 +115,7 @@ class StoredWeights:
         """Copy slices of a stored tensor, each to its target; without an index, the whole tensor."""
         with safe_open(self._files[key], framework="pt") as opened:
             for index, target in targets:
+                # `copy_` casts to the type of the target, and the mapped pages are freed with the file.
                 target.copy_(opened.get_slice(key)[index] if index else opened.get_tensor(key))
 
 
@@ -194,6 +195,7 @@ def quantized_keys(keys: Collection[str]) -> dict[str, str]:
     weights = [key.removesuffix(_STATE) for key in keys if key.endswith(_STATE)]
     # With `nested_absmax`, the scales of the blocks are codes themselves.
     found = {key: "nf4" if f"{key}.nested_absmax" in keys else "nf4_single" for key in weights}
+    # bitsandbytes stores no quantisation state for int8; the row scales `SCB` show such a weight.
     return found | {f"{key.removesuffix('SCB')}weight": "int8" for key in keys if key.endswith(".SCB")}
 
 
@@ -213,6 +215,7 @@ class QuantizedFiles(_ChangedWeights):
         # The tensors of a format belong to their weight and match no parameter of the model.
         inside = {key for key in stored.shapes for end in (".weight.", ".SCB", ".weight_format") if end in key}
         self.shapes = {key: shape for key, shape in stored.shapes.items() if key not in inside} | dict(shapes)
+        # Files hold the codes as integers, but `read` must make a floating target for the dequantised values.
         self.dtypes = stored.dtypes | dict.fromkeys(shapes, torch.float32)
         self._offsets = {key: self._offset(key, kind) for key, kind in self._kinds.items() if kind in _SIZES_OF_BLOCKS}
 
@@ -221,6 +224,7 @@ class QuantizedFiles(_ChangedWeights):
         state = self._stored.read(f"{key}{_STATE}")
         if state.is_meta:
             return torch.empty(1, device="meta")
+        # bitsandbytes packs its state as JSON into a uint8 tensor, because safetensors files hold tensors only.
         described = json.loads(bytes(state.tolist()))
         if sizes := {
             name: described.get(name) for name, size in _SIZES_OF_BLOCKS[kind].items() if described.get(name) != size
@@ -281,6 +285,7 @@ class SharedWeights(StoredWeights):
 
         described = node.read(open_files)
         self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
+        # Messages between ranks cannot hold types of torch, so these travel by name.
         self.dtypes = {key: getattr(torch, name) for key, (_, name) in described.items()}
 
     def again(self) -> StoredWeights:
@@ -308,6 +313,7 @@ class SharedWeights(StoredWeights):
                 first, last = max(own.start, start), min(own.stop, start + len(chunk))
                 if first < last:
                     own_rows = (slice(first - start, last - start), *columns)
+                    # `_chunks` yields a scalar as one row, so a scalar target needs that dimension too.
                     rows = target if target.dim() else target.view(1)
                     rows[first - own.start : last - own.start] = chunk[own_rows]
 

@@ -106,6 +106,7 @@ def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int,
             if matches(pattern, place.relative):
                 # Conv1D of GPT-2 stores `[in, out]`, the transpose of nn.Linear.
                 stored_dim = 1 - dim if isinstance(place.module, Conv1D) else dim
+                # Each block of a joint matrix, such as query, key and value in one, is cut by itself.
                 features = place.module.get_parameter("weight").shape[stored_dim] // blocks
                 yield features, f"{features} features of {place.name}"
 
@@ -256,6 +257,7 @@ class _Cutting:
         for pattern, attributes in self._plan.divided.items():
             for place in self._matching([pattern]):
                 for attribute in attributes:
+                    # The model's code reshapes hidden states by these numbers, which must be those of one rank.
                     setattr(place.module, attribute, getattr(place.module, attribute) // size)
 
     def cut_dropouts(self) -> None:

@@ -102,6 +102,7 @@ def set_languages(tokenizer: Any, source: str | None, target: str | None) -> Non
                 f" {'null' if language is None else repr(language)}; write one such as {', '.join(near)}"
             )
     tokenizer.tgt_lang, tokenizer.src_lang = target, source
+    # `save_pretrained` writes the keys of `init_kwargs`, and no other attributes.
     tokenizer.init_kwargs.update(src_lang=source, tgt_lang=target)
 
 
@@ -123,6 +124,7 @@ def name_target_language(config: Any, tokenizer: Any) -> None:
     """
     if not _has_languages(tokenizer):
         return
+    # An empty target has no tokens but those that mark it.
     frame = tokenizer(text_target="")["input_ids"]
     languages = set(frame) - {tokenizer.eos_token_id}
     if len(languages) != 1:

@@ -64,6 +64,7 @@ def described_model(described: Mapping[str, Any]) -> Any:
         raise UnknownModelError(f"{name} is not of its `model_type` {model_type!r}")
     try:
         config_class = CONFIG_MAPPING[model_type]
+        # `save_pretrained` tags infinities and NaN, and `from_dict` alone does not restore them.
         config = config_class.from_dict(config_class._decode_special_floats(dict(described)))
         with torch.device("meta"):
             return found(config)
@@ -72,6 +73,7 @@ def described_model(described: Mapping[str, Any]) -> Any:
 
 
 def _is_model(found: Any) -> bool:
+    # A file must not choose another attribute of transformers, such as a function, to be called.
     shipped = getattr(found, "__module__", "").startswith("transformers.models.")
     return shipped and isinstance(found, type) and issubclass(found, PreTrainedModel)
 
@@ -204,6 +206,7 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
         raise UnknownModelError(f"there is no {listed(missing, 3)}")
     if unexpected := sorted(set(available) - set(sources.values())):
         raise UnknownModelError(f"{type(model).__name__} has no {listed(unexpected, 3)}")
+    # The split into files follows the order of the tensors, so it must be that of transformers.
     return {name: sources[name] for name in model.state_dict() if name in sources.keys() - ignored}
 
 
