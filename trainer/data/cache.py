@@ -78,6 +78,7 @@ class EntryWriter:
         """Append rows in the form that a task's `encode` returns; perhaps none."""
         if not any(features.values()):
             return
+        # A copy, because columns are taken out of it below, and the argument belongs to the caller.
         columns = dict(features)
         self._num_cut += sum(columns.pop("cut", ()))
         self._num_cut_targets += sum(columns.pop("cut_target", ()))
@@ -101,6 +102,7 @@ class EntryWriter:
         self._num_texts += len(lengths)
         for name, values in columns.items():
             if isinstance(values[0], list):
+                # int32 holds every token id, in half of the bytes of int64 on the disk and in mapped pages.
                 flat = np.fromiter(chain.from_iterable(values), np.int32)
                 assert len(flat) == num_tokens, f"column {name} does not run along with input_ids"
                 self._append(name, "tokens", flat)
@@ -288,6 +290,7 @@ def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengt
     # Checked again above: another process may have written the entry while this one waited.
     with EntryWriter(folder, own_lengths) as writer:
         write(writer)
+    # Without `verify`, because this process has written and hashed these bytes just now.
     return open_entry(folder)
 
 

@@ -130,6 +130,7 @@ def collate(
 
 
 def _pad(values: FlatArray, flat: IndexArray, is_token: FlatArray, fill: int) -> Tensor:
+    # int64, because the cross entropy of torch takes no other integers as labels.
     padded = np.full(is_token.shape, fill, np.int64)
     padded[is_token] = values[flat]
     return torch.from_numpy(padded)

@@ -83,6 +83,7 @@ def write_split(
     ends = [0, *np.cumsum(sources or (len(rows),)).tolist()]
     starts = [range(start, end, most_rows) for start, end in pairwise(ends)]
     spans = [(first, min(first + most_rows, end)) for own, end in zip(starts, ends[1:], strict=True) for first in own]
+    # Closed after an error too, because the generator then ends its processes.
     with closing(_encoded_parts(split, rows, encode, spans, num_processes)) as parts:
         for own in starts:
             write_source(writer, islice(parts, len(own)), packer)

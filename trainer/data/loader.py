@@ -309,6 +309,7 @@ def _end_worker(error: Exception, batch: object) -> None:
     is_full = "No space left" in str(error) or "shared memory" in str(error)
     if not is_full:
         traceback.print_exception(error)
+    # The rank reads the reason from the exit code, because the queue cannot carry it.
     os._exit(errno.ENOSPC if is_full else 1)
 
 

@@ -65,6 +65,7 @@ class Mixture:
 
     def _rows(self, epoch: int, numbers: IndexArray) -> IndexArray:
         rows = np.empty_like(numbers)
+        # From the right: a number at a border belongs to the source that begins there.
         sources = np.searchsorted(self._first_numbers, numbers, side="right") - 1
         for source in np.unique(sources):
             own = np.flatnonzero(sources == source)
@@ -287,4 +288,5 @@ def permutation(draws: np.random.Philox, size: int) -> IndexArray:
 def _sorted_in_mega_batches(rows: IndexArray, lengths: Lengths, global_batch_size: int) -> IndexArray:
     """Sort each run of `_MEGA_BATCH` global batches by length; ties keep their shuffled order."""
     mega_batch: IndexArray = np.arange(len(rows)) // (_MEGA_BATCH * global_batch_size)
+    # The last key of `lexsort` decides first, and its sort is stable.
     return rows[np.lexsort((lengths(rows), mega_batch))]

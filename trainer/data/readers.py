@@ -49,6 +49,7 @@ def files_of(value: str | Sequence[str] | None, key: str) -> list[Path]:
             raise DataError(f"`{key}` must name files of this machine, but names `{shown}`; copy it to this machine")
         # A file may have brackets in its name.
         if glob.has_magic(name) and not Path(name).exists():
+            # Sorted, because `glob` has the order of the file system, which differs between machines.
             matched = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if Path(path).is_file()]
             if not matched:
                 raise DataError(f"`{key}` must name files, but no file matches `{name}`; correct the pattern")

@@ -262,6 +262,7 @@ class _Loading:
         entries = self._entries(data, key, paths, bound)
         read = [self._read_entry(file_format, Files(own, text, key, bound)) for own, _ in entries]
         of_sources = [transform.kinds(self.kinds) for _, transform in entries]
+        # All entries together, because a column must have one type in all of them.
         typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
         mapped = [
             self._transformed(replace(split, rows=rows), transform)
@@ -291,6 +292,7 @@ class _Loading:
         with split.explains_rows():
             own = reader_of(file_format).notes(split.rows, files.paths[0], files.text, split.where)
         self.notes += [*notes, *own]
+        # With exactly `most_rows` rows, the files may have more.
         return replace(split, is_whole=files.most_rows is None or len(split.rows) < files.most_rows)
 
     def _transformed(self, split: Split, transform: RowTransform) -> Split:

@@ -128,6 +128,7 @@ def _checked(encoded: EncodedSplit, split: Split, tokenizer: PreTrainedTokenizer
 
 def _count_blank(encoded: EncodedSplit, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of rows with special tokens only, except the unknown token."""
+    # The unknown token stands for text, so a row of it is not blank.
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     ids, ends = encoded.tokens["input_ids"], encoded.offsets[:: encoded.texts_per_row]
     short = np.flatnonzero(np.diff(ends) <= _MOST_SPECIAL * encoded.texts_per_row)
@@ -162,6 +163,7 @@ def _count_unknown(ids: FlatArray, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of everything that a tokenizer holds, except for its place and its state of earlier calls."""
+    # The state of a pickle, so that no attribute that changes the tokens is missed.
     state: dict[str, Any] = tokenizer.__reduce_ex__(4)[2]
     files = {*tokenizer.vocab_files_names, "tokenizer_file"}
 

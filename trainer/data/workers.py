@@ -38,6 +38,7 @@ def ordered_results(
     if num_processes <= 1:
         yield from map(function, items)
         return
+    # A fork shares rows and function as they are; a closure could not be pickled.
     context = multiprocessing.get_context("fork")
     connections: list[Connection] = []
     workers: list[multiprocessing.process.BaseProcess] = []
@@ -46,6 +47,7 @@ def ordered_results(
             for place in range(num_processes):
                 here, there = context.Pipe(duplex=False)
                 connections.append(here)
+                # Every `num_processes`-th item, because the results are taken from the processes in turn.
                 arguments = (function, items[place::num_processes], here, there)
                 workers.append(context.Process(target=_work, args=arguments, daemon=True))
                 workers[-1].start()
@@ -67,6 +69,7 @@ def ordered_results(
             yield result
     finally:
         for worker in workers:
+            # By SIGKILL, because workers ignore SIGTERM.
             worker.kill()
             worker.join()
         for connection in connections:

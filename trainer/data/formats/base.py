@@ -321,6 +321,7 @@ def open_text(path: Path, encoding: str) -> IO[str]:
     encoding = "utf-8-sig" if encoding == "utf-8" else encoding
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rt", encoding=encoding, newline="")
+    # As `csv` asks: without translation, line breaks inside of quoted values stay as they are.
     return path.open(encoding=encoding, newline="")
 
 

@@ -216,6 +216,7 @@ def _names(path: Path, text: TextOptions, key: str) -> list[str]:
     """
     with _opened(path, text) as lines:
         rows = filter(None, lines)
+        # Codecs such as utf-16-le keep the mark at the start of a file.
         names = [name.lstrip("\ufeff") for name in next(rows, [])]
         first: list[str] = next(rows, [])
     twice = sorted({name for name in names if names.count(name) > 1 and name.strip()})

@@ -185,6 +185,7 @@ def _as_lines(path: Path, encoding: str) -> Path:
     if not made.is_file():
         with open_text(path, encoding) as file:
             values = json.loads(file.read().lstrip("\ufeff"))
+        # `datasets` names the column of a list of texts in the same way.
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
         made.parent.mkdir(parents=True, exist_ok=True)
         replace_text(made, "".join(json.dumps(row) + "\n" for row in rows), alone=False)
