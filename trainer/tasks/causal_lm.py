@@ -198,6 +198,7 @@ class CausalLMTask(TokenLabels):
             return None
         if self.packing == "joined":
             return StreamPacker(max_length)
+        # An answer is not split, because its second part would be trained without its prompt.
         return DocumentPacker(max_length, splits=self.trains_all_tokens and self._labels is None)
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:

@@ -144,6 +144,7 @@ class NamedClasses(Labelled):
         elif all(isinstance(value, int | float) for value in found):
             names = self._names_of_integers(found, where)
         else:
+            # Sorted, because a set has another order in each process, and all ranks need the same classes.
             names = tuple(sorted(found))
             self._require_no_numbers(names, where)
         if len(names) < 2:
@@ -229,6 +230,7 @@ class NamedClasses(Labelled):
             for index, name in enumerate(self._known_class_names)
             if (match := re.fullmatch(r"(0|-?[1-9][0-9]*)(\.0)?", name))
         ]
+        # Exact spellings last, so that the class `10` wins over `10.0` for the number 10.
         return {int(number): index for number, name, index in sorted(found, key=lambda one: one[0] == one[1])}
 
     @property
@@ -374,6 +376,7 @@ class RowClasses(NamedClasses):
         values = super().metrics(predictions)
         if self.positive is not None:
             index = self._known_class_names.index(self.positive)
+            # The binary F1 of scikit-learn counts class 1 as positive, so the positive class becomes 1.
             predicted, labels = (1 * (predictions[name].numpy() == index) for name in ("predictions", "labels"))
             values["f1"] = METRICS["f1"].compute(predicted, labels)
         return values
@@ -388,6 +391,7 @@ class RowClasses(NamedClasses):
             constants.add(self._known_class_names.index(self.positive))
         found = [self._constant_metrics(labels, constant) for constant in sorted(constants)]
         best = {name: max(found, key=partial(merit, name))[name] for name in self.metric_names}
+        # `entr` is 0 for a class without rows, for which 0 times log 0 would be NaN.
         return {**best, "loss": float(torch.special.entr(shares).sum())}
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:

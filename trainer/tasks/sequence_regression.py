@@ -51,6 +51,7 @@ class SequenceRegressionTask(TextTask):
     def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the squared error of outputs `[batch, 1]`, summed over the rows."""
         scores = at_least_fp32(logits).squeeze(-1)
+        # A sum, because the engine divides by the rows of the global batch.
         return F.mse_loss(scores, labels.to(scores.dtype), reduction="sum")
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -70,6 +71,7 @@ class SequenceRegressionTask(TextTask):
         return {"predictions": logits.float().squeeze(-1)}
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
+        # fp32 has about seven significant digits, and further ones would show its rounding only.
         return [{"prediction": float(f"{value:.6g}")} for value in answers["predictions"].tolist()]
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:

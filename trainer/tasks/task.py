@@ -328,6 +328,7 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
             if key in type(section).model_fields and field.name not in given:
                 value = getattr(section, key)
                 value = (value,) if field.name.endswith("_columns") and isinstance(value, str) else value
+                # pydantic reads lists, but the fields of a task must not change.
                 given[field.name] = tuple(value) if isinstance(value, list) else value
         task: Task = kind(**given)
         return task

@@ -70,6 +70,7 @@ class TokenLabels(TextTask):
             return {"num_right": num_right.long(), "num_labels": num_labels, "losses": losses}
         found = {"num_right": self._right(logits, labels).sum(-1), "num_labels": num_labels}
         if "perplexity" in self.metric_names:
+            # In fp64 before the sum, because the perplexity adds the losses of all tokens of a split.
             found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1)
         return found
 

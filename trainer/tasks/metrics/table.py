@@ -55,6 +55,7 @@ def _correlation(name: str) -> Callable[[Values, Values], float]:
 
 
 def _mse(predictions: Values, labels: Values) -> float:
+    # fp64, because the squares of large fp32 numbers overflow.
     return float(np.mean(np.square(predictions.astype(np.float64) - labels.astype(np.float64))))
 
 
@@ -91,6 +92,7 @@ def _add(row: Registration) -> None:
     METRICS[row.name] = found if isinstance(found, str) else Metric(resolved(found.compute), found.greater_is_better)
 
 
+# Before `consume`, which calls `_add` with the metrics that are registered already.
 _SHIPPED = frozenset(METRICS)
 consume("metric", _add)
 

@@ -133,6 +133,7 @@ def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequen
     trained = [any(label != IGNORED_LABEL for label in labels) for labels in features["labels"]]
     if not all(trained):
         place, (_, labels) = examples[trained.index(False)]
+        # The label at place 0 does not count: no token before it predicts it.
         before = next((at for at, label in enumerate(labels) if at and label != IGNORED_LABEL), None)
         if before is None:
             raise DataError(f"{place} has no token to train; leave the row out")
@@ -154,6 +155,7 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     end = end_token(tokenizer)
     start = tokenizer.bos_token_id
     (completion,) = bare([completion], tokenizer, [start] if prompt and start not in (None, end) else [], [end])
+    # Tokenised as one text, because the first token of a completion depends on the text before it.
     before, whole = framed([prompt, prompt + completion], tokenizer)
     if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
         whole = [*before, *tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]]

@@ -23,6 +23,7 @@ _FIXES = {
     "null": "; fill it, or name another column",
 }
 
+# The largest finite number of IEEE 754 binary32; labels are stored in this type.
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -145,6 +146,7 @@ def frame_of(tokenizer: Tokenizer, is_target: bool = False) -> tuple[list[int], 
         is_target: whether the text is a target of an encoder-decoder.
     """
     key = "text_target" if is_target else "text"
+    # An empty text would show the added tokens, but not how many of them come before a text.
     texts: list[dict[str, Any]] = [{key: "a", "add_special_tokens": added, "verbose": False} for added in (True, False)]
     ids, plain = (list(tokenizer(**keys)["input_ids"]) for keys in texts)
     places = range(len(ids) - len(plain) + 1)
@@ -211,6 +213,7 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
 def finite_number(value: Any) -> float | None:
     """Return `value` as a float, or None if it is not a finite float32; a text may be a number, a boolean is none."""
     number = number_in(value) if isinstance(value, str) else value
+    # Not written with `>`, because every comparison with NaN is false.
     if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= _LARGEST_FLOAT32:
         return None
     return float(number)

@@ -70,6 +70,7 @@ class Masking:
         chosen = (choice < self.probability) & ~torch.isin(input_ids, self.special_tokens)
         # The same number decides twice, which saves a third draw.
         share = choice / self.probability  # uniform in [0, 1) for chosen tokens
+        # `token` is below 1 with 53 bits, so fp64 does not round the product up to the number of tokens.
         random = self.ordinary_tokens[(token * len(self.ordinary_tokens)).long()]
         hidden = torch.where(
             share < _REPLACED, self.mask_token, torch.where(share < _REPLACED + _DRAWN, random, input_ids)

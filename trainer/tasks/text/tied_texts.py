@@ -31,5 +31,6 @@ def first_of_equal(encoded: EncodedRows) -> NDArray[np.int64]:
     bounds, columns = encoded.offsets.tolist(), list(encoded.tokens.values())
     first: dict[bytes, int] = {}
     tokens = (b"".join(column[slice(*span)].tobytes() for column in columns) for span in pairwise(bounds))
+    # Digests, because the tokens as keys would take the memory of the whole split.
     keys = (blake2b(of_text, digest_size=16).digest() for of_text in tokens)
     return np.array([first.setdefault(key, text) for text, key in enumerate(keys)], np.int64)

@@ -76,6 +76,7 @@ def _visible(read: _Columns, where: str, row: int) -> _Columns:
     if mask is None:
         return read
     kept = np.flatnonzero(mask)
+    # Places without a gap between them span one less than their number.
     if not np.isin(mask, (0, 1)).all() or (len(kept) and np.ptp(kept) >= len(kept)):
         place = cell(MASK, row, where)
         raise DataError(f"{place} must be 1 for the tokens and 0 before or behind them; leave the row out")
