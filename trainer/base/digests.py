@@ -78,6 +78,7 @@ def file_digest(path: Path) -> str:
 def content_digest(file: BinaryIO) -> str:
     """Return the digest of the whole content of an open file."""
     digest = hashlib.sha256()
+    # The caller may have read a part of the file.
     file.seek(0)
     while block := file.read(_BLOCK_BYTES):
         digest.update(block)

@@ -226,6 +226,7 @@ def is_in_memory(folder: Path) -> bool:
 def within(seconds: float, question: Callable[[], Answer], otherwise: Answer) -> Answer:
     """Return the answer to a question; `otherwise`: it has failed, or a disk that hangs gives no answer in time."""
     answers: list[Answer] = []
+    # A daemon thread, because one that waits for a dead disk would keep the process from ending.
     asker = threading.Thread(target=lambda: answers.append(question()), name="disk", daemon=True)
     asker.start()
     asker.join(seconds)

@@ -141,6 +141,7 @@ class RecipeError(UsageError):
         super().__init__("\n".join(problems))
 
     def __reduce__(self) -> tuple[type, tuple[str, ...]]:
+        # By default, a pickle would make one problem of the joined text.
         return type(self), self.problems
 
 
@@ -175,6 +176,7 @@ class Problems:
     @property
     def error(self) -> TrainerError | None:
         """The only error, or one with all messages and the exit code `FAILED` if all may pass; None: there is none."""
+        # Each message once, because several checks may find the same problem.
         errors = list({str(error): error for error in self._errors}.values())
         if len(errors) < 2:
             return errors[0] if errors else None

@@ -85,6 +85,7 @@ Consumer = Callable[[Registration], None]
 def _of_folders() -> Iterator[Registration]:
     """Yield the rows of each `extension.json`: by kind, names with the text "module:name"."""
     package = Path(__file__).parents[1]
+    # Sorted, so that tables have the same order on every machine.
     for file in sorted([*package.glob("*/extension.json"), *package.glob("features/*/extension.json")]):
         for kind, rows in json.loads(file.read_text(encoding="utf-8")).items():
             yield from (Registration(kind, name, value, None) for name, value in rows.items())

@@ -54,6 +54,7 @@ def _names_of(owner: str) -> set[str]:
         value: Any = resolve_name(owner)
     except (ImportError, AttributeError):
         return set()
+    # Decorators such as `torch.no_grad` hide the code of the function that they wrap.
     functions = [unwrap(member) for member in vars(value).values() if isinstance(member, FunctionType)]
     used = {name for function in functions for name in _names_in(function.__code__)}
     return {*dir(value), *getattr(value, "__annotations__", ()), *used}

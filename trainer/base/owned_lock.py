@@ -120,6 +120,7 @@ class OwnedLock:
             OSError: the file exists but cannot be opened, or the file system has no locks.
         """
         try:
+            # Open for writing, because fcntl(2) gives no exclusive lock on a descriptor that only reads.
             descriptor = open_plain(self.file, os.O_RDWR)
         except FileNotFoundError:
             return False

@@ -55,6 +55,7 @@ def say_styled(text: str) -> None:
 def _put(text: str, stream: TextIO) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    # At once, so that lines of both streams keep their order in one terminal or file.
     stream.flush()
 
 

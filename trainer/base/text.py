@@ -89,6 +89,7 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 def is_shallow(value: Any, most: int = 50) -> bool:
     """Return whether lists and mappings are nested at most this deep, so that a function may descend into them."""
     level = [value]
+    # Level by level, because a recursion into a deep value would exceed Python's limit.
     for _ in range(most):
         level = [
             inner

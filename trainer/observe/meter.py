@@ -161,6 +161,7 @@ class Meter:
 
     def compiled(self, seconds: float) -> None:
         """Count seconds of steps as compilation."""
+        # torch measures compilations itself, and may count more seconds than the steps of this interval had.
         moved = min(seconds, self._seconds[STEP])
         self._seconds[STEP] -= moved
         self._seconds[COMPILATION] += moved

@@ -272,6 +272,7 @@ class MetricsFile(Observer):
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None, "a run starts before it is observed"
+        # `os.fspath` turns paths into texts, and raises an error for any other object.
         self._file.add(json.dumps(line, allow_nan=False, default=os.fspath))
 
 

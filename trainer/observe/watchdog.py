@@ -89,6 +89,7 @@ class Watchdog(Observer):
                 f"rank {self._heartbeat.rank} has made no progress for {self._timeout:g} seconds"
                 f" (`parallel.stall_timeout`), and the folder of the run does not answer\n{_stacks(self._thread)}"
             )
+            # By the descriptor, because the thread that hangs may hold the lock of the stream.
             os.write(sys.stderr.fileno(), for_terminal(f"error: {message}\n").encode(errors="backslashreplace"))
             _leave()
         return answer
@@ -190,5 +191,6 @@ def _text(file: Path) -> str:
 def _leave() -> NoReturn:
     """End the process and its data workers although the main thread hangs."""
     for child in multiprocessing.active_children():
+        # `os._exit` runs no exit handlers, so workers would outlive this process.
         child.kill()
     os._exit(ExitCode.FAILED)

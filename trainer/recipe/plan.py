@@ -26,6 +26,7 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis of the mesh, by its name."""
+        # Outermost first: ranks of the innermost axes are neighbours on a node, because they communicate most.
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         return {name: getattr(self, name) for name in names}
 

@@ -182,6 +182,7 @@ class Assembly:
                 _save_preparation(self.data, self.recipe, self.models[0], temporary)
                 certificate = next((made for check in checks if (made := check.compare(temporary))), None)
                 complete_folder(temporary, folder, self.saved.origin, self.progress, certificate)
+            # A refused model must not stay, not even under its temporary name.
             except TrainerError:
                 remove(temporary)
                 raise

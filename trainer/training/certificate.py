@@ -20,6 +20,7 @@ OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 
 _CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
 """The largest difference, relative to the largest output, by the type of the weights."""
+# Below it, differences relative to the largest output would show rounding only.
 _LEAST_OUTPUT = 1e-2
 
 
@@ -128,6 +129,7 @@ def require_same(difference: float, largest: float, dtype: str, lost: Sequence[s
 
 def require_same_labels(own: Mapping[Any, str], there: Mapping[Any, str]) -> None:
     """Require the same names of classes, by their number, in two configurations."""
+    # JSON has turned the numbers of classes into texts.
     expected, found = ({int(number): name for number, name in one.items()} for one in (own, there))
     if expected != found:
         raise NotTheTrainedModelError(

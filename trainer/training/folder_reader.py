@@ -23,6 +23,7 @@ def open_onnx(request: dict[str, Any]) -> Any:
     from onnxruntime import InferenceSession
 
     session = InferenceSession(str(Path(request["folder"]) / ONNX_NAME), providers=["CPUExecutionProvider"])
+    # ONNX Runtime refuses arrays that the graph does not take.
     names = [one.name for one in session.get_inputs()]
     outputs = [one.name for one in session.get_outputs()]
 
@@ -107,6 +108,7 @@ def _sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
     from sentence_transformers import CrossEncoder
 
     encoder = CrossEncoder(request["folder"], device="cpu")
+    # `CrossEncoder` would apply a sigmoid to a single logit, but the comparison is of logits.
     return {"logits": encoder.predict([tuple(pair) for pair in request["pairs"]], activation_fn=torch.nn.Identity())}
 
 

@@ -198,6 +198,7 @@ def _check_gpus(
     rendezvous: Rendezvous, environment: LaunchEnvironment, device: torch.device, timeout_seconds: float
 ) -> None:
     """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it."""
+    # By UUID, because each rank that sees one GPU only has it as number 0.
     own = (str(torch.cuda.get_device_properties(device).uuid), f"rank {environment.rank} on {socket.gethostname()}")
     holders: dict[str, list[str]] = {}
     for uuid, rank in rendezvous.gather(own, timeout_seconds) or ():

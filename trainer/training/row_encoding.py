@@ -262,5 +262,6 @@ class TextPreparation(Preparation):
             truncation, padding = self._limits
             backend.enable_truncation(**truncation) if truncation else backend.no_truncation()
             backend.enable_padding(**padding) if padding else backend.no_padding()
+        # The package tokenizers raises no `OSError` for a full disk.
         with numbered_errors():
             self.tokenizer.save_pretrained(folder)

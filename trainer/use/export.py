@@ -114,6 +114,7 @@ def export(
         type_ = COMPUTE_DTYPES.get(dtype, torch.float32)
         _write_dtype(config, type_, temporary)
         described = described_model(config)
+        # Before the weights are written, so that a refusal costs no time.
         asked = None if verification is None else (_opened(state, described, dtype, adapter, to), verification)
         weights = _write_weights(state, described, temporary, type_, adapter)
         if to == "onnx":
@@ -226,6 +227,7 @@ def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bo
         )
     if origin.quantization is not None:
         adapted = copy.deepcopy(described)
+        # On `meta`, adapters have shapes only, so any seed gives the same ones.
         adapt(adapted, origin, 0, [])
         layers = {name for name, module in described.named_modules() if isinstance(module, torch.nn.Linear)}
         # PEFT must leave exact the layers that the training left exact.
@@ -309,6 +311,7 @@ def _base_weights(described: Any, state: SavedState, saved: Collection[str]) -> 
     model, drawn, quantized = build_base(described, recipe, seed)
     # Only weights that the checkpoint lacks; the others would hide the trained values.
     base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
+    # Before the quantisation, which replaces the names of weights by those of their parts.
     found_drawn = base.keys() & drawn
     if recipe.quantization is not None:
         adapted = copy.deepcopy(described)

@@ -287,11 +287,13 @@ class Output:
         return {
             "input": file_digest(request.input),
             "model": _folder_digest(Path(self._recipe.model.name_or_path or ""), self._folder),
+            # Other versions may compute other numbers, and one output holds those of one program.
             "versions": versions() | {"source": source_digest()},
             "options": [request.keep, request.top, request.chunk_rows, request.columns],
             "task": recipe["task"],
             "data": [recipe["data"].get("max_length"), transform_of(data).facts, asdict(text_options(data))],
             "precision": recipe["precision"],
+            # Sampled texts depend on the seed.
             "seed": recipe["training"]["seed"],
         }
 
@@ -345,6 +347,7 @@ class Output:
             reader_of(request.output_format).write(self._parts, new, source, request.escape_formulas)
             # A rename: readers see the old output or the whole new one.
             move_over(new, self._path)
+            # After the rename: a kill between the two leaves parts behind, but loses no row.
             shutil.rmtree(self._folder, ignore_errors=True)
         say(f"wrote {self.num_done:,} rows to {self._path}", err=True)
 
@@ -360,6 +363,7 @@ class Output:
     def _must_be_writable(self) -> Iterator[None]:
         try:
             yield
+        # The reader of the standard output has ended, as `head` does; the disk is not at fault.
         except BrokenPipeError:
             raise
         except OSError as error:

@@ -146,6 +146,7 @@ def _data(
 ) -> tuple[PreparedData, Recipe]:
     """Return the rows, prepared as in the training, and their recipe."""
     folder = place / "preparation"
+    # A copy, because recipe and weights are written into it, and the checkpoint must stay as it is.
     shutil.copytree(preparation, folder)
     write_added(added, folder, torch.float32)
     # In fp32, so that a difference comes from the folder and not from rounding.
@@ -268,6 +269,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
             timeout=_MOST_SECONDS,
             check=False,
         )
+        # The last line of a traceback has the error itself.
         problem = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     except subprocess.TimeoutExpired:
         done, problem = None, [f"it took more than {_MOST_SECONDS:.0f} s; lower --rows"]
@@ -330,6 +332,7 @@ def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Seq
             num_valid += float(task.num_valid(batch.labels))
         rows.add(batch.rows, task.predictions(of_batch, batch.labels))
     loss = {} if task.rows_depend else {"loss": loss_sum / max(1.0, num_valid)}
+    # The metrics of a run cover the whole split, so those of a part would not compare with them.
     if task.generates or not expected.is_whole:
         return loss
     return loss | task.split_metrics(in_row_order([rows.joined()], len(data.validation)), data.evaluated)

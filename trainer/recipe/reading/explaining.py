@@ -191,6 +191,7 @@ def _schema_of(section: type[Section]) -> Schema:
     return section.model_json_schema()
 
 
+# Registrations change the values that a key may have, so cached schemas are dropped.
 consume("metric", lambda _: _schema_of.cache_clear())
 consume("format", lambda _: _schema_of.cache_clear())
 consume("logging", lambda _: _schema_of.cache_clear())

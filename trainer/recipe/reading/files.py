@@ -74,6 +74,7 @@ def _text(path: Path) -> str:
     if not stat.S_ISREG(mode):  # a pipe can block, and only one rank could read it
         raise ValueError("it is not a regular file")
     with path.open("rb") as file:
+        # One byte beyond the limit shows that a file is too large, without a read of all of it.
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it is larger than the limit of {MAX_BYTES // 1_000_000} MB")

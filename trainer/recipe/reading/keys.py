@@ -85,6 +85,7 @@ def known_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(_keys_below(Recipe, "")))
 
 
+# Registrations add keys, so the cached list is dropped.
 consume("task", lambda _: known_keys.cache_clear())
 consume("optimizer", lambda _: known_keys.cache_clear())
 consume("schedule", lambda _: known_keys.cache_clear())

@@ -161,6 +161,7 @@ def _other_tool(node: Node) -> tuple[str, bool] | None:
     tables |= {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
     known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
     best = max(known, key=known.__getitem__)
+    # Tools share names such as `seed`, so a few known keys prove nothing.
     return (best, best not in FORMATS) if 2 * known[best] > len(own) else None
 
 
@@ -283,6 +284,7 @@ def _absolute(place: Any, folder: Path) -> Any:
     """Return a path as absolute; other values, such as a share of rows or a URL, stay."""
     if not isinstance(place, str) or is_url(place):
         return place
+    # Not `realpath`: a link to the newest data keeps its name in checkpoints and model cards.
     return os.path.normpath(os.path.join(folder, os.path.expanduser(place)))
 
 

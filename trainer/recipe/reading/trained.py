@@ -78,6 +78,7 @@ def load_trained(
     with tempfile.TemporaryDirectory(prefix="trainer-") as name:
         file = Path(name) / RECIPE_FILE
         file.write_text(json.dumps(values), encoding="utf-8")
+        # Through a file, so that overrides, rules and errors are those of any other recipe.
         resolved = load_recipe(str(file), overrides)
     if not evaluates:
         notes += _text_notes(resolved.recipe.data, overrides)

@@ -88,6 +88,7 @@ def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple
             raise RecipeError(f"{tree.at(1, 1)}: empty")
         return tree.node(root, ()), tree.problems
     except yaml.reader.ReaderError as error:
+        # PyYAML gives such an error a position in the text, but neither line nor column.
         before = text[: error.position]
         place = tree.at(before.count("\n") + 1, len(before) - before.rfind("\n"))
         raise RecipeError(f"{place}: the character U+{error.character:04X} is not allowed in YAML") from error

@@ -36,9 +36,11 @@ def clash(text: str, *keys: str) -> Contradiction:
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
     """Return the docstrings below the keys of a section, read from its source; empty without a source file."""
     found = {}
+    # Bases first, so that a docstring of the class replaces that of a base.
     for part in reversed(section.__mro__):
         try:
             module = _classes(sys.modules[part.__module__]) if issubclass(part, Section) else {}
+        # `inspect` finds no source of a class from a notebook or a compiled module.
         except (KeyError, OSError, TypeError):
             continue
         body = module[part.__name__].body if part.__name__ in module else []
@@ -57,6 +59,7 @@ def _classes(module: ModuleType) -> Mapping[str, ast.ClassDef]:
 
 def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
     for key, text in descriptions(section).items():
+        # A description that the field has itself takes precedence.
         schema["properties"][key].setdefault("description", text)
 
 
