@@ -61,6 +61,7 @@ def _of_process(read: Read) -> Iterator[int]:
     """Yield the limits of memory that `ulimit -v` and `ulimit -d` set."""
     for line in (read("/proc/self/limits") or "").splitlines():
         if line.startswith(("Max address space ", "Max data size ")):
+            # From the right, because names hold blanks: soft limit, hard limit and unit.
             soft = line.split()[-3]
             if soft.isdigit():
                 yield int(soft)

@@ -97,5 +97,6 @@ def source_digest() -> str:
 def code_digest(kind: type) -> str:
     """Return a digest of trainer's source files, and of the files of a class and its bases from other packages."""
     names = {base.__module__ for base in kind.__mro__ if base.__module__.partition(".")[0] != "trainer"}
+    # A module of a notebook has no file, and is left out.
     files = [getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)]
     return digest_of([source_digest(), *(file_digest(Path(file)) for file in files if file)])

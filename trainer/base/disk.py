@@ -82,6 +82,7 @@ def _not_plain(path: Path) -> OSError:
 
 def sync(path: Path) -> None:
     """Wait until the disk has stored a file, or the entries of a folder."""
+    # fsync(2) needs no descriptor that writes, and a folder has none.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -201,6 +201,7 @@ def load() -> None:
             ) from error
         finally:
             _loading.pop()
+        # After the load, so that the next call tries an extension that failed again.
         _packages[point.name] = package
 
 

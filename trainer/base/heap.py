@@ -15,5 +15,6 @@ def keep_freed_memory() -> None:
     the largest one that it chooses. Other C libraries do nothing.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # 32 MiB, the most on systems of 64 bits (`DEFAULT_MMAP_THRESHOLD_MAX` in mallopt(3)).
         libc.mallopt(_MMAP_THRESHOLD, 2**25)
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -19,6 +19,7 @@ class OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
+        # `huggingface_hub` logs this line after each request that failed.
         if text.startswith("Retrying in "):
             return False
         if (match := _FAILED.fullmatch(text)) is None:

@@ -45,6 +45,7 @@ def number_in(text: str) -> int | float | None:
     if not _NUMBER.fullmatch(text):
         return None
     try:
+        # Not at once as a float, which would round integers beyond 2**53.
         return int(text)
     except ValueError:
         return float(text)

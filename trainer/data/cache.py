@@ -286,6 +286,7 @@ def _open_or_write(folder: Path, write: Callable[[EntryWriter], None], own_lengt
     except FileNotFoundError:
         pass
     except CorruptEntryError:
+        # Other processes may have mapped the files; removed files keep their pages until they are unmapped.
         shutil.rmtree(folder)
     # Checked again above: another process may have written the entry while this one waited.
     with EntryWriter(folder, own_lengths) as writer:

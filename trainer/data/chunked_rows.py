@@ -68,6 +68,7 @@ def read_chunks(
     try:
         if reader.is_text and is_other(text.encoding, path):
             raise DataError(other_encoding(path, where, text.encoding, "--input"))
+        # Rows have no fixed size in a file, so those before are read too.
         for _ in itertools.islice(rows, skip):
             pass
         while chunk := list(itertools.islice(rows, num_rows)):

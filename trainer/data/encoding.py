@@ -81,6 +81,7 @@ def write_split(
         TrainerError: a process died.
     """
     ends = [0, *np.cumsum(sources or (len(rows),)).tolist()]
+    # A part has rows of one source only, because a packer must not join those of several.
     starts = [range(start, end, most_rows) for start, end in pairwise(ends)]
     spans = [(first, min(first + most_rows, end)) for own, end in zip(starts, ends[1:], strict=True) for first in own]
     # Closed after an error too, because the generator then ends its processes.
@@ -148,6 +149,7 @@ def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], 
         problems = [messages[0] + _further_rows(messages[1:]) for messages in found.values()]
         if not problems:  # the rows are valid one by one
             raise
+        # The error of the whole part names its first bad row only.
         raise (DataError(problems[0]) if len(problems) == 1 else DataProblemsError(*problems)) from None
 
 

@@ -28,7 +28,9 @@ def hash_rows(
     """
     import pyarrow as pa
 
+    # The types too, because equal bytes of other types are other rows.
     sink = _HashSink(repr(rows.features))
+    # As tables of Arrow, because Python objects of all rows take many times as long.
     batches = rows.with_format("arrow").iter(rows_at_once)
     with pa.PythonFile(sink, mode="w") as file:
         for batch in batches:

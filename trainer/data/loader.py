@@ -326,6 +326,7 @@ def _report_death(report: Callable[[int, Any], object], num_workers: int, number
     try:
         report(number, frame)
     except RuntimeError as error:
+        # torch names the dead worker in the text of its error only.
         pid = re.search(r"\(pid (\d+)\)", str(error))
         # It stays in this state until its loader asks for it.
         state = pid and os.waitid(os.P_PID, int(pid[1]), os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -109,6 +109,7 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     relative = [weight / max(weights) for weight in weights]
     exact = [total * weight / sum(relative) for weight in relative]
     shares = [int(share) for share in exact]
+    # A stable sort: equal remainders keep the order of the sources, on every rank.
     by_rest = sorted(range(len(weights)), key=lambda index: shares[index] - exact[index])
     for index in by_rest[: total - sum(shares)]:
         shares[index] += 1
@@ -155,6 +156,7 @@ class GlobalOrder:
         # One epoch at a time is kept; its order is a function of seed and epoch, so nothing is lost.
         if self._order is None or epoch != self._epoch:
             kind = _ArrayOrder if self.num_rows <= LARGEST_ARRAY else _ComputedOrder
+            # A stream for each epoch, so that a resumed run need not draw the epochs before.
             draws = np.random.Philox(np.random.SeedSequence([self.seed, epoch]))
             # No lambda: worker processes that do not fork get the order by pickle.
             lengths = None if self._lengths is None else partial(self._lengths_of, self._lengths, epoch)

@@ -53,6 +53,7 @@ def partition_by_tokens(
         padding_free: whether layers process tokens without padding.
     """
     lengths = widths.sum(axis=1)
+    # Stable, so that equal lengths have one order on every rank and machine.
     longest_first = np.argsort(-lengths, kind="stable")
     if padding_free:
         bins = _balanced(lengths, longest_first, data_parallel_size, most_tokens)
@@ -73,6 +74,7 @@ def _balanced(lengths: IndexArray, order: IndexArray, multiple: int, most: int) 
     # The fewest bins that could hold all tokens; further bins are added until each fits.
     number = multiple * math.ceil(int(lengths.sum()) / (most * multiple))
     while True:
+        # The index breaks ties of bins with equally many tokens in the same way on every rank.
         heap: list[tuple[int, int]] = [(0, index) for index in range(number)]
         bins: list[list[int]] = [[] for _ in range(number)]
         for place in order:

@@ -130,6 +130,7 @@ class EncodedSplit:
 
     def with_array(self, name: str, values: FlatArray) -> EncodedSplit:
         """Return the split with another column of `arrays`, `[rows, ...]`."""
+        # The files lack this column, so another process adds it again.
         reopen = None if self.reopen is None else partial(_with_array, self.reopen, name, values)
         return replace(self, arrays={**self.arrays, name: values}, reopen=reopen)
 

@@ -108,6 +108,7 @@ def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
         factor("A"),
         factor("B"),
         adapter.scaling_of(name),
+        # torch's own dropout, because `key_dropout` replaces it later, with all others of the model.
         nn.Dropout(adapter.dropout),
         Magnitude(torch.empty(out_features, device=device)) if adapter.type == "dora" else None,
         # PiSSA's first values are subtracted in the forward pass; see `adapter_starts.py`.
@@ -147,6 +148,7 @@ def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
     ids = _token_ids(recipe, [*tokens, *(recipe.new_tokens or ())], embedding.num_embeddings)
     head = model.get_output_embeddings()
     tied: dict[nn.Parameter, nn.Parameter] = {}
+    # A list, because the loop adds modules to the layers.
     for name, layer in list(model.named_modules()):
         weight: Any = getattr(layer, "weight", None)
         if layer is not head and weight is not embedding.weight:

@@ -69,6 +69,7 @@ class ModelDescription:
 
     @property
     def keyword_arguments(self) -> dict[str, Any]:
+        # fp32, whatever the type of the files; a strategy rounds the weights where the recipe asks for it.
         return {"attn_implementation": self.attention, "dtype": torch.float32}
 
     def new_keys(self) -> DropoutKeys | None:
@@ -160,6 +161,7 @@ class ModelDescription:
             return []
         from trainer.models.invariance import sample_of
 
+        # On `meta`, because the count of the parameters needs none of their memory.
         with torch.device("meta"):
             size = sum(p.numel() for p in sample_of(self.model_class, self.config, self.attention).parameters())
         if size > _MOST_SAMPLED:

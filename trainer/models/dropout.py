@@ -209,6 +209,7 @@ def _draw(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _generator_states() -> list[Tensor]:
     states = [torch.get_rng_state()]
+    # The read of a state would initialise CUDA in a process that does not use it.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return states

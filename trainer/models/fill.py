@@ -128,6 +128,7 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
             )
     if tensors is not None:
         _take_origin(model, recipe)
+    # transformers returns a set, which has another order in each process.
     missing = sorted(loading["missing_keys"])
     if missing:
         draw_weights(model, missing, seed)

@@ -170,6 +170,7 @@ def _require_safe_names(name: str, index: str) -> None:
             f"`model.name_or_path` is {name!r}, but its {SAFE_WEIGHTS_INDEX_NAME} has no `weight_map`; save the model"
             " again with `save_pretrained`"
         )
+    # The map names a file for each tensor, so each file is in it many times.
     files = dict.fromkeys(map(str, weight_map.values()))
     if len(files) > _MOST_FILES:  # each is looked up in the hub's cache
         raise UsageError(

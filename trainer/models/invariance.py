@@ -77,6 +77,7 @@ def sample_of(model_class: Any, config: Any, attention: str, is_whole: bool = Fa
 
     It has the widths of `config` and, unless `is_whole`, at most 8 layers, if its configuration allows fewer layers.
     """
+    # A copy, because the attention of the sample is set in it.
     config = copy.deepcopy(config)
     config._attn_implementation = attention
     layers = getattr(config, "num_hidden_layers", None)
@@ -120,6 +121,7 @@ def _require_documents_apart(model: Any, name: str) -> None:
     """Compare the logits of a document alone with those behind another one; only positions separate the two."""
     ids = _inputs(model, _LENGTHS)["input_ids"]
     first, second = ids[:1], ids[1:, : _LENGTHS[1]]
+    # Positions that begin again at 0 mark a document, as those of `DocumentPacker` do.
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     try:
         together = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
@@ -159,6 +161,7 @@ def _require_plain_loss(model: Any, name: str, auto_class_name: str) -> None:
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
+    # Without this bound, logits that are all 0 would divide 0 by 0.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     return float((found - expected).abs().max() / largest)
 

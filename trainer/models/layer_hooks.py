@@ -66,6 +66,7 @@ class Stacks:
         self._layers = dict(layers)
         self._contexts: dict[str | None, ContextCut] = {}
         self._sequences: dict[str | None, SequenceCut] = {}
+        # The layers of a stack have one parent, such as the encoder.
         for stack in dict.fromkeys(map(owner_of, layers)):
             if context:
                 self._contexts[stack] = ContextCut(groups.context, context)

@@ -376,6 +376,7 @@ def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
     split, stack_of = staged.split, staged.stack_of
 
     def stand_in(name: str, module: nn.Module, stages: set[int]) -> nn.Module:
+        # On `meta`, because a stand-in needs the code and the shapes of the module, but not its weights.
         relative, original = staged.relative(name), on_meta(module)
         # The module runs after this stage.
         if min(stages) > stage:
@@ -390,6 +391,7 @@ def _stand_in(staged: _StagedModel, stage: int, traffic: StageTraffic) -> None:
         return Absent(original)
 
     def prune(owner: nn.Module, path: str) -> None:
+        # A list, because the loop replaces children.
         for attribute, child in list(owner.named_children()):
             name = f"{path}.{attribute}" if path else attribute
             stages = staged.stages(name, child)

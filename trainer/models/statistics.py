@@ -23,6 +23,7 @@ class _FixedStatistics(_BatchNorm):
     """A batch normalisation that is never in training mode."""
 
     def train(self, mode: bool = True) -> _FixedStatistics:
+        # `train()` of a model calls that of each module, so every call must end here.
         super().train(False)
         return self
 

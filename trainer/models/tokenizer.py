@@ -61,6 +61,7 @@ def load_tokenizer(recipe: Model) -> Any:
 
 def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
     normalizer = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
+    # Rules apply one after the other, so their growths multiply.
     growth = prod(max(1, len(str(rule["content"]))) for rule in _rules(normalizer) if rule.get("type") == "Replace")
     if growth > _MOST_GROWTH:
         raise UsageError(
@@ -135,6 +136,7 @@ def name_target_language(config: Any, tokenizer: Any) -> None:
     if config.model_type in ("mbart", "plbart"):
         config.decoder_start_token_id = frame[-1]
     (language,) = languages
+    # A decoder that starts with the token of the language must not write it again.
     config.forced_bos_token_id = language if language != config.decoder_start_token_id else None
 
 

@@ -113,6 +113,7 @@ class WeightFile:
         for group in self._groups:
             whole = {name: _cast(name, read(source), self._types[name]) for name, source in group.sources.items()}
             made = revert_weight_conversion(self._model, whole)
+            # A file may have some tensors of a group only, and another file the others.
             tensors |= {key: _alone(made[key]) for key in self._keys.intersection(group.written)}
         save_tensors(tensors, folder / self.name, metadata={"format": "pt"})
         return folder / self.name

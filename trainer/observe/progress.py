@@ -99,6 +99,7 @@ class ProgressConsole(Observer):
 
     def step(self, record: StepRecord) -> None:
         assert self._run is not None, "a run starts before it is observed"
+        # Without the time that is left, which the bar shows.
         self._print(step_line(record, self._run.total_steps, None, self._console.width))
         self._fields = step_fields(record, None)
         seconds = self._time_left.after(record.step)

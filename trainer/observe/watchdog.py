@@ -63,6 +63,7 @@ class Watchdog(Observer):
     def close(self) -> None:
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            # No longer, because the thread may wait for a disk that does not answer.
             self._thread.join(self._pause)
 
     def _watch(self) -> None:

@@ -43,6 +43,7 @@ def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunP
     """
     whole_nodes = range(world_size, local_world_size, -local_world_size)
     problem: RecipeError | None = None
+    # From the most ranks on, so the first plan that fits has the most.
     for size in (*whole_nodes, *range(min(world_size, local_world_size), 0, -1)):
         try:
             return plan_run(recipe, size, min(size, local_world_size))

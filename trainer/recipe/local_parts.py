@@ -99,6 +99,7 @@ class _Place(NamedTuple):
         folder = Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
         revision = self.revision or "main"
         with suppress(OSError):
+            # The hub's cache has the commit of a branch or a tag in a file; for a commit there is none.
             revision = (folder / "refs" / revision).read_text(encoding="utf-8")
         return any(_is_whole(folder / "snapshots" / revision / file) for file in files)
 

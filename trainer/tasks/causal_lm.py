@@ -301,6 +301,7 @@ class CausalLMTask(TokenLabels):
         for ids in documents:
             if self.packing == "joined":
                 features["input_ids"].append(ids)
+                # `StreamPacker` makes the labels from the joined tokens.
                 features["labels"].append(ids)
                 continue
             # The last token is only predicted.

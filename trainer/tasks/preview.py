@@ -89,6 +89,7 @@ class NextTokens(RowPreview):
     @staticmethod
     def _documents(ids: Sequence[int], labels: Sequence[int], positions: Tensor | None) -> Iterator[ShownToken]:
         """Yield the tokens of documents. The label of each is the next one; the last one may be a label only."""
+        # `DocumentPacker` numbers the positions of each document from 0.
         starts = [0] if positions is None else (positions[: len(ids)] == 0).nonzero().flatten().tolist()
         for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):
             note = f"document {number + 1}" if len(starts) > 1 else ""

@@ -209,6 +209,7 @@ class Loop:
         """Report a step that was not taken, and end the run after too many of them."""
         from trainer.training.bad_steps import describe, examine, remedy
 
+        # Steps of the loader count from 0.
         rows = self.loader.row_ids(begun.number - 1)
         # On all ranks, since the numbers of a step are equal on all of them.
         record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
@@ -235,6 +236,7 @@ class Loop:
             if answer is not None and answer.log:
                 self.observers.logged(LoggedRecord(self.progress.step, answer.log))
         except TrainerError as error:
+            # The first error, because later ones may follow from it.
             self._failure = self._failure or error
         # Also without an answer, or this rank would not join the others when they agree.
         self._answers.append(replace(answer, log={}) if answer else Request())
@@ -297,6 +299,7 @@ class Loop:
         if self.recipe.compile:
             from trainer.models.compiled import compilations
 
+            # `compilations` counts from the start of the process.
             before, (*_, self._compiled) = self._compiled, compilations()
             self.meter.compiled(self._compiled - before)
         rates = self.meter.read()

@@ -99,6 +99,7 @@ def open_device(environment: LaunchEnvironment, tf32: bool) -> torch.device:
     if device_type() == "cuda":
         # A rank that sees one GPU only has it as number 0, whatever its local rank.
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
+        # Triton launches its kernels on the current device.
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()

@@ -245,6 +245,7 @@ class TextPreparation(Preparation):
         assert isinstance(task, TextTask)
         masking = task.masking(self.tokenizer, seed)
         if masking is not None:
+            # Random tokens come from the whole vocabulary, so tokens that no row has count too.
             self._require_embedding(max(masking.mask_token, *masking.ordinary_tokens.tolist()))
         return masking
 

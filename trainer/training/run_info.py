@@ -56,6 +56,7 @@ def _own_parameter_groups(
             groups.append(
                 ParameterGroup(
                     placement=name,
+                    # The scales of a quantised weight stand for 0 of its elements, and are no tensors of the model.
                     num_tensors=sum(quantized.get(label) != 0 for label in members),
                     num_parameters=sum(quantized.get(label, prod(one.shape)) for label, one in members.items()),
                     bytes_per_rank=sum(placements[label].num_elements(sizes) * weight_bytes(label) for label in labels),

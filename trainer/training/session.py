@@ -95,6 +95,7 @@ class Session:
         self._saver: Saver | None = None
         shown: list[Observer] = [build_observers(recipe.logging, sys.stdout)] if environment.rank == 0 else []
         self.has_callbacks = bool(callbacks)
+        # The observers until now: a note of a callback must not call callbacks again.
         note = Observers(shown).note
         own = [callback for callback in callbacks if callback.every_rank or environment.rank == 0]
         if own:
@@ -128,6 +129,7 @@ class Session:
 
     def start(self, info: RunInfo, saver: Saver, mesh: ParallelMesh, notes: Sequence[str]) -> None:
         """Report that the run is built, and watch it from now on. All ranks must call it."""
+        # By the monotonic clock, because the time of day may be corrected during the start.
         spent = time.monotonic() - self._started
 
         def start() -> None:

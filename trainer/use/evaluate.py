@@ -73,6 +73,7 @@ def with_class_names(recipe: Recipe) -> Recipe:
     update: dict[str, Any] = {"class_weights": None} if "class_weights" in keys else {}
     if "labels" in keys and getattr(recipe.task, "labels", None) is None:
         names = getattr(load_config(recipe.model, {}), "id2label", None) or {}
+        # By id, which is the order of the logits of the head.
         update["labels"] = [str(names[index]) for index in sorted(names)]
     return recipe.model_copy(update={"task": recipe.task.model_copy(update=update)})
 

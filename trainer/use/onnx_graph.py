@@ -134,6 +134,7 @@ def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Se
     Inputs are ids `[rows, tokens]`, `[rows, choices, tokens]`, or other ones. A model that writes texts also takes
     the tokens of the target before each one, `[rows, target tokens]`.
     """
+    # A tokenizer may return columns that this model does not take, such as token types.
     parameters = inspect.signature(type(model).forward).parameters
     rows, choices, tokens = _SAMPLE
     if samples := samples_of(model.main_input_name):
@@ -141,6 +142,7 @@ def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Se
     shape = (rows, choices, tokens) if type(model).__name__.endswith("ForMultipleChoice") else (rows, tokens)
     names = [name for name in AutoTokenizer.from_pretrained(folder).model_input_names if name in parameters]
     values = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+    # Ones and not zeros, because 0 is the padding token of many models.
     values |= {"input_ids": torch.ones(shape, dtype=torch.long), "attention_mask": torch.ones(shape).long()}
     end = getattr(model.config, "eos_token_id", None)
     if isinstance(end, int) and end < model.config.vocab_size:  # that of a type may lie outside of a small vocabulary

@@ -318,6 +318,7 @@ class Output:
 
     def _merged(self, row: Row, answer: dict[str, Any]) -> Row:
         if self._request.top is not None and isinstance(answer.get("probabilities"), dict):
+            # A stable sort: equal probabilities keep the order of the classes.
             ranked = sorted(answer["probabilities"].items(), key=lambda item: -item[1])
             answer = {**answer, "probabilities": dict(ranked[: self._request.top])}
         if self._request.keep == "none":

@@ -223,6 +223,7 @@ def load_with_datasets(
     if files.most_rows is None:
         dataset: Dataset = load_all(load) if load_all else load()
         return dataset
+    # A stream ends after the rows that are needed, and prepares no cache of a whole file.
     rows = load(streaming=True)
     if chats := chat_features(rows.features or {}):
         rows = load(streaming=True, features=chats)
@@ -287,6 +288,7 @@ def readable(schema: pyarrow.Schema) -> Features:
     found = {}
     for column in schema:
         with suppress(ValueError):  # a map, a view of a list, or a type of another package
+            # Column by column, because one unknown type makes `datasets` refuse a whole schema.
             one = pyarrow.schema([column], schema.metadata)
             found[column.name] = _without_views(datasets.Features.from_arrow_schema(one)[column.name])
     return datasets.Features(found)

@@ -73,6 +73,7 @@ class CsvReader(Reader):
         if not text.quotes:
             options["quoting"] = csv.QUOTE_NONE
         try:
+            # By pandas, with which `datasets` reads the rows, so that both find the same names.
             header = pandas.read_csv(paths[0], nrows=0, **options).columns
             # All as texts: pandas would guess the type of each block of rows, and lose leading zeros.
             texts = datasets.Features(dict.fromkeys(header, datasets.Value("string")))

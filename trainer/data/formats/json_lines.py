@@ -214,6 +214,7 @@ def _require_objects(files: Files) -> list[Path]:
                         f"`{files.key}` must hold json, but line {number} of `{path}` is null, not a JSON object;"
                         " remove the line"
                     )
+                # The count costs little, so that only suspicious lines are parsed twice.
                 if row.count("[") + row.count("{") > _MANY_BRACKETS and _is_deep(row):
                     raise DataError(
                         f"`{files.key}` must hold json, but line {number} of `{path}` has too many levels of lists and"

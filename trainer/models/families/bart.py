@@ -17,6 +17,7 @@ BART = ModelFamily(
         shared_inputs=(_ATTENTION,),
         embeddings=("shared", "(encoder|decoder).embed_tokens"),
         vocabulary_heads=("lm_head",),
+        # The model adds this buffer to its logits, which a tensor rank has in part.
         vocabulary_buffers=("final_logits_bias",),
         whole=("(encoder|decoder).embed_positions", "classification_head.(dense|out_proj)", "qa_outputs"),
         heads=("encoder_attention_heads", "decoder_attention_heads"),

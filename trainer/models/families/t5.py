@@ -19,6 +19,7 @@ T5 = ModelFamily(
         attention=(_ATTENTION,),
         shared_inputs=(_ATTENTION, _FEED_FORWARD),
         embeddings=("shared", "(encoder|decoder).embed_tokens"),
+        # The embedding of relative positions has one feature for each head.
         head_embeddings=(f"{_ATTENTION}.relative_attention_bias",),
         vocabulary_heads=("lm_head",),
         whole=("classifier", "classification_head.(dense|out_proj)", "qa_outputs"),

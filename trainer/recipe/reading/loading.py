@@ -206,6 +206,7 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
 
         found = findings(error)
         problems += [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
+    # The sound sections of an invalid recipe are checked too, so that all problems show at once.
     sections = dict(recipe) if recipe else _sound_sections(root, found)
     sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
     broken = {finding.path[:2] for finding in found}

@@ -178,6 +178,7 @@ def _of_training_and_schedule(training: Training, schedule: ScheduleKeys) -> Ite
     parts = {key: getattr(schedule, key) for key in schedule.phases}
     if last is None and not all(isinstance(part, float) for part in parts.values()):
         return  # the number of steps depends on the data
+    # Without a last step, all parts are fractions, which any total compares.
     total = last or 1
     if sum(part if isinstance(part, int) else part * total for part in parts.values()) > total:
         whole = f"`training.max_steps` {last}" if last else "all steps"
@@ -195,6 +196,7 @@ def _of_task_and_evaluation(task: TaskSection, evaluation: Evaluation) -> Iterat
 
 
 def _of_data_and_evaluation(data: Data, evaluation: Evaluation) -> Iterator[Contradiction]:
+    # Keys that were written, because defaults must suit a recipe without a validation split.
     written = evaluation.model_fields_set
     if data.validation is None and "every" in written and evaluation.every is not None:
         text = (

@@ -81,4 +81,5 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
         return value
     shown = json.dumps(value, ensure_ascii=False)
+    # YAML allows no control characters, and reads the escapes of JSON in double quotes.
     return shown if shown.isprintable() else json.dumps(value)

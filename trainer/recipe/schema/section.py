@@ -44,6 +44,7 @@ def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
         except (KeyError, OSError, TypeError):
             continue
         body = module[part.__name__].body if part.__name__ in module else []
+        # Python discards the text below an assignment, so only the source has it.
         for key, text in pairwise(body):
             match key, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):

@@ -17,6 +17,7 @@ from trainer.tasks.metrics.metric import Metric, Values
 
 def _accuracy(predictions: Values, labels: Values) -> float:
     equal = predictions == labels
+    # With several labels, a row is right only if all of its labels are.
     return float(np.mean(equal.all(axis=1) if equal.ndim == 2 else equal))
 
 

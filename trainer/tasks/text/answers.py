@@ -128,6 +128,7 @@ def features_of_labels(examples: Sequence[tuple[str, tuple[Sequence[int], Sequen
     features: Encoded = {"input_ids": [], "labels": [], "cut": []}
     for _, (ids, labels) in examples:
         features["input_ids"].append(list(ids[:max_length][:-1]))
+        # Shifted here, so that neither the model nor the loss shifts labels again.
         features["labels"].append(list(labels[1:max_length]))
         features["cut"].append(len(ids) > max_length)
     trained = [any(label != IGNORED_LABEL for label in labels) for labels in features["labels"]]

@@ -175,6 +175,7 @@ def bare(texts: Sequence[str], tokenizer: Tokenizer, start: Sequence[int], end: 
     for text in texts:
         for token in before:
             text = rest[len(token) :] if (rest := text.lstrip()).startswith(token) else text
+        # The last of these tokens is the first to find at the end of a text.
         for token in reversed(behind):
             text = rest[: -len(token)] if (rest := text.rstrip()).endswith(token) else text
         found.append(text)

@@ -13,5 +13,6 @@ GENERATED = "generated"
 def generated_texts(generated: Tensor, tokenizer: Tokenizer | None) -> list[str]:
     """Return the text of each row of tokens, without special tokens."""
     assert tokenizer is not None, "the rows are texts"
+    # `IGNORED_LABEL` fills short rows, and is the only negative number.
     rows = [[token for token in row if token >= 0] for row in generated.tolist()]
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]

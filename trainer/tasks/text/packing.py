@@ -37,6 +37,7 @@ class StreamPacker:
         return _features(rows)
 
     def finish(self) -> Encoded:
+        # A token alone is the last label of the row before, and has no label of its own.
         rows = [self._row(0)] if len(self._tokens) > 1 else []
         self._tokens = []
         return _features(rows)

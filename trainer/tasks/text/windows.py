@@ -22,6 +22,7 @@ def windows(num_tokens: int, size: int, stride: int) -> list[tuple[int, int]]:
     """
     if num_tokens <= size:
         return [(0, num_tokens)] if num_tokens else []
+    # A later start would give a window of shared tokens only.
     return [(start, min(start + size, num_tokens)) for start in range(0, num_tokens - stride, size - stride)]
 
 
