@@ -33,11 +33,13 @@ def test_names_the_activity_of_the_rank(tmp_path):
 
 
 def test_all_records_have_one_size(tmp_path):
-    heartbeat, sizes = begun(tmp_path), set()
-    for what in ("", "x" * 1000, "\N{SNOWMAN}" * 60):
-        heartbeat.doing(10**12, what)
-        sizes.add(heartbeat.file.stat().st_size)
-        assert read_statuses(tmp_path)[3].step == 10**12
+    first, second, sizes = Heartbeat(tmp_path, 3), Heartbeat(tmp_path, 4, local_rank=1), set()
+    second.begin(5)
+    first.begin(5)
+    for what in ("", "x" * 1000, "\N{SNOWMAN}" * 100, "\N{GRINNING FACE}" * 100, "\0" * 100):
+        first.doing(10**12, what)
+        sizes.add(first.file.stat().st_size)
+        assert [status.step for status in read_statuses(tmp_path).values()] == [10**12, 5]
     assert len(sizes) == 1
 
 

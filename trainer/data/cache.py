@@ -301,7 +301,7 @@ def _map_array(path: Path, array: Mapping[str, Any], verify: bool) -> NDArray[An
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         if os.fstat(file.fileno()).st_size != dtype.itemsize * array["num_values"]:
             raise CorruptEntryError(f"{path} does not have the size that was written")
-        values = np.memmap(file, dtype, mode="r")
+        values = np.memmap(file, dtype, mode="r") if array["num_values"] else np.empty(0, dtype)
         if verify and content_digest(file) != array["sha256"]:
             raise CorruptEntryError(f"{path} does not hold the bytes that were written")
     # Indexing a plain array over the same pages is faster than indexing the subclass.

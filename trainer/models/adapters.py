@@ -333,7 +333,3 @@ def left_out_notes(model: nn.Module, quantization: str | None) -> list[str]:
         f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
         f" {share:.1%} are no linear layers, such as {largest}, which it cannot adapt{whole}"
     ]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, Conv1D)

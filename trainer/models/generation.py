@@ -190,7 +190,7 @@ def generate(model: nn.Module, inputs: Mapping[str, Tensor], synced: bool, seed:
     finally:
         described.generation_config = own
     # After its end token, a row is filled while others continue.
-    ends = torch.isin(tokens, torch.tensor(own.eos_token_id, device=tokens.device))
+    ends = torch.isin(tokens, torch.tensor(_ids(own.eos_token_id), dtype=torch.long, device=tokens.device))
     return tokens.masked_fill(ends.cumsum(1) > 0, IGNORED_LABEL)
 
 

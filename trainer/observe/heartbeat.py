@@ -28,7 +28,8 @@ _FOLDER = "ranks"
 _RECORD_BYTES = 512
 _LARGEST_BYTES = _RECORD_BYTES * 4096  # ranks of a machine
 _DYING_SECONDS = 1.0
-_LONGEST_TEXT = 100  # a record always fits, even if all its characters are escaped
+_LONGEST_TEXT = 100
+_LONGEST_JSON = 180  # of a text, whose other letters JSON escapes by six or twelve bytes; so a record always fits
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,15 @@ def killed_ranks(run_folder: Path) -> list[Status]:
 
 
 def _host() -> str:
-    return socket.gethostname()[:_LONGEST_TEXT]
+    return _cut(socket.gethostname())
+
+
+def _cut(text: str) -> str:
+    """Cut a text to its largest length in a record."""
+    text = text[:_LONGEST_TEXT]
+    while len(json.dumps(text)) > _LONGEST_JSON:
+        text = text[:-1]
+    return text
 
 
 def _records(file: Path) -> list[bytes]:
@@ -150,7 +159,7 @@ class Heartbeat(Observer):
         self._step = step
         if self._descriptor is not None:
             now = round(time.time(), 3)
-            self._write(Status(self.rank, self._host, os.getpid(), step, what[:_LONGEST_TEXT], now))
+            self._write(Status(self.rank, self._host, os.getpid(), step, _cut(what), now))
 
     def _write(self, status: Status) -> None:
         self._status = status

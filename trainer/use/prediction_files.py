@@ -272,8 +272,11 @@ class Output:
             # Each part is written whole or not at all, in order, so the first missing one ends the work of before.
             while self._next_part().exists():
                 self._parts.append(self._next_part())
-        # Only the last part may be shorter; then the input ends there, and nothing is left to read.
         self.num_done = len(self._parts) * self._request.chunk_rows
+        if self._parts:
+            # The last part of the input may be shorter.
+            with self._parts[-1].open("rb") as last:
+                self.num_done += sum(1 for _ in last) - self._request.chunk_rows
         if others:
             say(
                 f"starts from the first row: {self._folder} belongs to another input, model, version or option",

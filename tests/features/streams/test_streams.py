@@ -236,6 +236,22 @@ def test_a_mixture_has_the_shares_of_its_weights(folder):
     assert windows.bounds.tolist() == [0, 7, 14, 21, 23]
 
 
+def test_a_read_after_an_error_begins_again(folder, monkeypatch):
+    (shard,) = find_shards([str(folder / "part-2.jsonl")])
+    reader, whole = RowReader([index_of(shard, folder)]), type(shard).open
+    monkeypatch.setattr(type(shard), "open", lambda self: (_ for _ in ()).throw(DataError("away")))
+    with pytest.raises(DataError, match="away"):
+        next(reader.read(0, 3, 9))
+    monkeypatch.setattr(type(shard), "open", whole)
+    assert [len(rows) for _, rows in reader.read(0, 3, 9)] == [6]
+
+
+def test_a_loader_without_steps_closes_without_a_cache(folder):
+    recipe = recipe_of(folder, f"data.cache={folder}/cache", "data.validation=null", "evaluation.every=null")
+    (loader,) = loaders(recipe, progress=Progress(14, 162, place=(2, 0, 0)))
+    assert list(loader) == []
+
+
 def test_rows_are_mapped_and_filtered(folder):
     kept = [row for row in ROWS if row["label"] != "c"]
     columns = {"words": "{text} word1", "kind": {"column": "label", "values": {"a": "x", "b": "y", "c": "x"}}}

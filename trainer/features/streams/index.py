@@ -218,7 +218,12 @@ class RowReader:
             self._rows, self._left = self.all_rows(index, start), None
             self._place = (number, start)
         while (row := self._place[1]) < stop:
-            rows = self._left if self._left is not None else next(self._rows, None)
+            try:
+                rows = self._left if self._left is not None else next(self._rows, None)
+            except BaseException:
+                # The error has ended the generator, so the next call begins a new one.
+                self._place = (-1, 0)
+                raise
             if rows is None:
                 raise _changed(index)
             end = row + len(rows)

@@ -251,7 +251,8 @@ class StreamedSplit:
 
     def _forget(self, number: int) -> None:
         """Remove the windows from the cache that no process needs any more."""
-        for path in self._folder.iterdir():
+        # A run without further steps has written no window, and no folder.
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
             found = _WINDOW.match(path.name)
             # Slower processes of the node may still read windows that far behind.
             if found and int(found[1]) < number - self._settings.behind:

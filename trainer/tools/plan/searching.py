@@ -380,7 +380,7 @@ class LayoutSearch:
     def largest_length(self) -> Choice | None:
         """Return the plan with the longest texts that fit, at most the model's positions; None if no length fits."""
         most = max_positions(_config(self._run_plan())) or _MOST_TOKENS
-        return self._largest(lambda length: (f"data.max_length={length}",), range(8, most + 1))
+        return self._largest(lambda length: (f"data.max_length={length}",), range(min(8, most), most + 1))
 
     def largest_model(self) -> Choice | None:
         """Return the plan of the largest model of the recipe's shape that fits; None if the smallest does not fit.
