@@ -41,6 +41,7 @@ from trainer.models.dropout import key_dropout, move_site
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
+from trainer.parallel.kernel_support import load
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
@@ -168,6 +169,7 @@ def differences(most_scores: int) -> list[float]:
 @pytest.mark.parametrize("fused", [False, True])
 def test_hidden_blocks_of_a_causal_model_with_padding_are_skipped(fused: bool):
     """The kernel gets masks for the blocks of the diagonal and of the padding only; layers share the answers."""
+    load()  # as a run does when it chooses the kernels
     length, blocks = 32, [range(start, start + 8) for start in range(0, 32, 8)]
     tokens = torch.ones(1, length, dtype=torch.bool)
     tokens[:, -3:] = False
@@ -189,6 +191,7 @@ def test_hidden_blocks_of_a_causal_model_with_padding_are_skipped(fused: bool):
 
 def test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model():
     """Keys begin at a multiple of 4, so two hidden ones come before these."""
+    load()
     state = torch.zeros(1, 1, 8, WIDTH)
     options = BlockAttention(1.0, 0.0, None, True, 0, fused=True)
     on_diagonal, later = (
