@@ -140,6 +140,13 @@ def registered(kind: Kind | None = None) -> list[Registration]:
     return [row for row in _registered.values() if kind in (None, row.kind)]
 
 
+def rows_of(kind: Kind, row_type: type[Row]) -> dict[str, Row]:
+    """Return the rows of a kind by name: objects, or their attributes in an `extension.json`."""
+    return {
+        row.name: row.value if isinstance(row.value, row_type) else row_type(**row.value) for row in registered(kind)
+    }
+
+
 @contextmanager
 def around(kind: Literal["run", "launch"], *arguments: Any) -> Iterator[list[Any]]:
     """Enter the context managers of a kind, each built from `arguments`; yield their values."""

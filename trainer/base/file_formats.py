@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.base.extensions import registered
+from trainer.base.extensions import rows_of
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,7 @@ class FileFormat:
 
 def file_formats() -> dict[str, FileFormat]:
     """Return the registered formats by their names; a row of `extension.json` holds their attributes."""
-    return {
-        row.name: row.value if isinstance(row.value, FileFormat) else FileFormat(**row.value)
-        for row in registered("format")
-    }
+    return rows_of("format", FileFormat)
 
 
 def formats_by_ending() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.base.extensions import registered
+from trainer.base.extensions import rows_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,4 @@ class LoggingTarget:
 
 def logging_targets() -> dict[str, LoggingTarget]:
     """Return the registered targets by their words; a row of `extension.json` holds their attributes."""
-    return {
-        row.name: row.value if isinstance(row.value, LoggingTarget) else LoggingTarget(**row.value)
-        for row in registered("logging")
-    }
+    return rows_of("logging", LoggingTarget)
