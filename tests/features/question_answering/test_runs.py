@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
 from tests.helpers.ranks import RankPools
+from tests.helpers.remade import assert_makes_again
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import ExitCode, RecipeError
@@ -165,13 +163,4 @@ def test_the_readme_of_the_sample_states_the_facts():
 
 @pytest.mark.nightly
 def test_the_script_makes_the_questions_again(tmp_path: Path):
-    if sys.version_info[:3] != (3, 11, 7):
-        pytest.skip("made with Python 3.11.7")
-    here, made = tmp_path / Path(__file__).relative_to(ROOT).parent, tmp_path / SAMPLE.relative_to(ROOT)
-    for folder in (here, made, tmp_path / "recipes"):
-        folder.mkdir(parents=True)
-    shutil.copytree(ROOT / "recipes" / "sample", tmp_path / "recipes" / "sample")
-    script = shutil.copy(Path(__file__).with_name("make_questions.py"), here)
-    subprocess.run([sys.executable, script], check=True, timeout=120)
-    for name in ("train.jsonl", "validation.jsonl"):
-        assert (made / name).read_bytes() == (SAMPLE / name).read_bytes()
+    assert_makes_again(Path(__file__).with_name("make_questions.py"), SAMPLE, tmp_path)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.remade import assert_makes_again
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "trainer" / "features" / "token_classification" / "recipes"
@@ -43,13 +42,4 @@ def test_a_dictionary_does_not_find_the_entities():
 
 @pytest.mark.nightly
 def test_the_script_makes_the_entities_again(tmp_path):
-    if sys.version_info[:3] != (3, 11, 7):
-        pytest.skip("made with Python 3.11.7")
-    here, made = tmp_path / Path(__file__).relative_to(ROOT).parent, tmp_path / SAMPLE.relative_to(ROOT)
-    for folder in (here, made, tmp_path / "recipes"):
-        folder.mkdir(parents=True)
-    shutil.copytree(ROOT / "recipes" / "sample", tmp_path / "recipes" / "sample")
-    script = shutil.copy(Path(__file__).with_name("make_entities.py"), here)
-    subprocess.run([sys.executable, script], check=True, timeout=120)
-    for name in ("train.jsonl", "validation.jsonl"):
-        assert (made / name).read_bytes() == (SAMPLE / name).read_bytes()
+    assert_makes_again(Path(__file__).with_name("make_entities.py"), SAMPLE, tmp_path)
