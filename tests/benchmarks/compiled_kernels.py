@@ -27,6 +27,7 @@ from tests.helpers.kernel_compiling import Usage, compiled_for
 from trainer.features.adamw_8bit import adamw_8bit_kernels as eight_bit_kernels
 from trainer.features.adamw_8bit import fused  # noqa: F401  # registers its operations
 from trainer.features.adamw_8bit.dynamic_map import MAPS
+from trainer.features.adamw_8bit.scale_blocks import BLOCK
 from trainer.features.kernels import (
     attention_blocks,
     attention_kernels,
@@ -35,7 +36,6 @@ from trainer.features.kernels import (
     fused_dropout,
     random_kernels,
 )
-from trainer.parallel.shards.scale_blocks import BLOCK
 
 STORED = Path(__file__).parents[2] / "docs" / "compiled_kernels.json"
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}

@@ -25,11 +25,11 @@ from trainer.features.adamw_8bit import fused as fused_eight_bits
 from trainer.features.adamw_8bit import optimizer as eight_bits
 from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_index
 from trainer.features.adamw_8bit.optimizer import SCALES
+from trainer.features.adamw_8bit.scale_blocks import BLOCK, block_rows, num_blocks
 from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.parallel import kernel_support
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Split
-from trainer.parallel.shards.scale_blocks import BLOCK, block_rows, num_blocks
 from trainer.parallel.shards.slices import part_of
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW

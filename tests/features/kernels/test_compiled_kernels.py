@@ -15,8 +15,8 @@ triton = pytest.importorskip("triton")
 
 from tests.benchmarks.compiled_kernels import FLAGS, GRID, SHARED_KIB, attend, drop, problems  # noqa: E402  # imports Triton
 from tests.helpers.kernel_compiling import specialised_for  # noqa: E402
+from trainer.features.adamw_8bit.scale_blocks import BLOCK  # noqa: E402
 from trainer.features.kernels.attention_blocks import of_capability  # noqa: E402
-from trainer.parallel.shards.scale_blocks import BLOCK  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ from trainer.engine.optimizers.whole_access import WholeAccess
 from trainer.features.adamw_8bit import fused
 from trainer.features.adamw_8bit import section as schema
 from trainer.features.adamw_8bit.dynamic_map import FIRST, MAPS, SECOND, code_index
+from trainer.features.adamw_8bit.scale_blocks import BlockRows, Rows, block_rows, is_shared, num_blocks, share_maxima
 from trainer.parallel import kernel_support
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.gathering import local_part
-from trainer.parallel.shards.scale_blocks import BlockRows, Rows, block_rows, is_shared, num_blocks, share_maxima
 
 SMALLEST = 4096
 """The elements of a whole parameter from which on its moments have 8 bits; smaller ones cost little memory."""
