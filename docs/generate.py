@@ -32,13 +32,13 @@ from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS, Counterpart
 from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.fields import NOT_BLANK
 from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tools.convert.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS, Counterpart
 from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
 

@@ -169,7 +169,7 @@ _FOREIGN = [
     Defect(
         "default_of_another_tool_wrong",
         "The default learning rate of TrainingArguments is ten times as high.",
-        "recipe/foreign/training_arguments.json",
+        "tools/convert/foreign/training_arguments.json",
         '"learning_rate": {"renamed": "optimizer.learning_rate", "defaults": [5e-05]',
         '"learning_rate": {"renamed": "optimizer.learning_rate", "defaults": [5e-04]',
         ("tools/convert/test_complete.py::test_unchanged_training_arguments_are_all_defaults",),
@@ -177,7 +177,7 @@ _FOREIGN = [
     Defect(
         "epsilon_of_deepspeed_is_its_decay",
         "DeepSpeed's `eps` is named a weight decay.",
-        "recipe/foreign/deepspeed.json",
+        "tools/convert/foreign/deepspeed.json",
         '"eps": {"renamed": "optimizer.epsilon"}',
         '"eps": {"renamed": "optimizer.weight_decay"}',
         ("tools/convert/test_renamed.py",),
@@ -185,7 +185,7 @@ _FOREIGN = [
     Defect(
         "tensor_degree_taken_for_stages",
         "Megatron's tensor degree in an accelerate file becomes the number of stages.",
-        "recipe/foreign/accelerate.json",
+        "tools/convert/foreign/accelerate.json",
         '"tp_degree": {"renamed": "parallel.tensor"',
         '"tp_degree": {"renamed": "parallel.pipeline.stages"',
         ("tools/convert/test_renamed.py",),
@@ -1618,7 +1618,7 @@ _CONVERT = [
     Defect(
         "no_clipping_becomes_zero",
         "A largest norm of 0, which means no clipping, stays 0.",
-        "recipe/foreign/values.py",
+        "tools/convert/foreign/values.py",
         "found if found > 0 else None",
         "found",
         ("tools/convert/test_convert.py",),

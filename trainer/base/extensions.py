@@ -37,6 +37,7 @@ Kind = Literal[
     "shape",
     "format",
     "formats",
+    "other_tools",
     "keys",
     "exclusions",
     "rule",
@@ -56,6 +57,7 @@ Kind = Literal[
 ]
 """`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
 keys of other tools. Paths of a folder of this project are relative to `trainer/`.
+`other_tools`: a module that knows keys and files of other tools (`recipe/reading/other_tools.py`).
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a

@@ -9,10 +9,10 @@ import pytest
 
 from trainer.base.errors import RecipeError
 from trainer.features.deepspeed.keys import FREE_KEYS, FREE_ZERO_KEYS, refused_keys
-from trainer.recipe.foreign.tables import DEEPSPEED
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.strategies import STRATEGIES
+from trainer.tools.convert.foreign.tables import DEEPSPEED
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from trainer.base.errors import RecipeError
+from trainer.recipe.reading import other_tools
 from trainer.recipe.reading.loading import load_recipe
 
 ARGUMENTS = {"output_dir": "x", "num_train_epochs": 3, "learning_rate": 2e-5, "per_device_train_batch_size": 8}
@@ -39,3 +40,10 @@ def test_a_recipe_with_few_keys_is_recognised(tmp_path):
     (tmp_path / "r.json").write_text('{"name": "a", "precision": "bf16"}')
     with pytest.raises(RecipeError, match="`task` is missing"):
         load_recipe(str(tmp_path / "r.json"))
+
+
+def test_keys_of_other_tools_are_unknown_without_the_module_that_knows_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(other_tools, "_modules", list)
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    with pytest.raises(RecipeError, match="`zero_optimization` is not a key; valid keys are name, task"):
+        load_recipe(str(tmp_path / "ds.json"))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from trainer.base.errors import RecipeError, TrainerError, UsageError
-from trainer.recipe.foreign.tables import FORMATS, Kind
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.convert import Conversion, convert
 from trainer.tools.convert.draft import Outcome
+from trainer.tools.convert.foreign.tables import FORMATS, Kind
 from trainer.tools.convert.sources import Tool
 
 Write = Callable[..., Path]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from trainer.recipe.foreign.tables import (
+from trainer.tools.convert.foreign.tables import (
     ACCELERATE,
     DEEPSPEED,
     FIELDS,

@@ -13,11 +13,11 @@ import pytest
 from tests.helpers.processes import ROOT
 from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
 from trainer.cli import main
-from trainer.recipe.foreign.tables import Kind
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.convert.convert import Conversion, convert
 from trainer.tools.convert.draft import LEFT_OUT, Outcome
+from trainer.tools.convert.foreign.tables import Kind
 from trainer.tools.convert.sources import Tool
 
 Write = Callable[..., Path]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trainer.recipe.foreign.tables import counterpart
 from trainer.recipe.schema import Linear
 from trainer.tools.convert.convert import convert
+from trainer.tools.convert.foreign.tables import counterpart
 
 
 def test_deepspeeds_numbers_of_the_optimizer(write):

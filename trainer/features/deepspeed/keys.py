@@ -5,15 +5,17 @@ Unknown keys are errors, because DeepSpeed ignores unknown top-level keys.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from trainer.recipe.foreign.tables import DEEPSPEED
+from trainer.recipe.reading.other_tools import counterpart
 
-_HERE = "parallel.deepspeed."
 _ZERO = "zero_optimization"
-_PASSED_ON = [row.key.removeprefix(_HERE) for row in DEEPSPEED.values() if row.key and row.key.startswith(_HERE)]
+_ROWS = json.loads(Path(__file__).with_name("formats.json").read_text(encoding="utf-8"))["deepspeed"]
+_PASSED_ON = [key for keys in _ROWS for key in keys.split()]
 
 FREE_KEYS = sorted([*(key for key in _PASSED_ON if "." not in key), "steps_per_print", "wall_clock_breakdown", _ZERO])
 """Top-level keys that a recipe may set. DeepSpeed's other keys enable other engines, optimizers or tools."""
@@ -36,7 +38,7 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], st
 
 
 def _reason(path: tuple[str, ...], free: list[str]) -> str:
-    row = DEEPSPEED.get(".".join(path))
+    row = counterpart(".".join(path), "DeepSpeed")
     if row is not None:
         return f"is set from `{row.key}`; change it there" if row.key else f"is refused: {row.note}; remove it"
     near = get_close_matches(path[-1], free, n=1)

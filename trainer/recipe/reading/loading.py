@@ -21,6 +21,7 @@ from trainer.base.errors import RecipeError
 from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
+from trainer.recipe.reading import other_tools
 from trainer.recipe.reading.files import ENDINGS, is_yaml, read_file, read_text, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
@@ -125,15 +126,12 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     node, problems = read_file(file)
     if not isinstance(node.value, dict):
         raise RecipeError(f"{node.origin}: a recipe must be an object {{...}}, but is {shown_value(node.plain())}")
-    if found := _other_tool(node):
-        tool, is_converted = found
-        command = f"trainer convert {shlex.quote(shown_path(file))}"
-        fix = (
-            f"convert it with: {command} --output recipe.json"
-            if is_converted
-            else f"the counterparts of its keys: {command}"
-        )
-        raise RecipeError(f"{shown_path(file)}: is a file of {tool}, not a recipe; {fix}")
+    unknown = node.members.keys() - Recipe.model_fields.keys()
+    # Every recipe needs one of these sections.
+    if unknown and {"task", "model", "data", "extends"}.isdisjoint(node.members):
+        problem = other_tools.file_problem(unknown, shown_path(file))
+        if problem is not None:
+            raise RecipeError(f"{shown_path(file)}: {problem}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
@@ -143,26 +141,6 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     except RecipeError as error:
         raise RecipeError(*map(str, problems), *error.problems) from error
     return merged(base, own), problems + base_problems
-
-
-def _other_tool(node: Node) -> tuple[str, bool] | None:
-    """Return the tool that most keys of a file belong to, and whether `trainer convert` reads it.
-
-    None: no tool, or the file has a section that every recipe needs.
-    """
-    if {"task", "model", "data", "extends"} & node.members.keys():
-        return None
-    own = set(node.members) - Recipe.model_fields.keys()
-    if not own:
-        return None
-    from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS
-
-    tables = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
-    tables |= {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
-    known = {tool: len(own & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
-    best = max(known, key=known.__getitem__)
-    # Tools share names such as `seed`, so a few known keys prove nothing.
-    return (best, best not in FORMATS) if 2 * known[best] > len(own) else None
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from trainer.recipe.foreign.tables import counterpart
 from trainer.recipe.paths import KeyPath, dotted, shown_key, shown_value
 from trainer.recipe.reading.keys import kinds, known_keys
+from trainer.recipe.reading.other_tools import counterpart
 from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.schema import Recipe, Section
 

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from trainer.base.errors import RecipeError
 from trainer.base.text import dotted_leaves, one_line
-from trainer.recipe.foreign.values import Todo
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.explaining import explain, findings
 from trainer.recipe.reading.keys import default_tag, section_model
@@ -21,6 +20,7 @@ from trainer.recipe.reading.parser import Node, Origin
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.draft import Draft, Line, Outcome
 from trainer.tools.convert.examples import examples
+from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.layout import layout, offload_and_deepspeed, precision, unread_sections
 from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed, unread_arguments
 from trainer.tools.convert.running import running

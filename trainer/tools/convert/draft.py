@@ -10,10 +10,10 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from trainer.base.errors import RecipeError
-from trainer.recipe.foreign import values as convert_by
-from trainer.recipe.foreign.tables import Counterpart, Kind
-from trainer.recipe.foreign.values import Converted, Todo, WrongValueError
 from trainer.recipe.paths import shown_value
+from trainer.tools.convert.foreign import values as convert_by
+from trainer.tools.convert.foreign.tables import Counterpart, Kind
+from trainer.tools.convert.foreign.values import Converted, Todo, WrongValueError
 from trainer.tools.convert.sources import Item, Sources, Tool
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.recipe.foreign.values import Todo
 from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.running import METRICS
 from trainer.tools.convert.sources import Item, Tool
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainer.recipe.foreign.values import Todo
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.sources import Item, Tool
 
 _TA, _DS, _AC = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED, Tool.ACCELERATE

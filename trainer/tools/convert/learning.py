@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from trainer.recipe.foreign.values import Todo
 from trainer.recipe.registered import optimizer_sections, schedule_sections
 from trainer.recipe.schema import AdamW, OptimizerKeys, ScheduleKeys
 from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.layout import model_ranks
 from trainer.tools.convert.sources import Item, Tool
 

@@ -7,9 +7,9 @@ import re
 from pathlib import PurePath
 from typing import get_args
 
-from trainer.recipe.foreign.values import Todo
 from trainer.recipe.schema import Duration, Interval, Logging, Recipe
 from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.sources import Item, Tool
 
 _TA, _DS = Tool.TRAINING_ARGUMENTS, Tool.DEEPSPEED

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.recipe.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS, Counterpart
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import read_file, shown_path
 from trainer.recipe.reading.parser import Node, Origin
+from trainer.tools.convert.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS, Counterpart
 
 
 class Tool(Enum):

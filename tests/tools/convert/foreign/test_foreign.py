@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.recipe.foreign.tables import (
+from trainer.recipe.reading.keys import known_keys
+from trainer.tools.convert.foreign.tables import (
     ACCELERATE,
     DEEPSPEED,
     FORMATS,
@@ -11,7 +12,6 @@ from trainer.recipe.foreign.tables import (
     TRAINING_ARGUMENTS,
     counterpart,
 )
-from trainer.recipe.reading.keys import known_keys
 
 TABLES = {
     "TrainingArguments": TRAINING_ARGUMENTS,

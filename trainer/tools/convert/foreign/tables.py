@@ -5,6 +5,9 @@ sections of the tool's file. A row has its kind, in small letters, with the key 
 the reason why there is none; `defaults`, the tool's own first; a `note`; and the function of `values.py` that converts
 the value (`by`), with its argument. `$NAME` is a note of `notes.json`, or of `_NOTES`.
 
+Messages of the core on unknown keys and on files of other tools come from here too: the module is registered as
+`other_tools`.
+
 Tests compare names and defaults with the pinned versions of transformers, accelerate and DeepSpeed. Megatron-LM is not
 a dependency, so no test compares its flags. The formats are those that `trainer convert` does not read; they have the
 keys that decide what such a file trains and that no other table has.
@@ -13,7 +16,8 @@ keys that decide what such a file trains and that no other table has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -21,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.extensions import registered
-from trainer.recipe.foreign import values
 from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tools.convert.foreign import values
 
 
 class Kind(Enum):
@@ -63,7 +67,7 @@ Table = dict[str, Counterpart]
 
 def _read(name: str) -> dict[str, Any]:
     """Return the content of a file beside this module, or of a path relative to the package."""
-    file = Path(__file__).parents[2] / name if name.endswith(".json") else Path(__file__).parent / f"{name}.json"
+    file = Path(__file__).parents[3] / name if name.endswith(".json") else Path(__file__).parent / f"{name}.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -171,12 +175,39 @@ def _spellings() -> Table:
     return {_normal(spelling): row for table in tables for spelling, row in table.items()}
 
 
-def counterpart(path: str) -> Counterpart | None:
+_OF_FILES = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
+"""Tables of files that `trainer convert` reads."""
+
+
+def counterpart(path: str, tool: str = "") -> Counterpart | None:
     """Return the row of another tool's key; None if no tool has it.
 
     Args:
         path: A dotted key path, with dashes or underscores. The longest known suffix counts, so that
             `parallel.zero_optimization.stage` gives the row of `zero_optimization.stage`.
+        tool: the tool of the whole path; empty: any tool.
     """
+    if tool:
+        return _OF_FILES[tool].get(path)
     parts = _normal(path).split(".")
     return next((row for start in range(len(parts)) if (row := _spellings().get(".".join(parts[start:])))), None)
+
+
+def file_problem(keys: Set[str], file: str) -> str | None:
+    """Return the words on a file with these keys, which are not of a recipe; None: most are of no tool.
+
+    Args:
+        keys: the first parts of the keys, at least one.
+        file: the path of the file, for a command.
+    """
+    tables = _OF_FILES | {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
+    known = {tool: len(keys & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
+    best = max(known, key=known.__getitem__)
+    # Tools share names such as `seed`, so a few known keys prove nothing.
+    if 2 * known[best] <= len(keys):
+        return None
+    command = f"trainer convert {shlex.quote(file)}"
+    fix = f"the counterparts of its keys: {command}"
+    if best in _OF_FILES:
+        fix = f"convert it with: {command} --output recipe.json"
+    return f"is a file of {best}, not a recipe; {fix}"
