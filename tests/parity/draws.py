@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -102,6 +103,7 @@ class Drawn:
             context = parallel.get("context", 1)
             found += [f"context {context}"] * (context > 1)
             found += ["tensor and context"] * (parallel["tensor"] > 1 and context > 1)
+            found += ["stages and context"] * (pipeline is not None and context > 1)
             found += ["without padding"] * ("data" in part.sections)
             found += [f"schedule {pipeline['schedule']}"] if pipeline else []
             found += ["offload"] * (parallel.get("offload", "none") != "none")
@@ -188,8 +190,11 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
     parts = tuple(_part(random, batch, stop, family, task) for stop in (*stops, None))
     known = FAMILIES.get(family)
     if known and known.tensor and known.tensor.context_parallel:
+        # Numbers of another source, so that the other keys of a case stay as they were.
+        others = Random(f"context {seed} {number} {attempt}")
         for part in parts:
             _replace_tensor_ranks(random, part.sections["parallel"])
+            _replace_data_ranks(others, part)
     if known and known.padding_free:
         for part in parts:
             if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
@@ -415,6 +420,18 @@ def _replace_tensor_ranks(random: Random, parallel: dict[str, Any]) -> None:
         tensor = 2 if parallel["tensor"] == 4 and chance < 0.25 else 1
         context = parallel["tensor"] // tensor
         parallel |= {"tensor": tensor, "sequence": tensor > 1 and parallel["sequence"], "context": context}
+
+
+def _replace_data_ranks(random: Random, part: Part) -> None:
+    """Make two context ranks of two data ranks, for half of the layouts with tensor ranks or stages beside them."""
+    parallel = part.sections["parallel"]
+    stages = parallel.get("pipeline", {}).get("stages", 1)
+    data_ranks = part.num_ranks // parallel["tensor"] // parallel.get("context", 1) // stages
+    has_others = stages > 1 or parallel["tensor"] > 1
+    if has_others and parallel.get("context", 1) == 1 and data_ranks % 2 == 0 and random.random() < 0.5:
+        parallel["context"] = 2
+        if "shard" in parallel:
+            parallel["shard"] = gcd(parallel["shard"], data_ranks // 2)
 
 
 def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:

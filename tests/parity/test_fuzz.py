@@ -32,6 +32,7 @@ CASES = [
     (116, 0),
     (71, 0),
     (126, 0),
+    (25, 0),
 ]
 
 
@@ -56,6 +57,7 @@ def test_the_cases_hold_every_task_and_strategy():
     assert {"data duplicates", "added tokens", "end token </s>", "special tokens last", "no separator"} <= traits
     assert {"chat marked without its end", "without padding", "other evaluation batches"} <= traits
     assert {"offload", "DeepSpeed keys", "sequence", "recompute selective", "recompute full"} <= traits
+    assert {"tensor and context", "stages and context"} <= traits
 
 
 @pytest.mark.slow
