@@ -52,6 +52,7 @@ Kind = Literal[
     "attention",
     "chats",
     "logging",
+    "observer",
     "run",
     "launch",
 ]
@@ -63,7 +64,8 @@ a rule by the names of its sections. By the key that asks for it: `variant`: the
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
 line of the model card.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
-`logging`: a `LoggingTarget` by its word in `logging.to`; `run` and `launch`: context managers for `around`;
+`logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
+`run` and `launch`: context managers for `around`;
 `kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)
 with transformers."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TextIO
 
 from trainer.base.extensions import resolved
@@ -9,7 +11,23 @@ from trainer.base.logging_targets import logging_targets
 from trainer.observe.console import open_console
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.observer import Observer, Observers
-from trainer.recipe.schema import Logging
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.registered import all_of
+from trainer.recipe.schema import Logging, Recipe
+
+
+@dataclass(frozen=True)
+class ObserverParts:
+    """The parts of a rank for its registered observers; `note` shows a note to the user."""
+
+    recipe: Recipe
+    environment: LaunchEnvironment
+    note: Callable[[str], None]
+
+
+def registered_observers(parts: ObserverParts) -> list[Observer]:
+    """Return the observers of this rank that folders register, without those that the recipe does not ask for."""
+    return [observer for build in all_of("observer").values() if (observer := build(parts)) is not None]
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:

@@ -17,6 +17,7 @@ from trainer.observe.records import (
     LoggedRecord,
     RunInfo,
     StepRecord,
+    SummaryRow,
 )
 from trainer.ranks.environment import forbid_telemetry
 
@@ -60,9 +61,10 @@ def joined(requests: Iterable[Request | None]) -> Request | None:
 class Observer:
     """An output of a run. A subclass overrides the events that it needs.
 
-    The order is `start`, steps and evaluations, `end`, `close`; a `note` may come at any time. If the run fails before
-    its first step, `end` comes without `start`. Every rank reports events at the same moments to the observers that it
-    has, and most are on rank 0 alone, so no method may communicate. A method that cannot write raises `TrainerError`.
+    The order is `start`, steps and evaluations, `finish`, `end`, `close`; a `note` may come at any time. If the run
+    fails before its first step, `start` is left out. Every rank reports events at the same moments to the observers
+    that it has, and most are on rank 0 alone, so no method may communicate. A method that cannot write raises
+    `TrainerError`.
     """
 
     def preparing(self, what: str, done: int = 0, total: int | None = None) -> None:
@@ -101,6 +103,10 @@ class Observer:
     def flush(self) -> None:
         """Store all output before a checkpoint and after the last step, and raise its errors."""
 
+    def finish(self, step: int) -> Sequence[SummaryRow]:
+        """Complete the output after the last step, `step`, also after an error; return rows of the summary."""
+        return ()
+
     def end(self, record: EndRecord) -> None:
         """Report the end of the run and its outcome."""
 
@@ -113,6 +119,9 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
+
+    def finish(self, step: int) -> Sequence[SummaryRow]:
+        return [row for observer in self._observers for row in observer.finish(step)]
 
     def end(self, record: EndRecord) -> None:
         """Call all observers, even if one raises: the user must see the outcome."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -189,33 +189,21 @@ class Idling:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """An operation of a profile: its calls, its own time without that of operations inside it, and its share."""
-
-    name: str
-    calls: int
-    seconds: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Profiling:
-    """The profile of steps `first` to `last`: the folder with a trace of each rank, and the dearest operations."""
-
-    folder: Path
-    first: int
-    last: int
-    num_ranks: int
-    operations: tuple[Operation, ...]  # of rank 0, most time first
-
-
-@dataclass(frozen=True)
 class Compilation:
     """The work of torch.compile on rank 0."""
 
     graphs: int
     graph_breaks: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A row of the summary of a run, and the lines below it."""
+
+    label: str
+    text: str
+    lines: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -235,5 +223,5 @@ class EndRecord:
     compilation: Compilation | None = None  # None: nothing was compiled
     warnings: tuple[str, ...] = ()  # on a training that has taught the model nothing
     has_checkpoint: bool = True  # else the command starts from the first step
-    profile: Profiling | None = None  # None: nothing was profiled
+    rows: tuple[SummaryRow, ...] = ()  # of observers
     parts: Mapping[str, float] = field(default_factory=dict)  # seconds since the last step record

@@ -11,13 +11,13 @@ from dataclasses import asdict
 
 from trainer.base.errors import ExitCode
 from trainer.base.text import aligned, listed
-from trainer.observe.records import EndRecord, EvaluationRecord, Operation, ParameterGroup, RunInfo, StepRecord
+from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
 _CLASSES_SHOWN = 20
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_BARS = 30
-_TEXT_WIDTH = 80  # of summaries: the width of a classic terminal, which a README shows without a scroll bar
+TEXT_WIDTH = 80  # of summaries: the width of a classic terminal, which a README shows without a scroll bar
 
 
 def format_decimal(value: float) -> str:
@@ -55,7 +55,7 @@ def format_seconds(seconds: float) -> str:
 def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(
         text,
-        _TEXT_WIDTH,
+        TEXT_WIDTH,
         initial_indent=f"  {label:<{_LABEL_WIDTH}}",
         subsequent_indent=" " * (_LABEL_WIDTH + 2),
         break_long_words=False,
@@ -196,15 +196,6 @@ def _curve_text(name: str, evaluations: Sequence[EvaluationRecord]) -> str:
     return f"{name} {format_decimal(values[-1])} at step {evaluations[-1].step}  {bars}"
 
 
-def operation_lines(operations: Sequence[Operation]) -> list[str]:
-    """Return a table of operations: own time, share, calls and name."""
-    rows = [(f"{one.seconds * 1000:,.1f} ms", f"{one.share:.1%}", f"{one.calls:,}", one.name) for one in operations]
-    table = [("own time", "share", "calls", "operation"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    cells = (("  ".join(f"{row[c]:>{widths[c]}}" for c in range(3)), row[3]) for row in table)
-    return [f"{numbers}  {name}"[:_TEXT_WIDTH] for numbers, name in cells]
-
-
 def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[EvaluationRecord] = ()) -> list[str]:
     """Return the lines on the outcome of a run and its resumption; none if it failed before it started.
 
@@ -218,7 +209,7 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     title = f"{record.outcome} after {steps} in {format_seconds(record.seconds)}, exit code {record.exit_code}"
     # The message of a failure follows on standard error.
     message = "" if record.outcome == "failed" else record.message or ""
-    lines = [title, *textwrap.wrap(message, _TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    lines = [title, *textwrap.wrap(message, TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")]
     lines += _row("best", _best_text(record, run))
     lines += [line for text in record.warnings for line in _row("warning", text)]
     if len(evaluations) > 1 and record.best is not None:
@@ -226,22 +217,13 @@ def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[Ev
     if record.pipeline is not None:
         shares = ", ".join(f"{share:.0%}" for share in record.pipeline.measured)
         lines += _row("pipeline", f"idle {shares} of the steps on its ranks; bubble {record.pipeline.bubble:.0%}")
-    lines += _profile_lines(record)
+    for row in record.rows:
+        lines += [*_row(row.label, row.text), *(f"  {line}" for line in row.lines)]
     if (compiled := record.compilation) is not None:
         breaks = f"{compiled.graph_breaks} graph break{'s' * (compiled.graph_breaks != 1)}"
         graphs = f"{compiled.graphs} graph{'s' * (compiled.graphs != 1)}"
         lines += _row("compiled", f"{graphs} with {breaks}, in {format_seconds(compiled.seconds)}")
     return [*lines, *_next_lines(record, run)]
-
-
-def _profile_lines(record: EndRecord) -> list[str]:
-    profile = record.profile
-    if profile is None:
-        return []
-    steps = f"steps {profile.first} to {profile.last}"
-    traces = "1 trace" if profile.num_ranks == 1 else f"{profile.num_ranks} traces"
-    line = _row("profile", f"{steps}: {traces} for https://ui.perfetto.dev in {profile.folder}")
-    return [*line, *(f"  {line}" for line in operation_lines(profile.operations))]
 
 
 def _next_lines(record: EndRecord, run: RunInfo | None) -> list[str]:

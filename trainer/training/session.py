@@ -16,7 +16,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.owner import FolderOwner
 from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
-from trainer.observe.builders import build_observers
+from trainer.observe.builders import ObserverParts, build_observers, registered_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.outcome import Outcome
@@ -30,7 +30,6 @@ from trainer.training.loop import Ending
 
 if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
-    from trainer.observe.profiling import Profiler
 
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
@@ -105,13 +104,7 @@ class Session:
         shown += [] if observer is None else [observer]
         self._outcome = Outcome()
         shown.append(self._outcome)
-        self._profiler: Profiler | None = None
-        if recipe.logging.profile is not None:
-            from trainer.observe.profiling import Profiler
-
-            first, last = recipe.logging.profile.steps
-            self._profiler = Profiler((first, last), environment.rank, self.folder / "profile", note)
-            shown.insert(0, self._profiler)
+        shown += registered_observers(ObserverParts(recipe, environment, note))
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
         seconds = recipe.parallel.stall_timeout.seconds
         self._watchdog = Watchdog(self._heartbeat, seconds, environment.error_file, partial(self._end, ExitCode.FAILED))
@@ -172,8 +165,7 @@ class Session:
 
     def _end(self, code: ExitCode, message: str | None, results: Results = _NO_RESULTS) -> EndRecord:
         progress = self._saver.progress if self._saver else Progress()
-        if self._profiler is not None:
-            self._profiler.finish(progress.step)
+        rows = tuple(self.observers.finish(progress.step))
         record = EndRecord(
             outcome=_OUTCOMES.get(code, "failed"),
             exit_code=int(code),
@@ -188,7 +180,7 @@ class Session:
             pipeline=results.idling,
             compilation=results.compilation,
             has_checkpoint=self._has_checkpoint(),
-            profile=self._profiler.found if self._profiler else None,
+            rows=rows,
             parts=results.parts,
         )
         self.observers.end(record)

@@ -21,7 +21,6 @@ from trainer.recipe.schema import (
     Evaluation,
     FileData,
     Generation,
-    Logging,
     Model,
     Parallel,
     ScheduleKeys,
@@ -218,13 +217,6 @@ def _of_model_and_training(model: Model, training: Training) -> Iterator[Contrad
         yield clash(text, "model.unfreeze_at_step", "training.max_steps")
 
 
-def _of_logging_and_training(logging: Logging, training: Training) -> Iterator[Contradiction]:
-    first, last = logging.profile.steps if logging.profile else (1, 1)
-    if training.max_steps is not None and training.max_steps < first <= last:
-        text = f"begins at step {first}, but `training.max_steps` is {training.max_steps}; use an earlier step"
-        yield clash(text, "logging.profile.steps", "training.max_steps")
-
-
 _RULES: dict[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
     ("task", "parallel"): _of_task_and_parallel,
     ("model", "parallel"): _of_model_and_parallel,
@@ -235,6 +227,5 @@ _RULES: dict[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
     ("training", "schedule"): _of_training_and_schedule,
     ("task", "evaluation"): _of_task_and_evaluation,
     ("data", "evaluation"): _of_data_and_evaluation,
-    ("logging", "training"): _of_logging_and_training,
 }
 """Rules by the sections that are their arguments."""

@@ -16,7 +16,7 @@ from trainer.recipe.schema.data import Data, DataKeys, FileData, FolderData, Hub
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern
 from trainer.recipe.schema.language import CausalLM, Generation, MaskedLM
-from trainer.recipe.schema.logging import Logging, Profile
+from trainer.recipe.schema.logging import Logging
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys, OptimizerSection
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline

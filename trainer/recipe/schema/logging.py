@@ -20,13 +20,6 @@ Project = Annotated[
 ]
 
 
-class Profile(Section):
-    """Profile of some steps by torch's profiler: a trace of each rank, and the operations that take most time."""
-
-    steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]
-    """First and last step to profile, such as [10, 14]."""
-
-
 class Logging(Section):
     """Output during training."""
 
@@ -34,8 +27,6 @@ class Logging(Section):
     """How often training metrics are shown and written."""
     to: list[Literal["console", "jsonl"]] = Field(default=["console", "jsonl"])
     """`metrics.jsonl` is always written. `html` keeps `report.html` up to date."""
-    profile: Profile | None = None
-    """Steps to profile into the folder `profile` of the run; null: none."""
     project: Project | None = Field(default=None)
     """Project of a tracking service, experiment of MLflow; null: the service's setting."""
 
@@ -45,8 +36,3 @@ class Logging(Section):
             names = ", ".join(f'"{word}"' for word in able) or "tracking services"
             text = f"applies only to {names}, but `logging.to` has none of them; add one, or set this key to null"
             yield clash(text, "logging.project", "logging.to")
-        if self.profile is not None:
-            first, last = self.profile.steps
-            if first > last:
-                text = f"must be the first and the last step, but is [{first}, {last}]; use [{last}, {first}]"
-                yield clash(text, "logging.profile.steps")

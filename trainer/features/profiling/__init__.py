@@ -1,0 +1,1 @@
+"""Profiles of some steps of a run by torch's profiler: `logging.profile`."""
