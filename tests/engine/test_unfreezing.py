@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import MemorySource, build_tiny, tiny_recipe, tiny_training, weights_of, whole_state
+from tests.helpers.training import (
+    MemorySource,
+    build_tiny,
+    check_model,
+    tiny_recipe,
+    tiny_training,
+    weights_of,
+    whole_state,
+)
 from trainer.base.errors import RecipeError, UsageError
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
-from trainer.training.checking import check_model
 
 FREEZE, STEP, RATE = ["embeddings", "layer.0"], 2, 0.01
 

@@ -30,7 +30,7 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.boxes import Box, TensorPart, own_share
-from trainer.recipe.plan import Layout, plan_run
+from trainer.recipe.plan import Layout, RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.classes import NamedClasses
@@ -38,6 +38,7 @@ from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.text.masking import Masking
 from trainer.training.assembly import Assembly, assemble
+from trainer.training.checking import CheckedModel, check_parts
 from trainer.training.process_group import open_mesh
 from trainer.training.run_data import PreparedData, prepare_data
 
@@ -420,6 +421,13 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         }
 
     model.to(dtype).register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def check_model(plan: RunPlan) -> CheckedModel:
+    """Return the checked model of a plan without data, and raise its problems."""
+    checked = check_parts(plan, lambda _: None)
+    checked.problems.raise_all()
+    return checked.model
 
 
 def build_tiny(

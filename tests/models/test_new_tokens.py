@@ -43,7 +43,7 @@ from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Model, Recipe, Training
-from trainer.tools.check import check_parts
+from trainer.tools.check import check_local_parts
 from trainer.use import export as export_module
 from trainer.use.export import export
 
@@ -264,7 +264,7 @@ def test_tokens_that_cannot_be_trained_are_refused_by_name(keys: dict[str, Any],
     model = {"config": None, "tokenizer": None, "name_or_path": str(base), "new_tokens": NEW, **keys}
     recipe = write_tiny_run(tmp_path / "tuned", model=model)
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"task": CAUSAL}))
-    problems = check_parts(plan_run(load_recipe(str(recipe)).recipe, 1)).problems
+    problems = check_local_parts(plan_run(load_recipe(str(recipe)).recipe, 1)).problems.messages
     assert any(re.search(words, problem) for problem in problems), problems
 
 

@@ -27,7 +27,7 @@ from tests.helpers.families import (
     inputs_of,
 )
 from tests.helpers.ranks import RankError, RankPools
-from tests.helpers.training import TINY_BART, TINY_BERT, tiny_recipe
+from tests.helpers.training import TINY_BART, TINY_BERT, check_model, tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES
 from trainer.models.place import ModelCut, StageChoice, place
@@ -38,7 +38,6 @@ from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import join_parts, part_of
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainer.recipe.plan import plan_run
-from trainer.training.checking import check_model
 
 CASES = [
     (model_type, head) for model_type in (*CONFIGS, *SHIPPED, *SCALED) for head in HEADS if has_head(model_type, head)

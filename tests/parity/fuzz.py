@@ -257,10 +257,10 @@ def _quiet() -> None:
 
 def check(file: Path, num_ranks: int) -> str:
     """Return the error of `trainer check` for a recipe, or an empty text."""
+    from tests.helpers.training import check_model
     from trainer.base.errors import TrainerError
     from trainer.recipe.plan import plan_run
     from trainer.recipe.reading.loading import load_recipe
-    from trainer.training.checking import check_model
 
     try:
         plan = plan_run(load_recipe(str(file)).recipe, num_ranks)

@@ -8,13 +8,12 @@ import pytest
 
 from tests.helpers.families import SCALED
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import tiny_recipe, train_tiny
+from tests.helpers.training import check_model, tiny_recipe, train_tiny
 from tests.parity.cases import DROPOUT_FAMILIES, SHORT, Case, assert_same_curve
 from tests.parity.fuzz import FIRST_LOSS, FIRST_NORM, LIMITS
 from trainer.base.errors import UsageError
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.plan import plan_run
-from trainer.training.checking import check_model
 
 # Strategy, precision, recomputation, tensor degree, stages and schedule, on two ranks.
 LAYOUTS = [

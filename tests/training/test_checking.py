@@ -9,11 +9,10 @@ import pytest
 
 from tests.helpers.families import CONFIGS, SCALED, SHIPPED
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_RESNET, build_tiny, tiny_recipe
+from tests.helpers.training import TINY_RESNET, build_tiny, check_model, tiny_recipe
 from trainer.base.errors import RecipeError, TrainerError
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.training.checking import check_model
 
 _DECODER = {**CONFIGS["llama"], "bos_token_id": 1, "eos_token_id": 2}
 _SEQ2SEQ = {**CONFIGS["bart"], "decoder_start_token_id": 0, "forced_eos_token_id": 1}

@@ -17,7 +17,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task
 from trainer.tasks.text.masking import Masking
-from trainer.tools.check import check_parts
+from trainer.tools.check import check_local_parts
 from trainer.training.data_notes import encoding_notes
 from trainer.training.row_encoding import (
     TextPreparation,
@@ -142,7 +142,7 @@ class TestADecoder:
         ):
             load_preparation(recipe)
         plan = plan_run(recipe, 1)
-        assert any("`router_aux_loss_coef`" in problem for problem in check_parts(plan).problems)
+        assert any("`router_aux_loss_coef`" in problem for problem in check_local_parts(plan).problems.messages)
         load_preparation(self.recipe(tmp_path, "mixtral", **{**ROUTED, "router_aux_loss_coef": 0.0}))
         classes = {"type": "sequence_classification", "text": "text", "metrics": ["accuracy"]}
         load_preparation(self.recipe(tmp_path, "mixtral", classes, **ROUTED))  # this head adds no such loss
@@ -164,12 +164,12 @@ class TestADecoder:
 
     def test_has_a_note_on_rows_beyond_its_positions(self, tmp_path):
         recipe = self.recipe(tmp_path, "llama", max_position_embeddings=8)
-        notes = check_parts(plan_run(recipe, 1)).notes
+        notes = check_local_parts(plan_run(recipe, 1)).notes
         assert any(
             re.match(r"training rows have up to \d+ tokens, more than the 8 positions", note) for note in notes
         ), notes
         recipe = self.recipe(tmp_path, "llama", max_position_embeddings=16)
-        assert not any("positions" in note for note in check_parts(plan_run(recipe, 1)).notes)
+        assert not any("positions" in note for note in check_local_parts(plan_run(recipe, 1)).notes)
 
 
 class TestAFineTunedCheckpoint:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
     from trainer.recipe.plan import RunPlan
     from trainer.recipe.reading.loading import ResolvedRecipe
-    from trainer.tools.check import Checked
+    from trainer.training.checking import CheckedParts
 
 
 _WIDTH = 120
@@ -51,17 +51,17 @@ def check(
         local = LocalParts.of(resolved.recipe)
         unchecked = local.unchecked
         if not local.is_empty:
-            from trainer.tools.check import check_parts  # brings torch
+            from trainer.tools.check import check_local_parts  # brings torch
 
-            checked = check_parts(plan)
-    error = checked.error if checked else None
+            checked = check_local_parts(plan)
+    error = checked.problems.error if checked else None
     if error is not None:
         show_error(error)
     if as_json:
         print_json({**_as_object(resolved, plan, checked), "unchecked": unchecked})
     else:
         _print_everything(resolved) if everything else _print_written(resolved)
-        _print_plan(plan, checked.stages if checked else None, everything)
+        _print_plan(plan, checked.model.stages if checked else None, everything)
         if checked is not None:
             _print_checked(plan, checked)
         for part in unchecked:
@@ -70,9 +70,9 @@ def check(
         raise typer.Exit(error.exit_code)
 
 
-def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: Checked | None) -> dict[str, Any]:
+def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: CheckedParts | None) -> dict[str, Any]:
     pipeline = plan.pipeline
-    stages, groups = (checked.stages, checked.groups) if checked else (None, ())
+    stages, groups = (checked.model.stages, checked.model.groups.table) if checked else (None, ())
     return {
         "file": str(resolved.file),
         "recipe": resolved.recipe.model_dump(mode="json"),
@@ -92,7 +92,7 @@ def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: Checked | None)
         },
         "deepspeed": plan.engine_keys() or None,
         "groups": [dict(zip(groups[0], row, strict=True)) for row in groups[1:]],
-        "problems": checked.problems if checked else (),
+        "problems": checked.problems.messages if checked else (),
         "notes": checked.notes if checked else (),
     }
 
@@ -146,12 +146,14 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
         say(f"{plan.strategy.package} {json.dumps(config, indent=2)}")
 
 
-def _print_checked(plan: RunPlan, checked: Checked) -> None:
-    if rows := checked.num_rows:
+def _print_checked(plan: RunPlan, checked: CheckedParts) -> None:
+    from trainer.tools.check import num_checked_rows
+
+    if rows := num_checked_rows(plan, checked.data):
         say(f"steps     {plan.total_steps(rows):,}, {plan.steps_per_epoch(rows):,} per epoch of {rows:,} rows")
-    if checked.groups:
-        say("", *aligned(checked.groups), "")
+    if groups := checked.model.groups.table:
+        say("", *aligned(groups), "")
     for note in without_repetitions(checked.notes):
         say(f"note      {note}")
-    if not checked.problems:
-        say(f"checked   no problem was found{' in the other parts' if checked.unchecked else ''}")
+    if not checked.problems.messages:
+        say(f"checked   no problem was found{' in the other parts' if checked.local.unchecked else ''}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -26,9 +27,38 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.training.describing import DescribedModels, describe_model
-from trainer.training.row_encoding import require_fit, with_folder
+from trainer.training.row_encoding import model_folder, require_fit
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.second_model import second_model
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A whole model on `meta`, the contents of its pipeline stages, notes for the user, and groups of parameters.
+
+    `described` is None if there is no such model, `whole` if it cannot be built, `stages` without a pipeline.
+    """
+
+    described: ModelDescription | None = None
+    whole: nn.Module | None = None
+    stages: list[StageContents] | None = None
+    notes: tuple[str, ...] = ()
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
+
+
+@dataclass(frozen=True)
+class CheckedParts:
+    """The data and the models of a recipe, with their problems and notes for the user.
+
+    A part is None if it is not on this machine, or has a problem.
+    """
+
+    local: LocalParts
+    problems: Problems
+    notes: tuple[str, ...]
+    data: PreparedData | None
+    model: CheckedModel
+    second: ModelDescription | None
 
 
 def prepare_checked(
@@ -46,33 +76,75 @@ def prepare_checked(
         TrainerError: the data cannot be prepared, or the model cannot be built.
         RecipeError: there are several problems.
     """
-    recipe = plan.recipe
     observer = observer or Observer()
-    problems = Problems()
-    data = described = checked = None
-    check_needs(recipe, problems)
+    checked = check_parts(plan, lambda _: prepare_data(plan.recipe, observer=observer, day=day), observer)
+    checked.problems.raise_all()
+    assert checked.data is not None
+    assert checked.model.described is not None
+    return checked.data, DescribedModels(checked.model.described, checked.second)
+
+
+def check_parts(
+    plan: RunPlan, prepare: Callable[[Problems], PreparedData | None], run: Observer | None = None
+) -> CheckedParts:
+    """Prepare and check the data and the models of a plan.
+
+    Args:
+        prepare: prepares the data, and may collect problems; None: they are not on this machine.
+        run: the observer of a run, which fetches models that are not here, and checks the model again when it builds
+            it; None: it is a check, which takes all steps with models that are here.
+    """
+    recipe, problems = plan.recipe, Problems()
+    notes: tuple[str, ...] = ()
+    data = described = None
+    model = CheckedModel()
+    _check_needs(recipe, problems)
     with problems.collect():
-        data = prepare_data(recipe, observer=observer, day=day)
-        require_fitting_rows(data.train, plan.batch)
-    observer.preparing("checking the model")
+        data = prepare(problems)
+    if data is not None:
+        notes = data.data_notes
+        if data.preparation.counts_tokens:
+            with problems.collect():
+                require_fitting_rows(data.train, plan.batch)
+    if run is not None:
+        run.preparing("checking the model")
+    # After the preparation, which fetches the configuration in a run.
+    local = LocalParts.of(recipe)
     # Without data the task is unresolved, but a local model can be described by transformers' number of classes.
-    is_here = LocalParts.of(recipe).has_model
-    if data is not None or is_here:
+    task = build_task(recipe.task) if data is None else data.task
+    if local.has_model or (run is not None and data is not None):
         with problems.collect():
-            task = with_folder(build_task(recipe.task), recipe) if data is None else data.task
-            described = describe_model(recipe, task, None if data is None else data.preparation.padding_token)
-            if is_here and described.config.model_type in FAMILIES:
-                _check(plan, described, problems)
-    if data is not None and (second := second_model(recipe)):
+            model = _check_model(plan, task, data, local, problems, run is not None)
+    if (second := second_model(recipe)) and (local.has_second_model if run is None else data is not None):
+        is_real = data is not None and (run is not None or local.has_preparation)
         with problems.collect():
-            checked = second.check(plan, data.task, data.preparation)
-    problems.raise_all()
-    assert data is not None
-    assert described is not None
-    return data, DescribedModels(described, checked)
+            described = second.check(plan, task, data.preparation if data is not None and is_real else None)
+    return CheckedParts(local, problems, (*notes, *model.notes), data, model, described)
 
 
-def check_needs(recipe: Recipe, problems: Problems) -> None:
+def _check_model(
+    plan: RunPlan, task: Task, data: PreparedData | None, local: LocalParts, problems: Problems, is_run: bool
+) -> CheckedModel:
+    """Check the model of a plan, without its weights, and collect its problems; see `check_parts`."""
+    recipe, folder = plan.recipe, None
+    with problems.collect():
+        folder = model_folder(recipe)
+    task = folder.completed(task) if folder else task
+    described = describe_model(recipe, task, data.preparation.padding_token if data and is_run else None)
+    if is_run and not (local.has_model and described.config.model_type in FAMILIES):
+        return CheckedModel(described)
+    if recipe.task.other_inputs is None:
+        with problems.collect():
+            require_fit(recipe, described.config)
+    before = len(problems.messages)
+    checked = _check_layout(plan, described, problems, compares_sizes=data is not None and not is_run)
+    notes = [*(folder.notes if folder else ()), *checked.notes]
+    if checked.whole is not None and not is_run:
+        notes += _rehearse(plan, described, checked.whole, task, problems, len(problems.messages) == before)
+    return replace(checked, notes=tuple(notes))
+
+
+def _check_needs(recipe: Recipe, problems: Problems) -> None:
     """Collect the problems of the packages of the optimizer and the adapter, and of places of checkpoints."""
     with problems.collect():
         optimizer_class(recipe.optimizer).require_package()
@@ -86,51 +158,7 @@ def check_needs(recipe: Recipe, problems: Problems) -> None:
             tier.check(recipe)
 
 
-@dataclass(frozen=True)
-class CheckedModel:
-    """A whole model on `meta`, the contents of its pipeline stages, notes for the user, and groups of parameters.
-
-    `whole` is None if it cannot be built, `stages` without a pipeline.
-    """
-
-    whole: nn.Module | None = None
-    stages: list[StageContents] | None = None
-    notes: tuple[str, ...] = ()
-    groups: ParameterGroups = field(default_factory=ParameterGroups)
-
-
-def check_model(plan: RunPlan, task: Task | None = None, found: Problems | None = None) -> CheckedModel:
-    """Check the model of a plan, without its weights.
-
-    Args:
-        task: the resolved task; None: only the data knows it.
-        found: collects the problems; None: they are raised.
-
-    Raises:
-        UsageError: there is no such model, its weights do not fit, an adapter's target or a group's parameter is
-            missing, or the model cannot be cut over the plan's tensor ranks or stages.
-        RecipeError: several of these hold.
-    """
-    recipe, problems, checked = plan.recipe, found or Problems(), CheckedModel()
-    with problems.collect():
-        described = describe_model(recipe, with_folder(task or build_task(recipe.task), recipe))
-        if recipe.task.other_inputs is None:
-            with problems.collect():
-                require_fit(recipe, described.config)
-        before = len(problems.messages)
-        checked = _check(plan, described, problems, compares_sizes=task is not None)
-        if checked.whole is not None:
-            is_sound = len(problems.messages) == before
-            notes = _rehearse(plan, described, checked.whole, task or build_task(recipe.task), problems, is_sound)
-            checked = replace(checked, notes=(*checked.notes, *notes))
-    if found is None:
-        problems.raise_all()
-    return checked
-
-
-def _check(
-    plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool = False
-) -> CheckedModel:
+def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool) -> CheckedModel:
     """Check a described model, and collect its problems.
 
     Args:
@@ -146,7 +174,7 @@ def _check(
     with problems.collect():
         model = described.on_meta()
     if model is None:
-        return CheckedModel()
+        return CheckedModel(described)
     with problems.collect():
         # Before the cuts, which apply to the parameters of adapters too.
         described.adapt(model, lacking)
@@ -174,7 +202,7 @@ def _check(
             stages = [
                 StageContents(split.layers_of(stage), size) for stage, size in enumerate(stage_sizes(model, split))
             ]
-    return CheckedModel(model, stages, tuple(notes), groups)
+    return CheckedModel(described, model, stages, tuple(notes), groups)
 
 
 def _rehearse(

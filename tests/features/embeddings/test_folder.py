@@ -26,7 +26,7 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
-from trainer.tools.check import check_parts
+from trainer.tools.check import check_local_parts
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.row_encoding import model_folder
 from trainer.training.run import run
@@ -203,8 +203,8 @@ def test_another_embedding_is_refused(base, tmp_path, modules, task, problem):
     recipe = recipe_of(tmp_path, model, **task)
     with pytest.raises(UsageError, match=problem) as refused:
         trainer.run(recipe)
-    checked = check_parts(plan_run(load_recipe(str(recipe)).recipe, 1))
-    assert checked.problems == (str(refused.value),)
+    checked = check_local_parts(plan_run(load_recipe(str(recipe)).recipe, 1))
+    assert checked.problems.messages == [str(refused.value)]
 
 
 def test_length_and_similarity_are_noted(base, tmp_path):
@@ -216,7 +216,7 @@ def test_length_and_similarity_are_noted(base, tmp_path):
         "texts are cut at `data.max_length` 8 tokens, also by the exported folder; .* cuts at 12", length
     )
     resolved = load_recipe(str(tmp_path / "recipe.json"))
-    assert set(notes) <= set(check_parts(plan_run(resolved.recipe, 1)).notes)
+    assert set(notes) <= set(check_local_parts(plan_run(resolved.recipe, 1)).notes)
     with trainer.assemble(resolved) as parts:
         assert set(notes) <= set(parts.data.preparation.notes)
 

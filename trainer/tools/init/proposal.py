@@ -25,7 +25,7 @@ from trainer.recipe.reading.writing import recipe_name
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import FileData
 from trainer.recipe.schema.task_keys import Start
-from trainer.tools.check import MOST_ROWS, check_parts
+from trainer.tools.check import MOST_ROWS, check_local_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, InitRequest
 from trainer.tools.init.shapes import Shape, notes, shapes
@@ -95,15 +95,15 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     most = _most_tokens(draft)
     longest = [] if most is None else [f"data.max_length={most}"]
     # The check needs a plan before the size of microbatches is known; `_put_batch` finds it after the length.
-    checked = check_parts(plan_run(draft.resolved(["training.micro_batch_size=1", *longest]).recipe, 1))
+    checked = check_local_parts(plan_run(draft.resolved(["training.micro_batch_size=1", *longest]).recipe, 1))
     if most is not None:
         lines.append(f"length    {_put_length(draft, most, checked.data)}")
     lines.append(f"batch     {_put_batch(draft, devices)}")
     draft.resolved()
     label_notes = notes(columns, shape, "task.label" in request.given)
     lines += [f"note      {note}" for note in (*label_notes, *checked.notes)]
-    lines += [f"unchecked {part}" for part in checked.unchecked]
-    return Proposal(draft.text(), tuple(lines), checked.problems)
+    lines += [f"unchecked {part}" for part in checked.local.unchecked]
+    return Proposal(draft.text(), tuple(lines), tuple(checked.problems.messages))
 
 
 def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tuple[Shape, Sequence[Column]]:
