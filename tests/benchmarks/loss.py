@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from trainer.models.chunked_head import ChunkedHead
+from trainer.features.chunked_head.head import ChunkedHead
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainer.tools.plan.ledger import Ledger
 

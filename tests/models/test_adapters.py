@@ -17,9 +17,9 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_training, weights_of
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
+from trainer.features.chunked_head.head import why_whole
 from trainer.models.adapter_starts import require_package
 from trainer.models.adapters import left_out_notes
-from trainer.models.chunked_head import why_whole
 from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.parallel.tensor.kinds import ROWS, is_start

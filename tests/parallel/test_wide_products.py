@@ -13,8 +13,6 @@ from transformers.pytorch_utils import Conv1D
 from tests.helpers.families import build
 from trainer.engine.precision import cast_forward
 from trainer.parallel.dropout import DropoutKeys
-from trainer.parallel.tensor.cross_entropy import VocabularyCut
-from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cross_entropy
 from trainer.parallel.tensor.low_rank import LowRank, attach
 from trainer.parallel.wide_products import add_bias, linear
 
@@ -79,22 +77,6 @@ def test_copies_of_a_row_have_its_gradient_times_their_number(name):
     assert max(gradient.abs().max() for gradient in many.values()) > 2**17
     for parameter, gradient in many.items():
         torch.testing.assert_close(gradient, one[parameter] * 256, rtol=1e-3, atol=2.0)
-
-
-def test_the_head_in_blocks_adds_rows_in_fp32():
-    torch.manual_seed(0)
-    weight, bias = torch.randn(5, 4, requires_grad=True), torch.zeros(5, requires_grad=True)
-    x, labels = torch.randn(1, 4).half(), torch.tensor([3])
-    found = []
-    for number in (1, 256):
-        rows = x.repeat(number, 1)
-        losses, _ = linear_cross_entropy(
-            rows, LinearLayer(weight, bias), labels.repeat(number), VocabularyCut(None, 5), 2
-        )
-        found.append(torch.autograd.grad(losses.sum() * 2.0**13, (weight, bias)))
-    for one, many in zip(*found, strict=True):
-        torch.testing.assert_close(many, one * 256, rtol=1e-3, atol=0.1)
-    assert found[1][0].abs().max() > 2**17
 
 
 def test_a_bias_that_is_added_after_a_sum():

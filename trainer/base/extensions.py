@@ -48,6 +48,7 @@ Kind = Literal[
     "source",
     "rows",
     "card",
+    "head",
     "kernel",
     "attention",
     "chats",
@@ -62,7 +63,7 @@ keys of other tools. Paths of a folder of this project are relative to `trainer/
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
-line of the model card.
+line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `run` and `launch`: context managers for `around`;

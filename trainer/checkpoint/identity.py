@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from trainer.base.extensions import registered
 from trainer.base.text import dotted_leaves, listed
 from trainer.recipe.schema import Recipe
 
@@ -16,7 +17,6 @@ _HOW = (
 )  # fmt: skip
 _HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
-_OF_TASK = ("metrics", "vocabulary_chunk")
 _MOST, _LONGEST = 20, 200  # differences in a message, and characters of one of their values
 _ROWS = "data.train"  # the key of the hash of rows in an identity
 FROZEN_WEIGHTS = "frozen_weights"
@@ -38,7 +38,7 @@ def identity(
         second: facts of a second model that stand for keys of the recipe, by section and key.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
-    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _OF_TASK)):
+    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _of_task())):
         for key in keys:
             sections[section].pop(key, None)
     for section, facts in second.items():
@@ -51,6 +51,10 @@ def identity(
     if recipe.data.date is not None:
         data["date"] = recipe.data.date
     return {**sections, "data": data}
+
+
+def _of_task() -> tuple[str, ...]:
+    return ("metrics", *(row.name.removeprefix("task.") for row in registered("head")))
 
 
 def is_partly_frozen(identity: Mapping[str, Any]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, Self
+
+from torch import nn
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
@@ -14,14 +16,30 @@ from trainer.models.families.table import CHECKPOINTING, COMPILE, SHARDING, laye
 from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.registered import asked_for
+from trainer.recipe.registered import all_of
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trainer.models.chunked_head import Columns
+    from trainer.models.token_head import TokenHead
+    from trainer.parallel.tensor.cross_entropy import VocabularyCut
 
 EngineBuilder = Callable[[PlacedModel, Task, ParallelMesh, RunPlan, int], Engine]
 """A builder of the engine of a strategy, for a model without pipeline stages."""
+
+
+class ScoringHeads(Protocol):
+    """Output heads that compute the `token_scores` of a task in place of logits."""
+
+    @classmethod
+    def of(cls, built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Self | None:
+        """Return the heads for placed models, perhaps on `meta`; None: the models return logits.
+
+        Raises:
+            UsageError: the recipe asks for such heads, but a model must return its logits.
+        """
+
+    def attach(self, model: nn.Module, cut: VocabularyCut | None, task: Task) -> TokenHead | None:
+        """Let the head of a model compute scores; return None for a pipeline stage without the head."""
 
 
 def build_engine(
@@ -40,17 +58,13 @@ def build_engine(
         total_steps: the last step of the learning rate's schedule.
         added_loss: the loss of a second model; None on ranks without the last stage, or if there is none.
     """
-    columns = check_built(built, task, plan)
+    heads = check_built(built, task, plan)
     built = [replace(part, added_loss=added_loss) for part in built]
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
-    if columns is not None:
-        from trainer.models.chunked_head import chunk_head
-
+    if heads is not None:
         # The loss comes from the task that knows the cut, and before `for_token_scores` replaces it.
-        heads = [chunk_head(part.model, columns, cut, task.token_scores) for part in built]
-        built = [replace(part, head=head) for part, head in zip(built, heads, strict=True)]
-        # The head now returns scores of tokens in place of logits, so the task must read those.
+        built = [replace(part, head=heads.attach(part.model, cut, task)) for part in built]
         task = task.for_token_scores()
     if plan.pipeline is not None:
         from trainer.engine.pipelined import build_pipelined
@@ -62,12 +76,12 @@ def build_engine(
     return build(whole, task, mesh, plan, total_steps)
 
 
-def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
-    """Refuse placed models, perhaps on `meta`, that a plan cannot train; return the columns of `vocabulary_chunk`.
+def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> ScoringHeads | None:
+    """Refuse placed models, perhaps on `meta`, that a plan cannot train; return the heads that score tokens, if any.
 
     Raises:
         UsageError: the task cannot generate texts in parts, the layers of the model are unknown although a key needs
-            them, or the head must return all logits although the columns are a number.
+            them, or the head must return all logits although the recipe asks for scores.
     """
     refuse_generation_in_parts(task, plan)
     recipe = plan.recipe
@@ -80,25 +94,9 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Colu
     for key, is_needed in needs.items():
         if is_needed:
             layers_of(built[0].model, key)
-    return _vocabulary_chunk(built, task, plan)
-
-
-def _vocabulary_chunk(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Columns | None:
-    """Return `task.vocabulary_chunk`; None if it is no number, and a part of the training needs all logits."""
-    columns = task.vocabulary_chunk
-    if columns is None:
-        return None
-    from trainer.models.chunked_head import refuse_blocks, why_whole
-
-    needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
-    # A text lets the trainer choose. `dp` copies modules, but the `forward` of a copied head would call the first one.
-    if isinstance(columns, str) and needs_all:
-        return None
-    why = next((why for part in built if (why := why_whole(part.model))), None)
-    # A number is the user's wish, which is refused and never dropped in silence; a text allows whole logits.
-    if why is not None and not isinstance(columns, str):
-        raise refuse_blocks(why)
-    return columns if why is None else None
+    # Resolved for tasks with such scores only: other runs import no head.
+    kinds = all_of("head").values() if task.head_blocks else ()
+    return next((heads for kind in kinds if (heads := kind.of(built, task, plan)) is not None), None)
 
 
 def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:

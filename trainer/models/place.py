@@ -27,9 +27,9 @@ from trainer.recipe.plan import RunPlan
 
 if TYPE_CHECKING:
     from trainer.models.added_loss import AddedLoss
-    from trainer.models.chunked_head import ChunkedHead
     from trainer.models.compiled import CompiledLayers
     from trainer.models.stage_split import StagePart
+    from trainer.models.token_head import TokenHead
     from trainer.parallel.tensor.cross_entropy import VocabularyCut
 
 
@@ -107,7 +107,7 @@ class PlacedModel:
     If data ranks shard the parameters, these stay on `meta`, and `shards` has this rank's rows of each by name.
     `origin` is None if the weights were loaded whole, or may have changed.
     `groups` are those of the optimizer, of the whole model.
-    The engine adds the chunked output head, the loss of a second model and the compiled layers, if there are any.
+    The engine adds a head that scores tokens, the loss of a second model and the compiled layers, if there are any.
     """
 
     model: nn.Module
@@ -120,7 +120,7 @@ class PlacedModel:
     shards: dict[str, Tensor] | None = None
     origin: Origin | None = None
     groups: ParameterGroups = field(default_factory=ParameterGroups)
-    head: ChunkedHead | None = None
+    head: TokenHead | None = None
     added_loss: AddedLoss | None = None
     compiled: CompiledLayers | None = None
 

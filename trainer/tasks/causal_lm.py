@@ -89,7 +89,6 @@ class CausalLMTask(TokenLabels):
         return (
             "metric_names",
             "vocabulary",
-            "vocabulary_chunk",
             "takes_token_scores",
             "num_tokens",
             *(() if self.continues else ("settings", "num_positions")),
@@ -102,6 +101,10 @@ class CausalLMTask(TokenLabels):
     @property
     def keeps_rows(self) -> bool:
         return not self.trains_all_tokens and self.train_on != "each"
+
+    @property
+    def head_blocks(self) -> Literal["vocabulary"] | None:
+        return None if self.continues else "vocabulary"
 
     @property
     def generates(self) -> bool:
@@ -329,7 +332,6 @@ class CausalLMTask(TokenLabels):
             sources={key: column for key, column in self.sources.items() if key != "completion"},
             packing="none",
             metric_names=(),
-            vocabulary_chunk=None,
             train_on="all",
             continues=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -47,9 +47,7 @@ class MaskedLMTask(TokenLabels):
 
     auto_class_name = "AutoModelForMaskedLM"
     card = Card("fill-mask")
-    unencoded_fields = (
-        "mask_probability", "metric_names", "vocabulary", "vocabulary_chunk", "takes_token_scores", "num_tokens"
-    )  # fmt: skip
+    unencoded_fields = ("mask_probability", "metric_names", "vocabulary", "takes_token_scores", "num_tokens")
 
     @property
     def preview(self) -> RowPreview:
@@ -104,7 +102,11 @@ class MaskedLMTask(TokenLabels):
         return Masking.of(tokenizer, self.mask_probability, seed)
 
     def without_labels(self) -> MaskedLMTask:
-        return replace(self, metric_names=(), vocabulary_chunk="tokens", is_answering=True)
+        return replace(self, metric_names=(), is_answering=True)
+
+    @property
+    def head_blocks(self) -> Literal["vocabulary", "tokens"]:
+        return "tokens" if self.is_answering else "vocabulary"
 
     def token_scores(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._best(logits).unsqueeze(-1) if self.is_answering else super().token_scores(logits, labels)

@@ -133,8 +133,11 @@ class VocabularyLoss(Loss):
         """Whether all tokens of rows are trained, and not answers alone."""
         return False
 
-    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
-    """The tokens of the vocabulary for which the head computes logits at a time; None: it computes all logits."""
+    @property
+    def head_blocks(self) -> Literal["vocabulary", "tokens"] | None:
+        """The blocks in which a head may compute `token_scores`; None: the task needs its logits."""
+        return None
+
     takes_token_scores = False
     """Whether `loss_sum` and `predictions` take token scores instead of logits."""
 

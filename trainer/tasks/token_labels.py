@@ -26,12 +26,10 @@ class TokenLabels(TextTask):
 
     Attributes:
         vocabulary: how the logits are sharded over tensor ranks; None if they are not sharded.
-        vocabulary_chunk: see `VocabularyLoss`.
         takes_token_scores: see `VocabularyLoss`; `logits` are then `token_scores`.
     """
 
     vocabulary: VocabularyCut | None = None
-    vocabulary_chunk: int | Literal["auto", "tokens"] | None = None
     takes_token_scores: bool = False
 
     rows_are_labels = False
@@ -43,6 +41,10 @@ class TokenLabels(TextTask):
 
     def for_vocabulary(self, cut: VocabularyCut | None) -> Self:
         return self.changed(vocabulary=cut)
+
+    @property
+    def head_blocks(self) -> Literal["vocabulary", "tokens"] | None:
+        return "vocabulary"
 
     def for_token_scores(self) -> Self:
         return self.changed(takes_token_scores=True)

@@ -96,7 +96,6 @@ class PreferenceTask(TokenLabels):
         "metric_names",
         "settings",
         "vocabulary",
-        "vocabulary_chunk",
         "takes_token_scores",
         "others",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Seq2SeqLMTask(TokenLabels):
         usage=_USAGE,
         graph='inputs["decoder_input_ids"] = [[FIRST_TOKEN]]  # and the tokens that were generated so far',
     )
-    unencoded_fields = ("metric_names", "settings", "vocabulary", "vocabulary_chunk", "takes_token_scores")
+    unencoded_fields = ("metric_names", "settings", "vocabulary", "takes_token_scores")
     own_lengths = ("decoder_input_ids", "labels")
 
     @classmethod
@@ -68,6 +68,10 @@ class Seq2SeqLMTask(TokenLabels):
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.source,) if self.target is None else (self.source, self.target)
+
+    @property
+    def head_blocks(self) -> Literal["vocabulary"] | None:
+        return None if self.target is None else "vocabulary"
 
     @property
     def generates(self) -> bool:
@@ -149,7 +153,7 @@ class Seq2SeqLMTask(TokenLabels):
         return {"texts": [{**row, GENERATED: text} for row, text in zip(few, texts, strict=True)]}
 
     def without_labels(self) -> Seq2SeqLMTask:
-        return replace(self, target=None, metric_names=(), vocabulary_chunk=None)
+        return replace(self, target=None, metric_names=())
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{GENERATED: text} for text in _texts(answers[GENERATED], split.tokenizer)]

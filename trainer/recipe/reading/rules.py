@@ -157,9 +157,6 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
             " without stages"
         )
         yield clash(text, "task.metrics", stages)
-    if parallel.strategy == "dp" and isinstance(getattr(task, "vocabulary_chunk", None), int):
-        text = "is a number, but `parallel.strategy` dp runs copies of the head at once; set it to null, or use ddp"
-        yield clash(text, "task.vocabulary_chunk", strategy)
     if parallel.strategy == "dp" and task.joint_loss is not None:
         problem = f"{task.joint_loss} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"

@@ -104,11 +104,7 @@ class TaskKeys(Section):
 
 
 class VocabularyKeys(TaskKeys):
-    """Keys of tasks with a loss over the vocabulary."""
-
-    vocabulary_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens of the vocabulary with logits in memory at a time, with equal results. `auto`: at least 4,096, for logits
-    of more than 64 MiB, or 1 GiB if the head is trained. null: all."""
+    """Keys of tasks with a loss over the vocabulary; features add theirs."""
 
 
 class TextKeys(TaskKeys):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.features.chunked_head.linear_cross_entropy import LinearLayer, linear_cross_entropy
 from trainer.models.families.table import FAMILIES
+from trainer.models.place import PlacedModel
 from trainer.parallel.communication import in_product_type
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.pipeline.stand_ins import Absent
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
 from trainer.parallel.tensor.linear import ColumnParallelLinear
-from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cross_entropy
 from trainer.parallel.tensor.low_rank import product_of
 from trainer.parallel.tensor.trained_rows import rows_of
+from trainer.recipe.plan import RunPlan
+from trainer.recipe.registered import asked_for
+from trainer.tasks.task import Task
 
 Columns = int | Literal["auto", "tokens"]
 TokenScores = Callable[[Tensor, Tensor], Tensor]
@@ -133,10 +137,40 @@ class ChunkedHead:
         return max(_LEAST_COLUMNS, _LOGITS // num_tokens)
 
 
-def chunk_head(model: Any, columns: Columns, cut: VocabularyCut | None, scores: TokenScores) -> ChunkedHead | None:
-    """Compute the losses of a language model in its head; return None for a pipeline stage without the head."""
-    head = model.get_output_embeddings()
-    return None if isinstance(head, Absent) else ChunkedHead(head, columns, cut, scores)
+class ChunkedHeads:
+    """The heads of a recipe's models; `columns` is that of `ChunkedHead`."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+
+    @classmethod
+    def of(cls, built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Self | None:
+        """Return the heads; None without blocks, or if `auto` finds a part of the training that needs all logits.
+
+        Raises:
+            UsageError: a model needs its logits, but `task.vocabulary_chunk` is a number.
+        """
+        # A registered task may derive its section from another base.
+        chosen = getattr(plan.recipe.task, "vocabulary_chunk", None)
+        columns: Columns | None = "tokens" if task.head_blocks == "tokens" else chosen
+        if columns is None:
+            return None
+        needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
+        # A text lets the trainer choose. `dp` copies modules, but the `forward` of a copied head would call the first.
+        if isinstance(columns, str) and needs_all:
+            return None
+        why = next((why for part in built if (why := why_whole(part.model))), None)
+        # A number is the user's wish, which is refused and never dropped in silence; a text allows whole logits.
+        if why is not None and not isinstance(columns, str):
+            raise UsageError(
+                f'`task.vocabulary_chunk` is a number, but the model needs its logits: {why}; set it to "auto" or null'
+            )
+        return cls(columns) if why is None else None
+
+    def attach(self, model: Any, cut: VocabularyCut | None, task: Task) -> ChunkedHead | None:
+        """Compute the losses of a language model in its head; return None for a pipeline stage without the head."""
+        head = model.get_output_embeddings()
+        return None if isinstance(head, Absent) else ChunkedHead(head, self._columns, cut, task.token_scores)
 
 
 def why_whole(model: Any) -> str | None:
@@ -154,10 +188,3 @@ def why_whole(model: Any) -> str | None:
     if type(head) not in (nn.Linear, ColumnParallelLinear):
         return f"its head is no linear layer, but a {type(head).__name__}"
     return None
-
-
-def refuse_blocks(why: str) -> UsageError:
-    """Return the error of a model that does not support blocks of the vocabulary."""
-    return UsageError(
-        f'`task.vocabulary_chunk` is a number, but the model needs its logits: {why}; set it to "auto" or null'
-    )

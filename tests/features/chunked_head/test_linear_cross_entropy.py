@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.benchmarks.loss import BLOCKS, WHOLE, peaks
 from tests.helpers.ranks import RankPools
+from trainer.features.chunked_head.linear_cross_entropy import LinearLayer, linear_cross_entropy
 from trainer.parallel.groups import Group
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.placement import Split
 from trainer.parallel.shards.slices import join_parts, part_of
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
-from trainer.parallel.tensor.linear_cross_entropy import LinearLayer, linear_cross_entropy
 
 ROWS, HIDDEN = 21, 6
 
@@ -122,3 +122,19 @@ def test_the_loss_takes_less_than_a_tenth_of_the_memory_of_whole_logits(trained:
     blocks, gradients = found[BLOCKS]
     assert found[WHOLE][0] > 6 * 2**30  # without gradients: they are there after the logits
     assert blocks - gradients < found[WHOLE][0] / 10
+
+
+def test_the_head_in_blocks_adds_rows_in_fp32():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(5, 4, requires_grad=True), torch.zeros(5, requires_grad=True)
+    x, labels = torch.randn(1, 4).half(), torch.tensor([3])
+    found = []
+    for number in (1, 256):
+        rows = x.repeat(number, 1)
+        losses, _ = linear_cross_entropy(
+            rows, LinearLayer(weight, bias), labels.repeat(number), VocabularyCut(None, 5), 2
+        )
+        found.append(torch.autograd.grad(losses.sum() * 2.0**13, (weight, bias)))
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(many, one * 256, rtol=1e-3, atol=0.1)
+    assert found[1][0].abs().max() > 2**17
