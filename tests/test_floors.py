@@ -75,11 +75,15 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         kinds = ("strategy", "optimizer", "schedule", "task", "format")
         names = keys + [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
-        assert names or rows.keys() & {"logging", "kernel", "attention", "observer"}
+        assert names or rows.keys() & {"logging", "kernel", "attention", "observer", "recipe_format"}
         assert not any(word in schema for word in names)
         assert rows.get("logging", {}).keys().isdisjoint(targets)
         for task in rows.get("task", ()):
             refused = run(tmp_path, "check", "bert_sample", f"task.type={task}", code=2)
             assert '`task.type` must be one of "sequence_classification"' in refused
             assert f'but is "{task}"' in " ".join(refused.split())
+        for end in rows.get("recipe_format", ()):
+            (tmp_path / f"r{end}").write_text("extends: bert_sample\n")
+            refused = " ".join(run(tmp_path, "check", f"r{end}", code=2).split())
+            assert f"a file with the ending {end} is read as JSON; recipes end with .json" in refused
         (tmp_path / name).rename(away)

@@ -34,6 +34,7 @@ Kind = Literal[
     "schedule",
     "family",
     "recipes",
+    "recipe_format",
     "shape",
     "format",
     "formats",
@@ -58,7 +59,7 @@ Kind = Literal[
     "launch",
 ]
 """`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
-keys of other tools. Paths of a folder of this project are relative to `trainer/`.
+keys of other tools. Paths of a folder of this project are relative to `trainer/`. `recipe_format`: by its ending.
 `other_tools`: a module that knows keys and files of other tools (`recipe/reading/other_tools.py`).
 `keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
 a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an

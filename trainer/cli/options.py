@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def _recipes(incomplete: str) -> list[str]:
     """Return the shipped recipes and the files that complete a name, for shells."""
-    from trainer.recipe.reading.files import ENDINGS
+    from trainer.recipe.reading.files import recipe_endings
     from trainer.recipe.reading.shipped import shipped_recipes
 
     beside = glob(f"{escape(incomplete)}*")
     files = [f"{path}/" if os.path.isdir(path) else path for path in beside]
-    files = [path for path in files if path.endswith(("/", *ENDINGS))]
+    files = [path for path in files if path.endswith(("/", *recipe_endings()))]
     return [name for name in shipped_recipes() if name.startswith(incomplete)] + sorted(files)
 
 

@@ -7,15 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from trainer.base.errors import ExitCode
 from trainer.cli import init as verb
 from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.parser import Origin
-from trainer.recipe.reading.writing import recipe_text
-from trainer.recipe.reading.yaml_parser import parse_yaml
 from trainer.tools.init import proposal
 
 
@@ -165,17 +161,6 @@ def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str
     assert "`--output` must end with .yaml or .yml" in capsys.readouterr().err
     assert main(["init", "my.csv"]) == ExitCode.USER
     assert "add --yes" in capsys.readouterr().err
-
-
-def test_recipes_are_written_for_both_versions_of_yaml() -> None:
-    values = {
-        "name": "no", "task": {"text": ["a: b", "#1"], "no": "yes", "e": "1e-5", "x": None, "d": "2026-11-27"},
-        "model": {"config": {"a": {"b": []}, "c": {}}, "x": 2e-05, "é": "\u2028\n\t'\""}, "b": True, "n": "007",
-    }  # fmt: skip
-    text = recipe_text(values, {"model.config.a": "note", "n": "of `a\nb`"}, "of a\u2028b\r\nc")
-    assert parse_yaml(text, Origin("x"))[0].plain() == values
-    assert yaml.safe_load(text) == values | {"model": values["model"] | {"x": "2e-05"}}  # the trap of YAML 1.1
-    assert "  config:\n    a:  # note\n" in text
 
 
 @pytest.mark.parametrize(

@@ -1,45 +1,71 @@
-"""Files of recipes as trees: JSON, or YAML by the ending."""
+"""Files of recipes as trees: JSON, or a registered format by the ending."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.base.errors import RecipeError
+from trainer.base.extensions import resolved, rows_of
 from trainer.recipe.reading.parser import Node, Origin, Problem, parse
 
-if TYPE_CHECKING:
-    from trainer.recipe.reading.yaml_parser import Scalar
-
 MAX_BYTES = 1_000_000
-YAML_ENDINGS = (".yaml", ".yml")
-ENDINGS = (".json", *YAML_ENDINGS)
-"""Endings of recipes."""
 RECIPE_FILE = "trainer_recipe.json"
 """The name of the recipe in an exported folder."""
+
+Scalar = Callable[[Any], bool | int | float | str | None]
+"""A function that returns the value of a scalar, a node of the parser of a format, or raises `ValueError`."""
+
+
+@dataclass(frozen=True)
+class RecipeFormat:
+    """A format of recipes beside JSON, as a row of `extension.json` by the ending of its files.
+
+    Attributes:
+        parse: The text "module:name" of its parser: as `parse`, from a text, its origin and a `Scalar` or None.
+        write: The text "module:name" of its writer: from values, comments by dotted keys, and a title, to a text.
+    """
+
+    parse: str
+    write: str
+
+
+def recipe_formats() -> dict[str, RecipeFormat]:
+    """Return the formats of recipes beside JSON by their endings."""
+    return rows_of("recipe_format", RecipeFormat)
+
+
+def recipe_endings() -> tuple[str, ...]:
+    """Return the endings of recipes, in small letters."""
+    return ".json", *recipe_formats()
 
 
 def read_file(path: Path, scalar: Scalar | None = None) -> tuple[Node, list[Problem]]:
     """Return the tree of a file, and the problems after which parsing could continue.
 
     Args:
-        scalar: returns the value of a scalar of YAML; None: that of YAML 1.2.
+        scalar: returns the values of scalars in formats other than JSON; None: those of a recipe.
 
     Raises:
-        RecipeError: the file cannot be read, or is neither JSON nor, with an ending of `YAML_ENDINGS`, YAML.
+        RecipeError: the file cannot be read, or is not in the format of its ending (JSON, if none is registered).
     """
-    if is_yaml(path):
-        from trainer.recipe.reading.yaml_parser import core_scalar, parse_yaml
-
-        return parse_yaml(read_text(path), _file_origin(path), scalar or core_scalar)
-    return parse(read_text(path), _file_origin(path))
-
-
-def is_yaml(path: Path) -> bool:
-    return path.suffix.lower() in YAML_ENDINGS
+    text, origin, ending = read_text(path), _file_origin(path), path.suffix.lower()
+    if row := recipe_formats().get(ending):
+        tree: tuple[Node, list[Problem]] = resolved(row.parse)(text, origin, scalar)
+        return tree
+    try:
+        return parse(text, origin)
+    except RecipeError as error:
+        if ending in ("", ".json"):
+            raise
+        known = " or ".join(recipe_endings())
+        hint = f"a file with the ending {ending} is read as JSON; recipes end with {known}"
+        raise RecipeError(f"{error}; {hint}") from error
 
 
 def shown_path(path: Path) -> str:

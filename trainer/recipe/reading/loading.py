@@ -22,7 +22,7 @@ from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading import other_tools
-from trainer.recipe.reading.files import ENDINGS, is_yaml, read_file, read_text, shown_path
+from trainer.recipe.reading.files import read_file, read_text, recipe_endings, recipe_formats, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
@@ -110,7 +110,7 @@ def _find_recipe(source: str, folder: Path) -> Path:
 
 def _data_endings() -> tuple[str, ...]:
     """Return the endings of files of rows that no recipe has."""
-    return tuple(end for end in formats_by_ending() if end not in ENDINGS)
+    return tuple(end for end in formats_by_ending() if end not in recipe_endings())
 
 
 def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
@@ -118,7 +118,8 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     # Real paths, so that a link cannot hide a circle.
     chain = (*chain, Path(os.path.realpath(file)))
     # An object or a comment begins a recipe; for other text, errors of the parser would mislead.
-    if len(chain) > 1 and not is_yaml(file) and read_text(file).lstrip()[:1] not in ("{", "/"):
+    is_json = file.suffix.lower() not in recipe_formats()
+    if len(chain) > 1 and is_json and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
     if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_data_endings()):
         command = f"trainer init {shlex.quote(shown_path(file))}"

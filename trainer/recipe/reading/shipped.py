@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trainer
 from trainer.base.extensions import registered
-from trainer.recipe.reading.files import ENDINGS, read_file
+from trainer.recipe.reading.files import read_file, recipe_endings
 
 _PACKAGE = Path(trainer.__file__).resolve().parent
 
@@ -43,12 +43,12 @@ def is_shipped(path: str) -> bool:
 
 def recipes_in(folder: Path) -> dict[str, Path]:
     """Return the recipe files of a folder by name."""
-    return {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in ENDINGS}
+    return {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in recipe_endings()}
 
 
 def without_ending(name: str) -> str:
     """Return the name of a recipe without the ending of its file."""
-    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in ENDINGS else name
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in recipe_endings() else name
 
 
 def is_base(path: Path) -> bool:
@@ -68,7 +68,7 @@ def summary(path: Path) -> str:
 def meant(name: str) -> str:
     """Return a hint for the name of a recipe that is not shipped."""
     shipped = shipped_recipes()
-    beside = [without_ending(name) + ending for ending in ENDINGS]
+    beside = [without_ending(name) + ending for ending in recipe_endings()]
     if found := [file for file in beside if os.path.isfile(os.path.expanduser(file))]:
         return f"did you mean {found[0]}?"
     near = get_close_matches(without_ending(Path(name).name), shipped, n=1)

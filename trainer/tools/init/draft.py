@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.text import dotted_leaves
-from trainer.recipe.reading.files import YAML_ENDINGS
+from trainer.recipe.reading.files import recipe_endings, recipe_formats
 from trainer.recipe.reading.loading import ResolvedRecipe, resolve
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import Node, Origin, parse
-from trainer.recipe.reading.writing import check_new_recipe, recipe_name, recipe_text
+from trainer.tools.writing import check_new_recipe, recipe_name, recipe_text
 
 
 def recipe_place(source: Path, output: Path | None) -> Path:
     """Return the file of the recipe; None: the name of the data, in the current folder.
 
     Raises:
-        UsageError: the file exists, or its ending is not that of YAML.
+        UsageError: the file exists, or its ending is not that of a format with comments.
     """
-    place = output or Path(recipe_name(source) + YAML_ENDINGS[0])
-    check_new_recipe(place, "--output", YAML_ENDINGS)
+    endings = tuple(recipe_formats()) or recipe_endings()
+    place = output or Path(recipe_name(source) + endings[0])
+    check_new_recipe(place, "--output", endings)
     return place
 
 
@@ -84,12 +85,13 @@ class Draft:
         return resolve(self.request.output, with_default_kinds(self._placed(root)), problems)
 
     def text(self) -> str:
-        """Return the recipe as YAML, its sections in the order of the schema."""
+        """Return the text of the recipe, its sections in the order of the schema."""
         name, source = shlex.quote(str(self.request.output)), shlex.quote(str(self.request.source))
         title = f"By `trainer init {source}`. Check it: trainer check {name}. Train it: trainer run {name}"
         values = self._placed(override_layer(self.request.overrides)[0]).plain()
         order = [key for key in ORDER if key in values]
-        return recipe_text({key: values[key] for key in dict.fromkeys((*order, *values))}, self.comments, title)
+        values = {key: values[key] for key in dict.fromkeys((*order, *values))}
+        return recipe_text(self.request.output, values, self.comments, title)
 
     def _placed(self, layer: Node) -> Node:
         folder = Path(os.path.abspath(self.request.output)).parent

@@ -21,7 +21,6 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.writing import recipe_name
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import FileData
 from trainer.recipe.schema.task_keys import Start
@@ -32,6 +31,7 @@ from trainer.tools.init.shapes import Shape, notes, shapes
 from trainer.tools.init.sources import data_keys, devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import halves, plan_recipe
+from trainer.tools.writing import recipe_name
 from trainer.training.run_data import PreparedData
 
 SAMPLE = "sample"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import UsageError
-from trainer.recipe.reading.writing import check_new_recipe
 from trainer.tools.plan.hardware import Devices
+from trainer.tools.writing import check_new_recipe
 
 _REPLACED = {
     "batch": ("training.global_batch_size", "training.micro_batch_size"), "length": ("data.max_length",),

@@ -25,13 +25,13 @@ from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.reading.overrides import override_layer
-from trainer.recipe.reading.writing import write_recipe
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.recipe_plan import Choice, RecipePlan, plan_recipe
 from trainer.tools.plan.simulated_step import planned_task
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, OPTIMIZER
+from trainer.tools.writing import write_recipe
 
 MOST_PLANS = 60
 """Plans of one search, if the caller gives no number."""

@@ -15,11 +15,11 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.writing import check_new_recipe, recipe_name
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import greater_is_better
 from trainer.tools.plan.searching import write_extending
 from trainer.tools.search.space import read_space
+from trainer.tools.writing import check_new_recipe, recipe_name
 
 
 @dataclass(frozen=True)

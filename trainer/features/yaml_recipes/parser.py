@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import yaml
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.paths import KeyPath, shortened, shown_key
+from trainer.recipe.reading.files import Scalar
 from trainer.recipe.reading.parser import (
     MAX_DEPTH,
     MAX_NUMBER_LENGTH,
@@ -28,8 +28,6 @@ from trainer.recipe.reading.parser import (
 
 MAX_NODES = 100_000
 """Values of a document. Aliases repeat the value of their anchor, so that a small file could fill the memory."""
-
-Scalar = Callable[[yaml.ScalarNode], bool | int | float | str | None]
 
 _WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
@@ -71,16 +69,16 @@ def core_scalar(node: yaml.ScalarNode) -> bool | int | float | str | None:
     return text
 
 
-def parse_yaml(text: str, origin: Origin, scalar: Scalar = core_scalar) -> tuple[Node, list[Problem]]:
+def parse_yaml(text: str, origin: Origin, scalar: Scalar | None = None) -> tuple[Node, list[Problem]]:
     """Return the tree of one document, and its duplicate keys and invalid values; see `parse` for JSON.
 
     Args:
-        scalar: returns the value of a scalar, or raises `ValueError` with its problem.
+        scalar: returns the value of a scalar, or raises `ValueError` with its problem; None: `core_scalar`.
 
     Raises:
         RecipeError: the text is not one YAML document, is nested too deeply, has tags, or has too many values.
     """
-    tree = _Tree(origin, scalar)
+    tree = _Tree(origin, scalar or core_scalar)
     try:
         # Nodes only: no value is constructed, so no tag can run code.
         root = yaml.compose(text, Loader=_Composer)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.base.errors import RecipeError
+from trainer.features.yaml_recipes.parser import parse_yaml
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.parser import Origin
-from trainer.recipe.reading.yaml_parser import parse_yaml
 
 HERE = Origin("r.yaml")
 

@@ -1,0 +1,1 @@
+"""Recipes in YAML 1.2."""
