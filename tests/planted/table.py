@@ -1320,10 +1320,10 @@ _OBSERVE = [
     Defect(
         "waiting_rank_reports_a_stall",
         "A rank that waits for one that makes progress reports a stall.",
-        "observe/watchdog.py",
+        "features/watchdog/watchdog.py",
         "elif still_seconds >= self._timeout and self._asked_of_disk(self._all_stand_still):",
         "elif still_seconds >= self._timeout:",
-        ("observe/test_watchdog.py::test_nothing_is_answered_while_another_rank_makes_progress",),
+        ("features/watchdog/test_watchdog.py::test_nothing_is_answered_while_another_rank_makes_progress",),
     ),
     Defect(
         "time_left_after_a_resume",

@@ -9,6 +9,7 @@ from typing import TextIO
 from trainer.base.extensions import resolved
 from trainer.base.logging_targets import logging_targets
 from trainer.observe.console import open_console
+from trainer.observe.heartbeat import Heartbeat
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.observer import Observer, Observers
 from trainer.ranks.environment import LaunchEnvironment
@@ -18,11 +19,13 @@ from trainer.recipe.schema import Logging, Recipe
 
 @dataclass(frozen=True)
 class ObserverParts:
-    """The parts of a rank for its registered observers; `note` shows a note to the user."""
+    """The parts of a rank for its registered observers."""
 
     recipe: Recipe
     environment: LaunchEnvironment
-    note: Callable[[str], None]
+    heartbeat: Heartbeat
+    note: Callable[[str], None]  # shows a note to the user
+    report_end: Callable[[str], object]  # reports a failure of the run to its observers, given the reason
 
 
 def registered_observers(parts: ObserverParts) -> list[Observer]:

@@ -21,7 +21,6 @@ from trainer.observe.heartbeat import Heartbeat, forget_statuses
 from trainer.observe.observer import Observer, Observers
 from trainer.observe.outcome import Outcome
 from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
-from trainer.observe.watchdog import Watchdog
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.command import command_line
 from trainer.ranks.environment import LaunchEnvironment
@@ -72,7 +71,7 @@ _NO_RESULTS = Results()
 
 
 class Session:
-    """The observers of this rank: the recipe's on rank 0; callbacks; `observer`, heartbeat and watchdog on every rank.
+    """The observers of this rank: those of the recipe on rank 0; callbacks, `observer` and registered ones.
 
     Args:
         observer: an observer of this rank, beside the recipe's.
@@ -104,12 +103,10 @@ class Session:
         shown += [] if observer is None else [observer]
         self._outcome = Outcome()
         shown.append(self._outcome)
-        shown += registered_observers(ObserverParts(recipe, environment, note))
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
-        seconds = recipe.parallel.stall_timeout.seconds
-        self._watchdog = Watchdog(self._heartbeat, seconds, environment.error_file, partial(self._end, ExitCode.FAILED))
-        # The watchdog is closed first: the end of the others is no sign of progress.
-        self.observers = Observers([*shown, self._heartbeat, self._watchdog])
+        parts = ObserverParts(recipe, environment, self._heartbeat, note, partial(self._end, ExitCode.FAILED))
+        # Those of features are closed first: the end of the others is no sign of progress for a watchdog.
+        self.observers = Observers([*shown, self._heartbeat, *registered_observers(parts)])
 
     def take_folder(self, mesh: ParallelMesh) -> None:
         """Lock the folder of the run for rank 0. All ranks must call it.
@@ -135,7 +132,6 @@ class Session:
         mesh.on_every_rank(start)
         # By now, rank 0 has removed the records of the run before.
         self._heartbeat.begin(saver.progress.step)
-        self._watchdog.begin()
         for note in notes:
             self.observers.note(note)
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 from trainer.base.disk import within
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.base.text import for_terminal
+from trainer.observe.builders import ObserverParts
 from trainer.observe.heartbeat import Heartbeat, Status, ranks_folder, read_statuses
 from trainer.observe.observer import Observer
 from trainer.ranks.report import Report
@@ -29,6 +30,12 @@ _REPORT_SECONDS = 5.0  # to show the end of the run, which may hang too
 _DISK_SECONDS = 30.0  # for one look at the folder of the run
 _ANSWER_SECONDS = 60.0  # to wait for the stacks of other ranks, and to report them
 _NO_ANSWER = "no answer: it is stopped or its machine is gone"
+
+
+def observer(parts: ObserverParts) -> Watchdog:
+    """Return the watchdog of a rank."""
+    seconds = parts.recipe.parallel.stall_timeout.seconds
+    return Watchdog(parts.heartbeat, seconds, parts.environment.error_file, parts.report_end)
 
 
 class Watchdog(Observer):
@@ -56,9 +63,10 @@ class Watchdog(Observer):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def begin(self) -> None:
-        """Start to watch, after the heartbeat has begun."""
-        self._thread.start()
+    def doing(self, step: int, what: str) -> None:
+        # From the first activity on: by then the heartbeat has begun.
+        if not (self._ended.is_set() or self._thread.is_alive()):
+            self._thread.start()
 
     def close(self) -> None:
         self._ended.set()

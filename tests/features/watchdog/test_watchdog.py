@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import pytest
 
-from trainer.observe import watchdog
+from trainer.features.watchdog import watchdog
+from trainer.features.watchdog.watchdog import Watchdog, stall_message
 from trainer.observe.heartbeat import Heartbeat, Status
-from trainer.observe.watchdog import Watchdog, stall_message
 from trainer.ranks.report import read_reports
 
 
@@ -49,7 +49,7 @@ def watched(folder: Path, told: list[str]) -> tuple[Heartbeat, Watchdog]:
     heartbeat = Heartbeat(folder, 1)
     heartbeat.begin(0)
     dog = Watchdog(heartbeat, 0.5, folder / "error.json", told.append)
-    dog.begin()
+    dog.doing(0, "waiting for rows")
     return heartbeat, dog
 
 
