@@ -75,7 +75,7 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         kinds = ("strategy", "optimizer", "schedule", "task", "format")
         names = keys + [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
-        assert names or rows.keys() & {"logging", "kernel", "attention", "observer", "recipe_format"}
+        assert names or rows.keys() & {"logging", "kernel", "attention", "observer", "recipe_format", "export"}
         assert not any(word in schema for word in names)
         assert rows.get("logging", {}).keys().isdisjoint(targets)
         for task in rows.get("task", ()):
@@ -86,4 +86,7 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
             (tmp_path / f"r{end}").write_text("extends: bert_sample\n")
             refused = " ".join(run(tmp_path, "check", f"r{end}", code=2).split())
             assert f"a file with the ending {end} is read as JSON; recipes end with .json" in refused
+        for word in rows.get("export", ()):
+            refused = run(tmp_path, "export", "run", "folder", "--to", word, code=2)
+            assert f"`--to` must be a registered format, safetensors, but is '{word}'" in " ".join(refused.split())
         (tmp_path / name).rename(away)

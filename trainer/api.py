@@ -186,7 +186,7 @@ def export(
     *,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     adapter: bool = False,
-    to: Literal["safetensors", "onnx"] = "safetensors",
+    to: str = "safetensors",
     verify_rows: int = 0,
     overrides: Sequence[str] = (),
 ) -> Exported:
@@ -197,7 +197,7 @@ def export(
         folder: An empty or missing folder.
         dtype: The type of the weights.
         adapter: Whether to write the adapter alone, in the format of PEFT.
-        to: Weights for transformers, or a graph for ONNX Runtime.
+        to: "safetensors", weights for transformers, or another registered format, such as a graph of "onnx".
         verify_rows: The rows of the validation split on which another process compares the folder with the trained
             model; 0: none.
         overrides: Keys of the recipe for these rows, such as "data.validation=FILE".

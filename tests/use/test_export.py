@@ -378,3 +378,10 @@ def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_folder(tmp_
     assert len(states) > 10, "there are so many changes at least"
     assert set(states) == ({"none", "new"} if what == "export" else {"old", "old aside", "new"})
     assert states == sorted(states, key=lambda state: state == "new"), "once complete it stays so"
+
+
+def test_a_format_that_no_folder_registers(checkpoint, tmp_path):
+    message = r"`--to` must be a registered format, safetensors, onnx, but is 'gguf'; name another"
+    with pytest.raises(UsageError, match=message):
+        export(checkpoint, tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()

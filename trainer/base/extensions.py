@@ -52,6 +52,7 @@ Kind = Literal[
     "head",
     "kernel",
     "attention",
+    "export",
     "chats",
     "logging",
     "observer",
@@ -69,7 +70,7 @@ line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key 
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `run` and `launch`: context managers for `around`;
 `kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)
-with transformers."""
+with transformers; `export`: an `ExportFormat`, by its name for `trainer export --to`."""
 
 
 @dataclass(frozen=True)

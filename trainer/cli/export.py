@@ -9,9 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.extensions import registered
 from trainer.base.terminal import say
 from trainer.base.text import without_secrets
 from trainer.cli.options import OverridesArgument, count, flag
+
+_FORMATS = ("safetensors", *(row.name for row in registered("export")))
 
 
 def export(
@@ -28,8 +31,8 @@ def export(
         bool, flag("Write the adapter alone, in the format of PEFT; default: merged weights.", "--adapter")
     ] = False,
     to: Annotated[
-        Literal["safetensors", "onnx"],
-        typer.Option("--to", help="Weights for transformers, or a graph for ONNX Runtime, in fp32."),
+        str,
+        typer.Option("--to", metavar="FORMAT", help=f"The format of the model: {', '.join(_FORMATS)}."),
     ] = "safetensors",
     verify: Annotated[
         bool, flag("Compare the folder, opened by another process, with the trained model.", "--verify")

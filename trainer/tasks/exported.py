@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.recipe.schema import Recipe
 from trainer.tasks.types import Dataset
 
 TEXT_TO_TEXT = "text2text-generation"
+
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
+"""The outputs of models of transformers that tasks read."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Another program that opens an exported folder.
+
+    Attributes:
+        name: its name for people.
+        packages: its packages beside transformers.
+        opener: the module that opens the folder in a process without this project: `open_folder` gets the request of a
+            comparison, and returns a function from arrays to outputs, both by name. None: transformers does.
+        reads_texts: whether it takes all rows as texts (`ExportedFolder.inputs`), and not the inputs of the model.
+    """
+
+    name: str = "transformers"
+    packages: tuple[str, ...] = ()
+    opener: str | None = None
+    reads_texts: bool = False
 
 
 @dataclass(frozen=True)
@@ -23,7 +47,7 @@ class Card:
         pipeline_tag: the name of the task on the hub; None: it has none.
         has_pipeline: whether transformers 5 has a pipeline of this name.
         peft_type: the type of the task in PEFT; None: PEFT has none.
-        program: the library that opens the folder, and the form in which it does.
+        program: the program that opens the folder.
         processor: the class of transformers that prepares rows, and `rows`, an example of its arguments.
         usage: lines of Python that use the folder; empty: a pipeline, or else the class of the model.
         graph: lines of Python that complete the inputs of a graph.
@@ -32,7 +56,7 @@ class Card:
     pipeline_tag: str | None = None
     has_pipeline: bool = True
     peft_type: str | None = None
-    program: Literal["transformers", "sentence-transformers", "cross-encoder"] = "transformers"
+    program: Program = Program()
     processor: str = "AutoTokenizer"
     rows: str = '["..."]'
     usage: str = ""
@@ -40,7 +64,7 @@ class Card:
 
     @property
     def library(self) -> str:
-        return "transformers" if self.program == "transformers" else "sentence-transformers"
+        return next(iter(self.program.packages), "transformers")
 
 
 GENERATION = Card("text-generation", peft_type="CAUSAL_LM")
@@ -76,3 +100,33 @@ class ExportedFolder:
     def completed(self, scores: Tensor, trained: Tensor) -> Tensor:
         """Return the scores of another program, with those of the trained model that no other program computes."""
         return scores
+
+
+class ExportFormat(ABC):
+    """A format of exported models beside weights; registered under `export`, by its name for `trainer export --to`."""
+
+    form: str  # for the model card: "A `BertModel` as a graph"
+    program: Program
+
+    @abstractmethod
+    def require(self, dtype: str, adapter: bool) -> None:
+        """Refuse an export with weights of this type, or of an adapter alone, that is not possible.
+
+        Raises:
+            UsageError: a package is missing, or the format cannot hold such a model.
+        """
+
+    @abstractmethod
+    def convert(self, folder: Path, model_class: type[Any], recipe: Recipe | None) -> Path:
+        """Replace the weights of an exported folder by a file of this format, and return it.
+
+        Args:
+            recipe: the recipe of the training; None: it is unknown, and of a task without a head of its own.
+
+        Raises:
+            TrainerError: the model is not supported.
+        """
+
+    @abstractmethod
+    def usage(self, card: Card) -> str:
+        """Return lines of Python for the model card that use the folder; see `Card`."""

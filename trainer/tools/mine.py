@@ -74,7 +74,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
     """
     recipe = trained.resolved.recipe
     task = build_task(recipe.task)
-    if task.card.program != "sentence-transformers":
+    if task.card.pipeline_tag != "feature-extraction":
         raise UsageError(
             f"`trainer mine` needs an embedding model, but `task.type` is {recipe.task.type}; name another RUN"
         )

@@ -15,9 +15,6 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import for_terminal, listed
 from trainer.parallel.microbatch import Microbatch
 
-OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
-"""The outputs of models of transformers that tasks read."""
-
 _CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
 """The largest difference, relative to the largest output, by the type of the weights."""
 # Below it, differences relative to the largest output would show rounding only.

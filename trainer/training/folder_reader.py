@@ -1,8 +1,8 @@
 """Open an exported folder as any user would, and write the outputs of its model.
 
 Another process runs this file as a script: `python folder_reader.py FOLDER_OF_A_REQUEST`. It must not import this
-project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on. The reply is
-`reply.json` and `outputs-0.npz` and so on.
+project. The request is `request.json` with rows beside it: `inputs-0.npz` and so on. If it is not transformers that
+opens the folder, `opener.py` beside it does. The reply is `reply.json` and `outputs-0.npz` and so on.
 """
 
 import json
@@ -10,27 +10,10 @@ import platform
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
-
-ONNX_NAME = "model.onnx"
-EMBEDDINGS = "sentence_embedding"
-
-
-def open_onnx(request: dict[str, Any]) -> Any:
-    """Return a function as `_open_model` does, for the graph of a folder."""
-    from onnxruntime import InferenceSession
-
-    session = InferenceSession(str(Path(request["folder"]) / ONNX_NAME), providers=["CPUExecutionProvider"])
-    # ONNX Runtime refuses arrays that the graph does not take.
-    names = [one.name for one in session.get_inputs()]
-    outputs = [one.name for one in session.get_outputs()]
-
-    def computed(inputs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(outputs, session.run(outputs, {name: inputs[name] for name in names}), strict=True))
-
-    return computed
 
 
 def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
@@ -39,7 +22,7 @@ def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
     import transformers
 
     auto = getattr(transformers, request["auto_class"])
-    if request["kind"] == "peft":
+    if request["base"] is not None:
         from peft import PeftModel
 
         keys = {"revision": request["revision"]}
@@ -63,7 +46,7 @@ def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
 
     def outputs(inputs: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
-            found = model(**{name: torch.from_numpy(value) for name, value in inputs.items()})
+            found = model(**{name: torch.from_numpy(inputs[name]) for name in request["inputs"]})
         return {name: found[name].float().numpy() for name in request["outputs"] if found.get(name) is not None}
 
     return outputs
@@ -95,23 +78,6 @@ def batches(folder: Path, request: dict[str, Any]) -> Any:
         yield inputs
 
 
-def _sentence_outputs(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the outputs of sentence-transformers for texts: embeddings, or the logits of pairs."""
-    import torch
-
-    if request["kind"] == "sentence-transformers":
-        from sentence_transformers import SentenceTransformer
-
-        model = SentenceTransformer(request["folder"], device="cpu")
-        columns = [model.encode(texts, prompt=prompt) for prompt, texts in request["columns"]]
-        return {"embeddings": np.stack(columns, axis=1)}
-    from sentence_transformers import CrossEncoder
-
-    encoder = CrossEncoder(request["folder"], device="cpu")
-    # `CrossEncoder` would apply a sigmoid to a single logit, but the comparison is of logits.
-    return {"logits": encoder.predict([tuple(pair) for pair in request["pairs"]], activation_fn=torch.nn.Identity())}
-
-
 def main(folder: Path) -> None:
     """Answer the request in a folder."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -122,12 +88,11 @@ def main(folder: Path) -> None:
         from transformers import AutoTokenizer
 
         reply["tokens"] = tokens_of(AutoTokenizer.from_pretrained(request["folder"]), request["texts"])
-    if request["kind"] in ("sentence-transformers", "cross-encoder"):
-        np.savez(folder / "outputs-0.npz", **_sentence_outputs(request))
-    else:
-        outputs = open_onnx(request) if request["kind"] == "onnx" else _open_model(request, reply)
-        for number, inputs in enumerate(batches(folder, request)):
-            np.savez(folder / f"outputs-{number}.npz", **outputs(inputs))
+    opener = folder / "opener.py"
+    # A module of any name could hide another on the path of Python.
+    computed = run_path(str(opener))["open_folder"](request) if opener.exists() else _open_model(request, reply)
+    for number, inputs in enumerate(batches(folder, request)):
+        np.savez(folder / f"outputs-{number}.npz", **computed(inputs))
     reply["versions"] = {"python": platform.python_version()} | {name: version(name) for name in request["packages"]}
     (folder / "reply.json").write_text(json.dumps(reply), encoding="utf-8")
 

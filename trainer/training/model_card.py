@@ -22,10 +22,9 @@ from trainer.base.extensions import registered
 from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
 from trainer.recipe.reading.files import RECIPE_FILE
-from trainer.tasks.exported import Card
+from trainer.tasks.exported import Card, ExportFormat
 from trainer.tasks.registry import card_of
 from trainer.training.certificate import Certificate
-from trainer.training.folder_reader import ONNX_NAME
 
 CARD_NAME = "README.md"
 
@@ -36,31 +35,37 @@ def complete_folder(
     origin: Mapping[str, Any],
     progress: Progress,
     certificate: Certificate | None = None,
+    export_format: ExportFormat | None = None,
 ) -> None:
     """Add card and recipe to a new Hugging Face folder, and put the folder in its place.
 
     Args:
         temporary: The folder with the model, beside `place`.
         place: The final folder, which is replaced as a whole.
+        export_format: The format of the model; None: weights.
 
     Raises:
         OSError: It cannot be written.
     """
     origin = masked(origin)  # an earlier version could save an address with a password
-    write_card(temporary, origin, progress, certificate)
+    write_card(temporary, origin, progress, certificate, export_format)
     if recipe := _part(origin, "recipe"):  # for `trainer evaluate` and `trainer predict`
         (temporary / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     replace_folder(temporary, place)
 
 
 def write_card(
-    folder: Path, origin: Mapping[str, Any], progress: Progress, certificate: Certificate | None = None
+    folder: Path,
+    origin: Mapping[str, Any],
+    progress: Progress,
+    certificate: Certificate | None = None,
+    export_format: ExportFormat | None = None,
 ) -> None:
     """Write the card of a Hugging Face folder; arguments and errors are those of `complete_folder`."""
     config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     file = folder / ADAPTER_CONFIG_NAME
     adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    card = _card(folder, config, adapter, origin, progress)
+    card = _card(folder, config, adapter, origin, progress, export_format)
     if certificate is not None:
         card += "\n" + "\n".join(["## Verification", "", *certificate.lines()]) + "\n"
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
@@ -72,6 +77,7 @@ def _card(
     adapter: Mapping[str, Any] | None,
     origin: Mapping[str, Any],
     progress: Progress,
+    export_format: ExportFormat | None,
 ) -> str:
     recipe, best = _part(origin, "recipe"), progress.best
     task = _part(recipe, "task")
@@ -97,12 +103,8 @@ def _card(
         adapter=adapter,
         base=base,
         generates=(folder / GENERATION_CONFIG_NAME).is_file(),
-        has_graph=(folder / ONNX_NAME).is_file(),
-        onnx_name=ONNX_NAME,
-        processor=facts.processor,
-        rows=facts.rows,
-        usage=_filled(facts.usage, names),
-        completed=_filled(facts.graph, names),
+        form=export_format.form if export_format else "",
+        usage=_filled(export_format.usage(facts) if export_format else facts.usage, names),
         task=task_type,
         tag=tag,
         has_pipeline=tag is not None and facts.has_pipeline,

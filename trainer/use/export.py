@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import UNFINISHED, remove
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.extensions import load, registered, resolved
 from trainer.checkpoint.format import FACTS, MODEL_FOLDER, SavedState, open_verified
 from trainer.checkpoint.identity import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
@@ -40,13 +41,14 @@ from trainer.models.weight_files import UnknownModelError, described_model, plan
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Model, Recipe
-from trainer.tasks.exported import Card
+from trainer.tasks.exported import Card, ExportFormat, Program
 from trainer.tasks.registry import build_task, card_of
 from trainer.training.certificate import Certificate, require_not_refused
 from trainer.training.model_card import CARD_NAME, complete_folder
 from trainer.training.row_encoding import with_folder
-from trainer.use.onnx_graph import require_onnx, to_onnx
 from trainer.use.verifying import Opened, Verification, verify
+
+SAFETENSORS = "safetensors"
 
 # Copied files are not checked here, so weights, pickles and code are refused by name.
 _NEVER_BEGINS = ("model.", "model-", "pytorch_model", "adapter_")
@@ -72,7 +74,7 @@ def export(
     dtype: PrecisionName = "fp32",
     adapter: bool = False,
     verification: Verification | None = None,
-    to: Literal["safetensors", "onnx"] = "safetensors",
+    to: str = SAFETENSORS,
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder, whole or not at all.
 
@@ -82,22 +84,22 @@ def export(
         dtype: The type of the weights.
         adapter: Whether to write the adapter alone, in the format of PEFT.
         verification: The comparison with the trained model; None: there is none.
-        to: The format of the model: weights for transformers, or a graph for ONNX Runtime.
+        to: The format of the model: weights for transformers, or the name of an `ExportFormat`.
 
     Raises:
         NotTheTrainedModelError: Another program that opens the folder gets other outputs.
-        UsageError: The checkpoint is broken or holds no model, or the folder is in use.
+        UsageError: The checkpoint is broken or holds no model, the folder is in use, or the format is unknown.
         TrainerError: The folder cannot be written.
     """
-    place = _free_place(folder)
+    place, export_format = _free_place(folder), _format(to)
     state, notes = _open(checkpoint)
     if verification is None:
         require_not_refused(state.folder)
     config, beside = _beside_weights(state.folder, state.file_names)
     if adapter:
         _require_adapter(state)
-    if to == "onnx":
-        require_onnx(dtype, adapter)
+    if export_format is not None:
+        export_format.require(dtype, adapter)
     if adapter and GENERATION_CONFIG_NAME in beside:
         notes.append(
             f"PEFT and transformers take the generation configuration of the base, which may end texts elsewhere; set"
@@ -115,14 +117,15 @@ def export(
         _write_dtype(config, type_, temporary)
         described = described_model(config)
         # Before the weights are written, so that a refusal costs no time.
-        asked = None if verification is None else (_opened(state, described, dtype, adapter, to), verification)
+        opened = None if verification is None else _opened(state, described, dtype, adapter, export_format)
         weights = _write_weights(state, described, temporary, type_, adapter)
-        if to == "onnx":
-            weights = [to_onnx(temporary, type(described), _whole_recipe(state) if _task_type(state) else None)]
+        if export_format is not None:
+            recipe = _whole_recipe(state) if _task_type(state) else None
+            weights = [export_format.convert(temporary, type(described), recipe)]
         certificate = None
-        if asked is not None:
-            certificate = _verified_folder(state, described, temporary, *asked)
-        complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate)
+        if opened is not None and verification is not None:
+            certificate = _verified_folder(state, described, temporary, opened, verification)
+        complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate, export_format)
     except UnknownModelError as error:
         raise UsageError(
             f"`CHECKPOINT` must hold a model of transformers, but {state.folder / MODEL_FOLDER / CONFIG_NAME} describes"
@@ -139,6 +142,19 @@ def export(
     written = tuple(sorted(path.name for path in weights))
     num_bytes = sum((place / name).stat().st_size for name in written)
     return Exported(state.folder, state.facts.progress.step, place, written, num_bytes, tuple(notes), certificate)
+
+
+def _format(name: str) -> ExportFormat | None:
+    """Return the registered format; None: weights of safetensors."""
+    load()
+    if name == SAFETENSORS:
+        return None
+    formats = {row.name: row.value for row in registered("export")}
+    if name not in formats:
+        names = ", ".join((SAFETENSORS, *formats))
+        raise UsageError(f"`--to` must be a registered format, {names}, but is {name!r}; name another")
+    found: ExportFormat = resolved(formats[name])()
+    return found
 
 
 def _write_dtype(config: dict[str, Any], type_: torch.dtype, folder: Path) -> None:
@@ -202,14 +218,16 @@ def _verified_folder(
     return verify(folder, opened, verification, _trained_model(state, described), added, preparation, recipe)
 
 
-def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bool, to: str) -> Opened:
+def _opened(
+    state: SavedState, described: Any, dtype: PrecisionName, adapter: bool, export_format: ExportFormat | None
+) -> Opened:
     """Return how another program opens the new folder.
 
     Raises:
         UsageError: no other program computes the outputs of the training.
     """
-    if to == "onnx":
-        return Opened("onnx", dtype)
+    if export_format is not None:
+        return Opened(export_format.program, dtype)
     if not adapter:
         return Opened((card_of(_task_type(state)) or Card()).program, dtype)
     origin = _origin_model(state)
@@ -238,7 +256,7 @@ def _opened(state: SavedState, described: Any, dtype: PrecisionName, adapter: bo
             "bnb_4bit_use_double_quant": origin.quantization == "nf4",
             "llm_int8_skip_modules": sorted(whole),
         }
-    return Opened("peft", dtype, origin.name_or_path, origin.revision, quantization)
+    return Opened(Program("PEFT", ("peft",)), dtype, origin.name_or_path, origin.revision, quantization)
 
 
 def _trained_model(state: SavedState, described: Any) -> Any:

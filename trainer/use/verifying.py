@@ -33,10 +33,10 @@ from trainer.parallel.microbatch import POOLED, Microbatch
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.trained import load_trained
 from trainer.recipe.schema import Recipe
+from trainer.tasks.exported import OUTPUTS, Program
 from trainer.tasks.task import Task
 from trainer.training import folder_reader
 from trainer.training.certificate import (
-    OUTPUTS,
     Certificate,
     NotTheTrainedModelError,
     compared,
@@ -45,7 +45,6 @@ from trainer.training.certificate import (
     require_same_tokens,
     texts_of,
 )
-from trainer.training.folder_reader import EMBEDDINGS
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
@@ -54,15 +53,6 @@ from trainer.use.evaluate import with_class_names
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0
-_BY_TEXTS = ("sentence-transformers", "cross-encoder")  # they take texts, and return scores
-_OPENERS = {
-    "transformers": ("transformers", []),
-    "peft": ("PEFT", ["peft"]),
-    "sentence-transformers": ("`SentenceTransformer`", ["sentence-transformers"]),
-    "cross-encoder": ("`CrossEncoder`", ["sentence-transformers"]),
-    "onnx": ("ONNX Runtime", ["onnxruntime"]),
-}
-"""The name of each program that opens a folder, and its packages beside transformers."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +71,11 @@ class Verification:
 class Opened:
     """How another program opens the exported folder.
 
-    `kind` is "transformers", "peft", "sentence-transformers", "cross-encoder" or "onnx". `dtype` is the type of the
-    weights. `base` and `revision` are the model below an adapter, and `quantization` has the keys with which
-    transformers quantises it.
+    `dtype` is the type of the weights. `base` and `revision` are the model below an adapter, and `quantization` has the
+    keys with which transformers quantises it.
     """
 
-    kind: str
+    program: Program
     dtype: str
     base: str | None = None
     revision: str | None = None
@@ -121,7 +110,12 @@ def verify(
             add_module(model, module)
         expected = _Expected(model, data, trained)
         request = _request(data, folder, opened, expected)
-        _write_inputs(data, opened.kind, expected, place)
+        _write_inputs(data, expected, place)
+        if opened.program.opener:
+            opener = find_spec(opened.program.opener)
+            assert opener is not None
+            assert opener.origin is not None
+            shutil.copyfile(opener.origin, place / "opener.py")
         reply = _answered(request, place)
         require_same_labels(data.preparation.config.id2label, reply["labels"])
         if "tokens" in reply:
@@ -134,7 +128,7 @@ def verify(
         difference, largest = compared(found, there, expected.batches)
         require_same(difference, largest, opened.dtype, reply["lost"])
         rows = f"{len(data.evaluated.rows):,} rows of {one_line(data.evaluated.where.split(' (')[0])}"
-        by = f"Another process, without `trainer`, with {_OPENERS[opened.kind][0]} on the CPU in fp32,"
+        by = f"Another process, without `trainer`, with {opened.program.name} on the CPU in fp32,"
         return Certificate(
             by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
             asked.command,
@@ -207,8 +201,8 @@ class _Expected:
 
 
 def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expected) -> dict[str, Any]:
-    _, packages = _OPENERS[opened.kind]
-    for package in packages:
+    program = opened.program
+    for package in program.packages:
         if find_spec(package.replace("-", "_")) is None:
             raise UsageError(
                 f"`--verify` opens the folder with {package}, which is not installed; pip install {package}"
@@ -217,27 +211,28 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
     task, rows = data.task, data.evaluated.rows
     texts = [] if data.evaluated.tokenizer is None else texts_of(task.columns, rows)
     request: dict[str, Any] = {
-        "kind": opened.kind,
+        "program": program.name,
         "folder": str(folder),
         "base": opened.base,
         "revision": opened.revision,
         "quantization": opened.quantization,
         "auto_class": task.auto_class_name,
+        "inputs": list(expected.inputs[0]),
         "outputs": list(expected.outputs[0]),
         "texts": texts,
         "processor": data.preparation.other_processor,
-        "num_batches": len(expected.batches),
-        "packages": ["torch", "transformers", *packages],
+        "num_batches": 1 if program.reads_texts else len(expected.batches),
+        "packages": ["torch", "transformers", *program.packages],
     }
-    return request | (task.exported.inputs(rows) if opened.kind in _BY_TEXTS else {})
+    return request | (task.exported.inputs(rows) if program.reads_texts else {})
 
 
-def _write_inputs(data: PreparedData, kind: str, expected: _Expected, place: Path) -> None:
+def _write_inputs(data: PreparedData, expected: _Expected, place: Path) -> None:
     evaluated = data.evaluated
     assert evaluated is not None
     for number, (batch, inputs) in enumerate(zip(expected.batches, expected.inputs, strict=True)):
         arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
-        if kind == "onnx" and POOLED in batch.inputs:
+        if POOLED in batch.inputs:  # which a graph may read
             arrays[POOLED] = batch.inputs[POOLED].flatten(0, -2).numpy()
         if data.preparation.other_processor:
             # The validation rows are prepared last.
@@ -275,7 +270,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
         done, problem = None, [f"it took more than {_MOST_SECONDS:.0f} s; lower --rows"]
     if done is None or done.returncode:
         raise NotTheTrainedModelError(
-            f"the exported folder must open in another program, but {_OPENERS[request['kind']][0]} failed:"
+            f"the exported folder must open in another program, but {request['program']} failed:"
             f" {one_line(problem[0])}; the folder was not kept. Correct the model or the packages, and export again"
         )
     reply: dict[str, Any] = json.loads((place / "reply.json").read_text(encoding="utf-8"))
@@ -284,7 +279,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Path) -> list[dict[str, Tensor]]:
     """Return the outputs of the other program for each batch; of embeddings and texts, the scores of the task."""
-    if opened.kind in _BY_TEXTS:
+    if opened.program.reads_texts:
         (whole,) = _stored(place, 0).values()
         assert data.evaluated is not None
         whole = data.task.exported.scores(whole, data.evaluated.rows)
@@ -292,8 +287,8 @@ def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Pat
     else:
         found = [_stored(place, number) for number in range(len(expected.batches))]
         for one, batch in zip(found, expected.batches, strict=True):
-            if (embeddings := one.pop(EMBEDDINGS, None)) is not None:
-                one["scores"] = embeddings.view(len(batch.rows), -1, embeddings.shape[-1])
+            if (scores := one.get("scores")) is not None:
+                one["scores"] = scores.view(len(batch.rows), -1, scores.shape[-1])
     for number, one in enumerate(found):
         if "scores" in one:
             one["scores"] = data.task.exported.completed(one["scores"], expected.scores(data.task, number))

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from trainer.features.onnx.graph import _sample, to_onnx
+from trainer.features.onnx.opener import open_folder
 from trainer.features.vision.samples import _GRAPH_SIZE
-from trainer.training.folder_reader import open_onnx
-from trainer.use.onnx_graph import _sample, to_onnx
 
 
 def _sizes(**sizes: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_images(tmp_path: Path, name: str) -> None:
     for rows in (1, 3):
         images = [generator.integers(0, 256, (37, width, 3), np.uint8) for _ in range(rows)]
         inputs = processor(images, input_data_format="channels_last", return_tensors="np")
-        found = open_onnx({"folder": str(tmp_path)})({"pixel_values": inputs["pixel_values"]})["logits"]
+        found = open_folder({"folder": str(tmp_path)})({"pixel_values": inputs["pixel_values"]})["logits"]
         with torch.no_grad():
             expected = model(torch.from_numpy(inputs["pixel_values"])).logits
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=2e-6)

@@ -27,7 +27,7 @@ from trainer.features.embeddings.retrieval import Retrieval
 from trainer.features.embeddings.section import Embedding
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import TaskKeys
-from trainer.tasks.exported import Card, ExportedFolder
+from trainer.tasks.exported import Card, ExportedFolder, Program
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.several_texts import SeveralTexts, mean_of_draws
@@ -50,6 +50,9 @@ _USAGE = """\
 from sentence_transformers import SentenceTransformer
 
 embed = SentenceTransformer("path/to/this/folder").encode"""
+_PROGRAM = Program(
+    "`SentenceTransformer`", ("sentence-transformers",), "trainer.features.embeddings.opener", reads_texts=True
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class EmbeddingTask(SeveralTexts):
 
     recipe_type = "embedding"
     auto_class_name = "AutoModel"
-    card = Card("feature-extraction", peft_type="FEATURE_EXTRACTION", program="sentence-transformers", usage=_USAGE)
+    card = Card("feature-extraction", peft_type="FEATURE_EXTRACTION", program=_PROGRAM, usage=_USAGE)
     unencoded_fields = (
         "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense"
     )  # fmt: skip

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import DataError
-from trainer.tasks.exported import Card, ExportedFolder
+from trainer.tasks.exported import Card, ExportedFolder, Program
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.several_texts import ScoredTexts, grouped, mean_of_draws, most_texts, texts_of_rows
 from trainer.tasks.text.columns import (
@@ -47,6 +47,7 @@ _USAGE = """\
 from sentence_transformers import CrossEncoder
 
 scores = CrossEncoder("path/to/this/folder").predict([("a query", "a document")])"""
+_PROGRAM = Program("`CrossEncoder`", ("sentence-transformers",), "trainer.features.rerankers.opener", reads_texts=True)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class RerankerTask(ScoredTexts):
     num_texts: int = 1  # the largest number of documents of a row, from `for_split`
 
     recipe_type = "reranker"
-    card = Card("text-ranking", has_pipeline=False, peft_type="SEQ_CLS", program="cross-encoder", usage=_USAGE)
+    card = Card("text-ranking", has_pipeline=False, peft_type="SEQ_CLS", program=_PROGRAM, usage=_USAGE)
     unencoded_fields = ("metric_names", "positive_weight", "scale", "activation")
 
     @property

@@ -21,13 +21,14 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
 from tests.use.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
 from trainer.base.errors import UsageError
+from trainer.features.onnx import graph as graph_module
+from trainer.features.onnx.graph import Onnx, _sample, to_onnx
+from trainer.features.onnx.opener import open_folder
 from trainer.recipe.reading.trained import load_trained
 from trainer.training.certificate import NotTheTrainedModelError
-from trainer.training.folder_reader import open_onnx
 from trainer.use import export as export_module
-from trainer.use import onnx_graph, verifying
+from trainer.use import verifying
 from trainer.use.export import export
-from trainer.use.onnx_graph import _sample, require_onnx, to_onnx
 
 
 @pytest.fixture
@@ -139,10 +140,10 @@ def test_a_planted_fault_is_caught_and_nothing_is_left(
     name, plant, message = GRAPH_FAULTS[fault]
     sound = made(name)
 
-    def copied(folder: Path, *others: Any) -> Path:
+    def copied(_: Onnx, folder: Path, *others: Any) -> Path:
         return Path(shutil.copy(sound / "graph" / "model.onnx", folder))
 
-    monkeypatch.setattr(export_module, "to_onnx", copied)
+    monkeypatch.setattr(Onnx, "convert", copied)
     planted(monkeypatch, plant)
     with pytest.raises(NotTheTrainedModelError, match=message):
         export(sound / "run", tmp_path / "out", verification=ASKED, to="onnx")
@@ -176,7 +177,7 @@ def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> N
         transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
     model.save_pretrained(folder)
     to_onnx(folder, type(model), None)
-    computed = open_onnx({"folder": str(folder)})
+    computed = open_folder({"folder": str(folder)})
     for rows, tokens in ((1, 7), (3, 12), (4, 1)):
         inputs = {"input_ids": torch.randint(5, 99, (rows, tokens)), "attention_mask": torch.ones(rows, tokens).long()}
         inputs["attention_mask"][1:, 5:] = 0
@@ -196,12 +197,12 @@ def test_families(made: Callable[[str], Path], tmp_path: Path, family: str) -> N
 
 def test_unsupported_operations_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"`--dtype` must be fp32 with `--to onnx`, but is bf16; convert"):
-        require_onnx("bf16", adapter=False)
+        Onnx().require("bf16", adapter=False)
     with pytest.raises(UsageError, match=r"`--adapter` and `--to onnx` exclude each other: a graph holds"):
-        require_onnx("fp32", adapter=True)
-    monkeypatch.setattr(onnx_graph, "find_spec", lambda name: None)
+        Onnx().require("fp32", adapter=True)
+    monkeypatch.setattr(graph_module, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'needs the package onnx, .* \(pip install "recipe-trainer\[onnx\]"\)'):
-        require_onnx("fp32", adapter=False)
+        Onnx().require("fp32", adapter=False)
 
 
 def test_a_model_that_the_exporter_does_not_support_is_named(

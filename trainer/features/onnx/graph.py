@@ -1,4 +1,4 @@
-"""Turn an exported folder into one with an ONNX graph instead of weights, by the exporter of torch."""
+"""Exported folders with an ONNX graph instead of weights, by the exporter of torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,13 @@ from trainer.base.distribution import install_command
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.terminal import quiet
 from trainer.engine.forward import without_cache
+from trainer.features.onnx.opener import EMBEDDINGS, FILE
 from trainer.models.fill import without_report
 from trainer.models.input_samples import samples_of
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import Model, Recipe
+from trainer.tasks.exported import OUTPUTS, Card, ExportFormat, Program
 from trainer.tasks.registry import build_task
-from trainer.training.certificate import OUTPUTS
-from trainer.training.folder_reader import EMBEDDINGS, ONNX_NAME
 from trainer.training.row_encoding import model_folder
 
 _SAMPLE = (2, 3, 5)  # rows, choices and tokens of the inputs that are traced
@@ -51,23 +52,42 @@ class _Graph(nn.Module):
         return {name: output[name] for name in OUTPUTS if output.get(name) is not None}
 
 
-def require_onnx(dtype: str, adapter: bool) -> None:
-    """Refuse an export to ONNX that is not possible.
+_USAGE = """\
+from onnxruntime import InferenceSession
+from transformers import {processor}
 
-    Raises:
-        UsageError: a package is missing, or a graph cannot hold this model.
-    """
-    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
-        raise UsageError(
-            f"`--to onnx` needs the package {missing[0]}, which is not installed;"
-            f" install it ({install_command('onnx')})"
-        )
-    if dtype != "fp32":
-        raise UsageError(f"`--dtype` must be fp32 with `--to onnx`, but is {dtype}; convert the graph afterwards")
-    if adapter:
-        raise UsageError(
-            "`--adapter` and `--to onnx` exclude each other: a graph holds the merged model; leave one out"
-        )
+folder = "path/to/this/folder"
+inputs = {processor}.from_pretrained(folder)({rows}, return_tensors="np")
+{completed}session = InferenceSession(f"{{folder}}/{file}")
+outputs = session.run(None, {{one.name: inputs[one.name] for one in session.get_inputs()}})
+print(dict(zip([one.name for one in session.get_outputs()], outputs)))"""
+
+
+class Onnx(ExportFormat):
+    """A graph for ONNX Runtime, in fp32."""
+
+    form = "as a graph of ONNX"
+    program = Program("ONNX Runtime", ("onnxruntime",), "trainer.features.onnx.opener")
+
+    def require(self, dtype: str, adapter: bool) -> None:
+        if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+            raise UsageError(
+                f"`--to onnx` needs the package {missing[0]}, which is not installed;"
+                f" install it ({install_command('onnx')})"
+            )
+        if dtype != "fp32":
+            raise UsageError(f"`--dtype` must be fp32 with `--to onnx`, but is {dtype}; convert the graph afterwards")
+        if adapter:
+            raise UsageError(
+                "`--adapter` and `--to onnx` exclude each other: a graph holds the merged model; leave one out"
+            )
+
+    def convert(self, folder: Path, model_class: type[Any], recipe: Recipe | None) -> Path:
+        return to_onnx(folder, model_class, recipe)
+
+    def usage(self, card: Card) -> str:
+        completed = f"{card.graph}\n" if card.graph else ""
+        return _USAGE.format(processor=card.processor, rows=card.rows, completed=completed, file=FILE)
 
 
 def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | None) -> Path:
@@ -113,7 +133,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
                 verbose=False,
             )
         assert program is not None
-        program.save(folder / ONNX_NAME)
+        program.save(folder / FILE)
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:_MOST_REASON] or type(cause).__name__
@@ -125,7 +145,7 @@ def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | N
     for pattern in ("*.safetensors", "*.safetensors.index.json"):
         for file in folder.rglob(pattern):
             file.unlink()
-    return folder / ONNX_NAME
+    return folder / FILE
 
 
 def _sample(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Tensor], Sequence[int]]:

@@ -1,0 +1,1 @@
+"""Graphs for ONNX Runtime: `trainer export --to onnx`."""
