@@ -11,14 +11,11 @@ from torch import Tensor
 
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.tools.plan.measured import LENGTH, recipe_of
-from trainer.engine.builders import build_engine
-from trainer.models.fill import build_model
-from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, copied_ahead
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.ledger import BATCH, Ledger
-from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
+from trainer.tools.plan.reference import engine_and_batch
+from trainer.tools.plan.simulated_step import plan_step
 
 
 @pytest.fixture
@@ -50,14 +47,10 @@ CAUSAL = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODER
 )
 def test_a_gpu_holds_two_microbatches(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, rows: int, keys: dict[str, Any]):
     sizes = {"max_steps": 4, "global_batch_size": rows, "micro_batch_size": 4}
-    recipe = recipe_of({**keys, "training": sizes})
-    plan = plan_run(recipe, 1)
-    task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = build_model(planned_model(plan))
-    engine: Any = build_engine([built], task, mesh, plan, 4)
-    batches = [blank_batch(recipe, task, built.model.config, plan.batch, LENGTH) for _ in range(4)]
+    plan = plan_run(recipe_of({**keys, "training": sizes}), 1)
+    engine, batch = engine_and_batch(plan, LENGTH, 4)
     with ledger:
-        steps = copied_ahead(batches, mesh.device)
+        steps = copied_ahead([batch] * 4, torch.device("cpu"))
         for _ in range(2):
             ledger.restart()
             engine.train_step(next(steps))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,16 +19,11 @@ from tests.tools.plan.measured import LENGTH, recipe_of
 from trainer.checkpoint.format import snapshot
 from trainer.cli import main
 from trainer.data.order import GlobalOrder
-from trainer.engine.builders import build_engine
-from trainer.models.fill import build_model
-from trainer.models.place import planned_cuts
-from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.plan.plan_text import text_of
+from trainer.tools.plan.reference import engine_and_batch
 from trainer.tools.plan.rehearsal import Rehearsal, rehearse
-from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import planned_model, planned_task
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -53,12 +47,8 @@ def rehearsed(keys: Mapping[str, Any], folder: Path, ranks: int, rank: int, rows
 
 def saved(keys: Mapping[str, Any]) -> tuple[int, int]:
     """Take a step on this rank, and return the bytes and the number of the tensors that it saves."""
-    recipe = recipe_of(keys)
-    plan = plan_run(recipe, dist.get_world_size())
-    task, mesh = planned_task(plan), ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [build_model(planned_model(plan), cut) for cut in planned_cuts(plan, mesh)]
-    engine = build_engine(built, task, mesh, plan, 2)
-    engine.train_step(blank_batch(recipe, task, built[0].model.config, plan.batch, LENGTH))
+    engine, batch = engine_and_batch(plan_run(recipe_of(keys), dist.get_world_size()), LENGTH, 2)
+    engine.train_step(batch)
     tensors = snapshot(engine.state().parts)
     return sum(tensor.nbytes for tensor in tensors.values()), len(tensors)
 

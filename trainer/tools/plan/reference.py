@@ -36,12 +36,10 @@ def engine_and_batch(plan: RunPlan, length: int, steps: int) -> tuple[Engine, Ra
     """Return the engine of this rank on its CPU with random weights, and a batch without data."""
     # As in a run on CPUs, so that allocations cost the same.
     keep_freed_memory()
-    task, recipe = planned_task(plan), plan.recipe
+    task, described = planned_task(plan), planned_model(plan)
     mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    described = planned_model(plan)
     built = [build_model(described, cut) for cut in planned_cuts(plan, mesh)]
-    config: Any = built[0].model.config
-    batch = blank_batch(recipe, task, config, plan.batch, length)
+    batch = blank_batch(plan.recipe, task, described.config, plan.batch, length)
     return build_engine(built, task, mesh, plan, steps), batch
 
 
