@@ -6,12 +6,10 @@ import json
 import os
 import shutil
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -23,7 +21,6 @@ from trainer.data import readers
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
 from trainer.tools import check
-from trainer.training.data_notes import class_counts
 from trainer.training.run_data import prepare_data
 
 NER = {"type": "token_classification"}
@@ -317,44 +314,6 @@ def test_labels_that_are_no_names(tmp_path, capsys, values, words):
     assert (code, words in shown.out + shown.err) == (ExitCode.USER if 0.5 in values else ExitCode.DONE, True)
 
 
-def test_labels_of_a_single_class(tmp_path):
-    recipe = write_tiny_run(tmp_path, task={"metrics": ["f1"], "positive": "no"}, data={"validation": "train.jsonl"})
-    rows = [{"text": f"word{row}", "label": ["no", "No "][row > 0]} for row in range(9)]
-    write_rows(tmp_path / "train.jsonl", rows)
-    data = prepare_data(load_recipe(str(recipe)).recipe)
-    assert [note for note in data.data_notes if "rows that" not in note] == [
-        "the classes 'No ' and 'no' differ only in case, space or form of Unicode; if they are one class, fix the"
-        " labels",
-        "the class 'no' has one training row; a typo in a label creates such a class",
-        "the validation split holds the rows of the training split, so metrics do not show new rows",
-    ]
-    assert class_counts(data.task, data.train) == (("No ", 8), ("no", 1))
-    found = data.task.metrics({"predictions": torch.tensor([1, 1, 0]), "labels": torch.tensor([1, 0, 0])})
-    assert found["f1"] == pytest.approx(2 / 3)
-    other = replace(data.task, positive="No ").metrics(
-        {"predictions": torch.tensor([1, 1, 0, 0]), "labels": torch.tensor([1, 0, 0, 0])}
-    )
-    assert other["f1"] == pytest.approx(0.8), "precision 1, recall 2/3"
-
-
-@pytest.mark.parametrize(
-    ("labels", "shown"),
-    [
-        (["Crime; Drama", "Drama", "Comedy; Crime"], "Comedy; Crime"),
-        (["['a']", "['a', 'b']"], "['a', 'b']"),
-        (["0", "1", "neg", "pos"], "0', '1"),
-        (["Arts, Crafts", "1", "Food"], None),
-    ],
-)
-def test_classes_that_are_lists_in_texts_or_of_two_kinds(tmp_path, labels, shown):
-    recipe = write_tiny_run(tmp_path)
-    for name in ("train.jsonl", "validation.jsonl"):
-        write_rows(tmp_path / name, [{"text": f"word{row}", "label": labels[row % len(labels)]} for row in range(9)])
-    notes = prepare_data(load_recipe(str(recipe)).recipe).data_notes
-    found = [note for note in notes if "looks like a list" in note or "are numbers, and 'neg', 'pos' are words" in note]
-    assert [shown in note for note in found] == ([True] if shown else [])
-
-
 def test_configurations_that_cannot_be_built(tmp_path, capsys):
     config = {**TINY_BERT, "hidden_act": "os.system"}
     found = errors(capsys, "check", str(write_tiny_run(tmp_path, model={"config": config})))
@@ -404,40 +363,9 @@ def labelled(number: int, label: Any = None, first: int = 0) -> list[dict[str, A
     ]
 
 
-def test_classes_of_other_forms_of_unicode_and_with_invisible_characters(tmp_path):
-    rows = labelled(40)
-    for row, label in enumerate(("pr\u00e9sent", "pre\u0301sent", "pre\u0301\u200bsent\u00a0")):
-        rows[row]["label"] = rows[row + 3]["label"] = label
-    notes = prepared(tmp_path, rows, labelled(8, first=50)).data_notes
-    (found,) = (note for note in notes if "Unicode" in note)
-    assert found.startswith(
-        r"the classes 'pre\u0301sent' and 'pre\u0301\u200bsent\xa0' and 'pr\xe9sent' differ only in"
-    )
-
-
-def test_missing_and_shared_rows_of_splits(tmp_path):
-    train, validation = labelled(40), [*labelled(3, "a", 50), *labelled(5, "a", 0)]
-    train += [{"text": train[0]["text"], "label": "b"}]
-    blank = [{"text": " ", "label": "a"}]
-    data = prepared(tmp_path, train + blank, validation, training={"global_batch_size": 64})
-    assert [note for note in data.data_notes if "became" not in note] == [
-        "`training.global_batch_size` is 64, but a step has at most the 42 rows of an epoch",
-        "the validation split has no row of 'b'",
-        "1 of 42 training rows have the tokens of another row with another label",
-        "5 of 8 validation rows have the tokens of a training row",
-    ]
-    assert "special tokens only: 1 of 42 training rows, which have no text" in data.notes(16)
-
-
 def test_splits_without_any_text(tmp_path):
     with pytest.raises(DataError, match="must hold a text with a token, but has special tokens only"):
         prepared(tmp_path, [{"text": "", "label": "ab"[row % 2]} for row in range(20)], labelled(8))
-
-
-def test_labels_of_one_number(tmp_path):
-    task = {"type": "sequence_regression", "text": "text", "label": "label", "metrics": ["pearson"]}
-    data = prepared(tmp_path, labelled(20, 1.5), labelled(8, 2.5, 50), task=task)
-    assert "all validation labels are 2.5, so correlations are undefined, and shown as 0" in data.data_notes
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,13 @@ import torch
 import trainer
 from tests.helpers.browser import needs_browser, open_page
 from tests.helpers.tiny_run import write_tiny_run
-from tests.helpers.training import TINY_DECODERS, tiny_recipe, tiny_training
+from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.cli import main
 from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.preview_records import ShownText
 from trainer.recipe.plan import plan_run
-from trainer.recipe.reading.loading import load_recipe
-from trainer.tasks.registry import build_task
 from trainer.tools import preview as tools_preview
 from trainer.tools.preview_rows import kinds, lengths_histogram
-from trainer.training.data_notes import trained_notes
 from trainer.training.describing import describe_model
 
 
@@ -97,56 +93,6 @@ def test_cut_rows_weights_and_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {row.row for row in own}.isdisjoint(row.row for row in other)
     assert main(["preview", recipe, "--rank", "1"]) == 2
     assert "must be below the data-parallel size 1" in capsys.readouterr().err
-
-
-def test_a_class_without_rows_and_cut_rows_are_noted_by_each_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    recipe = write_tiny_run(tmp_path, task={"labels": ["no", "yes", "rare"]}, data={"max_length": 6})
-    words = "word1 word2 word3 word4"
-    write_rows(tmp_path, [{"text": f"{words} word{row}", "label": ["no", "yes"][row % 2]} for row in range(40)])
-    for verb in ("check", "preview", "run"):
-        assert main([verb, str(recipe), "training.max_steps=1", 'logging.to=["console"]']) == 0
-        shown = " ".join("".join(capsys.readouterr()).split())
-        assert "no training row has the class 'rare'" in shown, verb
-        assert "are truncated: 40 of 40" in shown, verb
-
-
-def test_trained_prompts_are_noted_by_each_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    task = {"type": "causal_lm", "prompt": "prompt", "completion": "completion"}
-    recipe = write_tiny_run(tmp_path)
-    keys = json.loads(recipe.read_text()) | {"task": task}
-    keys["model"]["config"] = TINY_DECODERS["llama"]
-    recipe.write_text(json.dumps(keys))
-    write_rows(tmp_path, [{"prompt": "", "completion": f"word{row} word2"} for row in range(40)])
-    for verb in ("check", "preview", "run"):
-        assert main([verb, str(recipe), "training.max_steps=1", 'logging.to=["console"]']) == 0
-        assert "all tokens of the training rows are trained, those of prompts too" in capsys.readouterr().out, verb
-
-
-class TestNotesOnAnswers:
-    @pytest.mark.parametrize(
-        ("labels", "note"),
-        [
-            ([-100, 5, 3, -100, 6, 3], None),
-            ([-100, 5, 6, -100, 6, 5], "no end token"),
-            ([-100] * 6, "no token of the training rows"),
-            ([4, 5, 3, 4, 6, 3], "those of prompts too"),
-            ([-100, -100, -100, -100, 6, 3], "no token is trained in 1 of 2"),
-            ([-100, 7, 3, -100, 6, 3], "1 of 2 trained answers are empty"),
-            ([-100, 5, 3, 6, 3, 3], "1 trained answers have two end tokens"),
-        ],
-    )
-    def test_notes(self, labels: list[int], note: str | None):
-        class Tokenizer:
-            eos_token_id, chat_template, added_tokens_decoder = 3, None, MappingProxyType({3: "</s>"})
-
-            def decode(self, ids: list[int]) -> str:
-                return {3: "</s>", 7: " \n"}.get(ids[0], "word")
-
-        task = build_task(load_recipe("sft_sample").recipe.task)
-        split = trainer_split(labels)
-        found = trained_notes(task, split, Tokenizer())  # type: ignore[arg-type]
-        assert len(found) == (note is not None)
-        assert note is None or note in found[0]
 
 
 def trainer_split(labels: list[int], ids: list[int] | None = None, scalars: dict[str, Any] | None = None):

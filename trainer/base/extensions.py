@@ -56,6 +56,7 @@ Kind = Literal[
     "chats",
     "logging",
     "observer",
+    "warnings",
     "run",
     "launch",
 ]
@@ -68,6 +69,7 @@ a rule by the names of its sections. By the key that asks for it: `variant`: the
 line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
+`warnings`: a function that returns warnings on prepared data;
 `run` and `launch`: context managers for `around`;
 `kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)
 with transformers; `export`: an `ExportFormat`, by its name for `trainer export --to`."""

@@ -20,18 +20,17 @@ from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
+from trainer.recipe.registered import all_of
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import EvaluatedSplit
 from trainer.training.data_notes import (
-    class_notes,
     encoding_notes,
     mixture_notes,
     position_notes,
     row_notes,
     row_unit,
-    trained_notes,
 )
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation, resolve_task
@@ -263,9 +262,9 @@ def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> Prepared
         *loaded.notes,
         *(_tokenizer_notes(task, preparation, splits.train) if counts_tokens else ()),
         *numbers,
-        *(() if loaded.source else class_notes(task, data.train, data.validation)),
+        *(note for warn in all_of("warnings").values() for note in warn(data, loaded.source is not None)),
         *_date_notes(data),
-        *(_token_notes(data) if counts_tokens else ()),
+        *(position_notes(preparation.config, data.splits) if counts_tokens else ()),
         *bounded,
         *(mixture_notes(recipe, data.mixture(recipe) if opened is None else opened.shares) if counts_rows else ()),
     )
@@ -329,14 +328,6 @@ def _tokenizer_notes(task: Task, preparation: Preparation, train: Split) -> list
 
     chats = encoder_of_chats()
     return [*notes, *(chats.column_notes(task.columns, train.rows, tokenizer) if chats else ())]
-
-
-def _token_notes(data: PreparedData) -> list[str]:
-    preparation = data.preparation
-    return [
-        *trained_notes(data.task, data.train, preparation.text_tokenizer),
-        *position_notes(preparation.config, data.splits),
-    ]
 
 
 def _keeps_rows(recipe: Recipe, task: Task) -> bool:

@@ -14,7 +14,6 @@ from tests.helpers.training import tiny_recipe
 from tests.tools.test_preview import assert_previewed, trainer_split
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tasks.registry import build_task
-from trainer.training.data_notes import trained_notes
 
 
 @pytest.mark.parametrize(("recipe", "trained"), [("reward_sample", ""), ("dpo_sample", "the topic is formats. [SEP]")])
@@ -43,7 +42,7 @@ def test_answers_that_contrast_with_none_are_noted(
 ):
     labels = [] if task["type"] == "reward_model" else [-100, 5, 3, -100, 6, 3]
     split = trainer_split(labels, ids, {"desirable": np.array(desirable)} if desirable else {})
-    found = trained_notes(build_task(tiny_recipe(task=task).task), split, None)
+    found = build_task(tiny_recipe(task=task).task).answer_notes(split)
     assert [note in one for one in found] == [True] * (note is not None)
 
 
