@@ -75,10 +75,12 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         kinds = ("strategy", "optimizer", "schedule", "task", "format")
         names = keys + [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
-        others = {"logging", "kernel", "attention", "observer", "recipe_format", "export", "warnings"}
+        precisions = json.loads(schema)["properties"]["precision"]["enum"]  # a type of sent gradients has the same name
+        others = {"precision", "logging", "kernel", "attention", "observer", "recipe_format", "export", "warnings"}
         assert names or rows.keys() & others
         assert not any(word in schema for word in names)
         assert rows.get("logging", {}).keys().isdisjoint(targets)
+        assert rows.get("precision", {}).keys().isdisjoint(precisions)
         for task in rows.get("task", ()):
             refused = run(tmp_path, "check", "bert_sample", f"task.type={task}", code=2)
             assert '`task.type` must be one of "sequence_classification"' in refused

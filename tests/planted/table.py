@@ -1112,10 +1112,10 @@ _ENGINE = [
     Defect(
         "loss_scale_stays_after_an_overflow",
         "The loss scale does not fall at an overflow.",
-        "engine/scaling.py",
+        "features/fp16/scaling.py",
         "flag, 2.0, 0.5,",
         "flag, 2.0, 1.0,",
-        ("engine/test_scaling.py::TestLossScaler",),
+        ("features/fp16/test_scaling.py::TestLossScaler",),
     ),
     Defect(
         "skipped_step_moves_the_schedule",
@@ -1123,7 +1123,7 @@ _ENGINE = [
         "engine/engine.py",
         "done = self._step - (self._scaler.skipped_steps if self._scaler else 0)",
         "done = self._step",
-        ("engine/test_scaling.py::test_an_overflow_on_one_rank_is_skipped_by_all[2-ddp]",),
+        ("features/fp16/test_scaling.py::test_an_overflow_on_one_rank_is_skipped_by_all[2-ddp]",),
     ),
     Defect(
         "overflow_is_applied",

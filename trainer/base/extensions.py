@@ -30,6 +30,7 @@ Kind = Literal[
     "task",
     "metric",
     "strategy",
+    "precision",
     "optimizer",
     "schedule",
     "family",
@@ -67,6 +68,7 @@ keys of other tools. Paths of a folder of this project are relative to `trainer/
 a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
 line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
+`precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `warnings`: a function that returns warnings on prepared data;

@@ -16,7 +16,7 @@ from trainer.checkpoint.format import Facts, SavedBoxes, snapshot
 from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen, remedy
 from trainer.checkpoint.tier import Found, Tier, gather_shapes
 from trainer.engine.engine import Engine
-from trainer.engine.scaling import skipped_steps
+from trainer.engine.results import SKIPPED_STEPS
 from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.tensor.kinds import is_start
@@ -256,7 +256,7 @@ class Saver:
                 )
             step = state.facts.progress.step
             # If every step was bad or skipped, the optimizer has no state yet.
-            has_updates = step > max(state.facts.progress.bad_steps, skipped_steps(state.scalars))
+            has_updates = step > max(state.facts.progress.bad_steps, int(state.scalars.get(SKIPPED_STEPS, 0)))
             keeps = stepped or (has_updates and self._engine.keeps_state())
             if not keeps or not (without := sorted(trained - stepped)):
                 return []

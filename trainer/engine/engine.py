@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from trainer.engine.forward import ModelForward, origin_changed
 from trainer.engine.optimizers.base import EngineOptimizer
-from trainer.engine.precision import is_stored_rounded, weights_dtype
+from trainer.engine.precision import is_stored_rounded, narrow_precision, weights_dtype
 from trainer.engine.results import EvalResult, StepResult
-from trainer.engine.scaling import LossScaler
 from trainer.engine.state import EngineState, StateSource, buffer_parts, whole_tensors
 from trainer.models.save import save_model
 from trainer.parallel.microbatch import Microbatch, RankBatch
@@ -58,7 +57,8 @@ class Engine(ABC):
         self._total_steps = total_steps
         self._step = 0
         # bf16 has the exponents of fp32 and needs no scale.
-        self._scaler = LossScaler(self._mesh.device) if self._recipe.precision == "fp16" else None
+        narrow = narrow_precision(self._recipe.precision)
+        self._scaler = None if narrow is None else narrow.scaler(self._mesh.device)
 
     @abstractmethod
     def begin_step(self, batch: RankBatch, before_update: Callable[[], object] = nothing) -> Callable[[], StepResult]:

@@ -17,7 +17,6 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import sent_dtype
 from trainer.engine.results import StepResult
-from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
@@ -101,7 +100,7 @@ class NativeEngine(Engine):
         if self._step < self._late_until:
             for parameter in self.late:
                 parameter.grad = None
-        norm = global_grad_norm(self._placed, self._mesh, LARGEST if self._scaler else None)
+        norm = global_grad_norm(self._placed, self._mesh, self._scaler.largest if self._scaler else None)
         # One tensor, so that the host reads once. The gradients, and so their norm, still carry the loss scale.
         numbers = torch.stack([loss().double(), norm] if scale is None else [loss().double(), norm / scale, scale])
         # On its way to the host before the update, which the device then runs while the host reads.

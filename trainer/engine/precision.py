@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import registered, resolved
 from trainer.engine.products import rounded_by_autocast
+from trainer.engine.results import StepResult
 from trainer.models.place import PlacedModel
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Communication, Recipe
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossScaler(Protocol):
+    """The factor of the loss, on the device, so that a step need not wait until the host has read the one before."""
+
+    scale: Tensor
+    largest: float  # the largest element of the scaled gradient of a step that is not skipped
+    skipped_steps: int  # among those that the host has read
+
+    def update(self, flag: Tensor) -> None:
+        """Change the factor after a step, without a wait; `flag` is 1.0 if the step was bad, and else 0.0."""
+
+    def settle(self, result: StepResult) -> StepResult:
+        """Count a step that the host has read, and return its result with the number of skipped steps.
+
+        Args:
+            result: loss, norm and scale, equal on all ranks. If they are not finite, the step changed no weights.
+
+        Raises:
+            NonFiniteError: the scale falls below 1.
+        """
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint, by name, after all steps are settled."""
+
+    def load_state(self, scalars: Mapping[str, float]) -> None: ...
+
+
+class NarrowPrecision(Protocol):
+    """A precision with a smaller range than fp32, registered as `precision` by its name in a recipe."""
+
+    def widen(self, model: nn.Module) -> None:
+        """Let the layers of a model compute gradients of weights in fp32; `forward` of the model stays."""
+
+    def scaler(self, device: torch.device) -> LossScaler: ...
+
+
+def narrow_precision(name: str) -> NarrowPrecision | None:
+    """Return the registered precision of a name; None: it has the range of fp32."""
+    return next((resolved(row.value)() for row in registered("precision") if row.name == name), None)
 
 
 def sent_dtype(communication: Communication) -> torch.dtype | None:
@@ -48,16 +90,13 @@ def set_precision(tf32: bool, device: torch.device) -> None:
 def cast_forward(model: nn.Module, precision: PrecisionName, device: torch.device) -> None:
     """Run the forward pass of `model` under torch's autocast: matrix products in bf16 or fp16, the rest in fp32.
 
-    In fp16, gradients of weights are computed in fp32. This changes the model's own forward, inside of any wrapper:
-    DeepSpeed's engine disables an autocast around it.
+    This changes the model's own forward, inside of any wrapper: DeepSpeed's engine disables an autocast around it.
 
     Raises:
         UsageError: the device does not support the type.
     """
-    if precision == "fp16":
-        from trainer.engine.wide_layers import use_wide_products
-
-        use_wide_products(model)
+    if (narrow := narrow_precision(precision)) is not None:
+        narrow.widen(model)
     if precision != "fp32":
         _require(precision, device)
         for method in ("forward", "generate"):  # the latter calls an encoder by itself

@@ -16,7 +16,7 @@ _PRODUCTS = {nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d}
 
 
 def is_product(kind: type[nn.Module]) -> bool:
-    """Return whether a class is one of matrix products: torch's, its form for fp16, or one of this project."""
+    """Return whether a class is one of matrix products: torch's, its wide form, or one of this project."""
     # In its own names only: a class that is derived from a wide one may use the parameters in other ways.
     return kind in _PRODUCTS or issubclass(kind, MatrixProduct) or IS_WIDE in vars(kind)
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from trainer.parallel.copying import begin_to_host
 
+SKIPPED_STEPS = "loss_scaler.skipped_steps"
+"""The number of a checkpoint with the steps that a loss scale skipped."""
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -155,6 +155,11 @@ def _add_strategy(registration: Registration) -> None:
         _rebuild(Parallel)
 
 
+def _add_precision(registration: Registration) -> None:
+    field = Recipe.model_fields["precision"]
+    field.annotation = getitem(Literal, (*get_args(field.annotation), registration.name))  # type: ignore[assignment]
+
+
 def _add_optimizer(registration: Registration) -> None:
     _add_section("optimizer", registration, resolved(registration.value))
 
@@ -275,6 +280,7 @@ def _compile() -> None:
 
 consume("task", _add_task, _compile)
 consume("strategy", _add_strategy, _compile)
+consume("precision", _add_precision, _compile)
 consume("optimizer", _add_optimizer, _compile)
 consume("schedule", _add_schedule, _compile)
 consume("keys", _add_keys, _compile)

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.dtypes import at_least_fp32, product_in_fp32
 from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.shards.slices import bounds_of_part
 from trainer.parallel.tensor.cross_entropy import VocabularyCut, target_columns
-from trainer.parallel.wide_products import product_in_fp32
 
 
 class LinearLayer(NamedTuple):

@@ -28,7 +28,6 @@ from trainer.engine.optimizers.table import build_optimizer
 from trainer.engine.precision import COMPUTE_DTYPES, sent_dtype
 from trainer.engine.products import rounded_by_autocast
 from trainer.engine.results import StepResult
-from trainer.engine.scaling import LARGEST
 from trainer.engine.state import MODEL_PREFIX, OPTIMIZER_PREFIX, EngineState, StateSource, optimizer_shapes
 from trainer.features.deepspeed import internals
 from trainer.features.deepspeed.configuration import deepspeed_config
@@ -94,7 +93,8 @@ class ZeroEngine(Engine):
         # `settle` has counted the skipped steps of all earlier steps, because this engine reads each at once.
         self.optimizer.begin(rate, self._step)
         zero = self._engine.optimizer
-        skipped = internals.infinite_norm(zero) if scale is not None and self._overflows() else nullcontext()
+        overflows = self._scaler is not None and self._overflows(self._scaler.largest)
+        skipped = internals.infinite_norm(zero) if overflows else nullcontext()
         with skipped, nullcontext() if self._is_partitioned else internals.updates_gathered_rounded(zero):
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
@@ -228,8 +228,8 @@ class ZeroEngine(Engine):
             self._engine.backward(loss * taint * self._mesh.size("dp"), scale_wrt_gas=False)
         return total
 
-    def _overflows(self) -> bool:
-        """Return whether an element of the scaled gradient is too large for fp16, on any rank; a collective."""
+    def _overflows(self, most: float) -> bool:
+        """Return whether an element of the scaled gradient is above `most`, on any rank; a collective."""
         zero, device = self._engine.optimizer, self._mesh.device
         if self._recipe.parallel.offload == "none":
             gradients = internals.averaged_gradients(zero)
@@ -242,7 +242,7 @@ class ZeroEngine(Engine):
         # Partitions over data ranks, then the parts of tensor ranks: all ranks must skip together.
         for axis in ("dp", ROWS_AXIS):
             largest = self._mesh.max_(largest, axis)
-        return largest.item() > LARGEST / self._mesh.size("dp")  # averaged over the data ranks, not summed
+        return largest.item() > most / self._mesh.size("dp")  # averaged over the data ranks, not summed
 
     def _moments(self) -> list[str]:
         return sorted({key for state in self.optimizer.state.values() for key in state} - {_STEP})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 ATTRIBUTE = "lora"
 """The name of a low-rank product in its layer."""
@@ -13,7 +14,18 @@ START = ("start_A", "start_B")
 
 
 class MatrixProduct(nn.Module):
-    """A layer that multiplies by all its parameters."""
+    """A layer that multiplies by all its parameters.
+
+    A precision with a small range replaces both functions by those of a derived class.
+    """
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+        """Return `F.linear` of `x` `[..., in]`; the weight is `[out, in]`, or `[in, out]` if `transposed`."""
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Return the sum of products `x` `[..., out]` and a bias `[out]`, in the type of the products."""
+        return x + bias.to(x.dtype)
 
 
 class ShardedLinear(MatrixProduct):

@@ -25,7 +25,6 @@ from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.kinds import ShardedLinear
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
-from trainer.parallel.wide_products import add_bias, linear, shares_input
 
 
 class _ParallelLinear(ShardedLinear):
@@ -128,7 +127,7 @@ class _ParallelLinear(ShardedLinear):
         return nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        output = linear(x, self.weight, bias, self.transposed, shares_input(self))
+        output = self.multiply(x, self.weight, bias, self.transposed)
         if self.lora is None:
             return output
         adapted: Tensor = self.lora(x, output, Base.of(self.weight.t() if self.transposed else self.weight, bias))
@@ -222,4 +221,4 @@ class RowParallelLinear(_ParallelLinear):
         else:
             total = reduce_from_group(product, self.group)
         # Under autocast, only the product has the low precision; without the cast, the sum would have another type.
-        return total if self.bias is None else add_bias(total, self.bias)
+        return total if self.bias is None else self.add_bias(total, self.bias)

@@ -21,7 +21,6 @@ from trainer.parallel.groups import Group
 from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
 from trainer.parallel.tensor.kinds import ATTRIBUTE, START, MatrixProduct
-from trainer.parallel.wide_products import linear
 
 
 class Magnitude(nn.Module):
@@ -118,7 +117,7 @@ class LowRank(MatrixProduct):
         return (changed if base.bias is None else changed + base.bias).to(output.dtype)
 
     def _product(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return linear(linear(x, first), second) * self.scaling
+        return self.multiply(self.multiply(x, first), second) * self.scaling
 
     def _without_start(self, output: Tensor, x: Tensor) -> Tensor:
         return output if self.start is None else output - self._product(x, *self.start)

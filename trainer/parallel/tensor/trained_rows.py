@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from trainer.parallel.communication import copy_to_group
 from trainer.parallel.groups import Group, index_in_group
 from trainer.parallel.tensor.kinds import ROWS
-from trainer.parallel.wide_products import linear
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class TrainedLogits(TrainedRows):
         """
         # A rank uses some of the rows, so the gradient of all is a sum over the ranks.
         rows = copy_to_group(self.rows, self._group).index_select(0, self.own)
-        new = linear(hidden, rows, None if bias is None else bias[self.columns])
+        new = F.linear(hidden, rows, None if bias is None else bias[self.columns])
         return logits.index_copy_(-1, self.columns, new.to(logits.dtype))
 
     def copy(self, group: Group, num_columns: int) -> TrainedLogits:

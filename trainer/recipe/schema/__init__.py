@@ -47,8 +47,8 @@ class Recipe(Section):
         Data, Field(discriminator="source", description="The source of the examples, and their preparation.")
     ]
     parallel: Parallel = Parallel()
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16, fp16: matrix products in that type; loss, gradients, norms and by default weights in fp32."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type of matrix products; loss, gradients, norms and by default weights are in fp32."""
     tf32: bool = False
     """Allow TF32 on GPUs: fp32 matrix products and convolutions with 10 bits of mantissa. It is refused on devices
     without TF32."""

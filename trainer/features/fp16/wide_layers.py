@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.engine.products import IS_WIDE, is_product
+from trainer.features.fp16.wide_products import WideProducts, add_bias, convolution, linear, shares_input, sharing
 from trainer.models.families.table import shared_product
 from trainer.models.forward_context import with_method
-from trainer.parallel.wide_products import WideProducts, convolution, linear, shares_input, sharing
+from trainer.parallel.tensor.kinds import MatrixProduct
 
 
 def _of_linear(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -50,6 +51,22 @@ _NORMS = {
 }
 for _kind in _WIDE.values():
     setattr(_kind, IS_WIDE, True)
+
+
+def _multiply(
+    layer: MatrixProduct, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    return linear(x, weight, bias, transposed, shares_input(layer))
+
+
+def _add_bias(layer: MatrixProduct, x: Tensor, bias: Tensor) -> Tensor:
+    return add_bias(x, bias)
+
+
+def _wide(kind: type[MatrixProduct]) -> type[nn.Module]:
+    """Return a class of this project's products with gradients of weights in fp32."""
+    multiplying = with_method(kind, "multiply", _multiply)  # type: ignore[arg-type]
+    return with_method(multiplying, "add_bias", _add_bias)  # type: ignore[arg-type]
 
 
 @cache
@@ -92,6 +109,8 @@ def use_wide_products(model: nn.Module) -> None:
             # The class changes and the object stays, so hooks, names and references to the module remain valid.
             module.__class__ = _with_wide_products(type(module))  # type: ignore[arg-type]
         module.__class__ = (_WIDE | _NORMS).get(type(module), type(module))
+        if isinstance(module, MatrixProduct):
+            module.__class__ = _wide(type(module))  # type: ignore[assignment]
         # Last, so that the shared method wraps the class that was chosen above.
         if (shared := shared_product(model, name)) is not None:
             module.__class__ = _sharing(type(module), shared)  # type: ignore[arg-type]  # a class is hashable

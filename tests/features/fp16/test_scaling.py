@@ -22,9 +22,9 @@ from tests.helpers.training import (
 )
 from tests.helpers.turns import once
 from trainer.base.errors import ExitCode, NonFiniteError
-from trainer.engine import scaling
 from trainer.engine.results import StepResult
-from trainer.engine.scaling import LossScaler
+from trainer.features.fp16 import scaling
+from trainer.features.fp16.scaling import DynamicScaler
 from trainer.parallel.norms import largest_element
 from trainer.recipe.schema import Recipe
 
@@ -32,14 +32,14 @@ GOOD = StepResult(loss=1.0, grad_norm=1.0, learning_rate=0.1, loss_scale=8.0)
 OVERFLOW = replace(GOOD, grad_norm=float("inf"))
 
 
-def scaler_of(scale: float, good_steps: int = 0, skipped_steps: int = 0) -> LossScaler:
-    scaler = LossScaler(torch.device("cpu"))
+def scaler_of(scale: float, good_steps: int = 0, skipped_steps: int = 0) -> DynamicScaler:
+    scaler = DynamicScaler(torch.device("cpu"))
     values = {"scale": scale, "good_steps": good_steps, "skipped_steps": skipped_steps}
     scaler.load_state({f"loss_scaler.{key}": value for key, value in values.items()})
     return scaler
 
 
-def steps_of(scaler: LossScaler, *are_good: bool) -> list[float]:
+def steps_of(scaler: DynamicScaler, *are_good: bool) -> list[float]:
     """Return the scale after each step."""
     scales = []
     for is_good in are_good:

@@ -12,9 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.helpers.families import build
 from trainer.engine.precision import cast_forward
+from trainer.features.fp16.wide_products import add_bias, linear
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.tensor.low_rank import LowRank, attach
-from trainer.parallel.wide_products import add_bias, linear
 
 
 def _low_rank() -> nn.Module:

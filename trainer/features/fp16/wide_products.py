@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from trainer.parallel.device_traits import traits_of
-from trainer.parallel.dtypes import NARROW, is_narrow
+from trainer.parallel.dtypes import NARROW, computes_on_cpu, is_narrow, product_in_fp32
 
 _SHARES = "shares_input"
 
@@ -94,18 +93,6 @@ def convolution(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     return cast(Tensor, _Convolution.apply(x, layer.weight, layer.bias, options))  # type: ignore[no-untyped-call]
 
 
-def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices in 16 bits, or fp32, with sums and result in fp32."""
-    if _is_cpu(a) or a.dtype == torch.float32:
-        return a.float() @ b.float()  # products of 16 bits are exact in fp32
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _is_cpu(x: Tensor) -> bool:
-    # The compiler cannot read a context variable.
-    return x.device.type == "cpu" if torch.compiler.is_compiling() else traits_of(x.device).is_cpu
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -168,7 +155,7 @@ class _Convolution(torch.autograd.Function):
         if needs_x:
             of_x = backward(gradient, x, weight.to(NARROW), None, *ctx.options, [True, False, False])[0]
         if needs_weight:
-            with nullcontext() if _is_cpu(x) else _tf32_in_convolutions():
+            with nullcontext() if computes_on_cpu(x) else _tf32_in_convolutions():
                 # In fp32, products of fp16 are exact and their sum does not overflow.
                 exact = gradient.float(), x.float(), weight.float()
                 of_weight = backward(*exact, None, *ctx.options, [False, True, False])[1]

@@ -1,0 +1,1 @@
+"""The precision fp16: dynamic loss scaling, and products with gradients of weights in fp32."""
