@@ -1024,10 +1024,10 @@ _ENGINE = [
     Defect(
         "noise_of_the_padded_length",
         "The scale of the noise on embeddings is that of the padded batch.",
-        "models/embedding_noise.py",
+        "features/embedding_noise/noise.py",
         "lengths = keys.mask.sum(-1).clamp(min=1)",
         "lengths = keys.mask.new_full((len(keys.mask),), num_positions)",
-        ("models/test_embedding_noise.py",),
+        ("features/embedding_noise/test_embedding_noise.py",),
     ),
     Defect(
         "unfrozen_a_step_early",

@@ -45,6 +45,7 @@ Kind = Literal[
     "rule",
     "variant",
     "update",
+    "model",
     "second_model",
     "tier",
     "source",
@@ -69,6 +70,7 @@ a rule by the names of its sections. By the key that asks for it: `variant`: the
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
 line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
 `precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`.
+`model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `warnings`: a function that returns warnings on prepared data;

@@ -28,6 +28,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, ha
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.parallel.rounded_inputs import share_rounded_inputs
 from trainer.recipe.plan import RunPlan
+from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 
@@ -47,10 +48,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         UsageError: the device does not support the precision; activation checkpointing or compilation does not find
             the layers of the model, or its compiler; or the layers cannot work without padding.
     """
-    if plan.recipe.model.neftune_alpha is not None:
-        from trainer.models.embedding_noise import add_noise
-
-        add_noise(built, plan.recipe.model.neftune_alpha)
+    for change in asked_for("model", plan.recipe):
+        change(built, plan.recipe)
     if plan.recipe.data.padding_free:
         from trainer.models.layer_hooks import flatten_layers
 

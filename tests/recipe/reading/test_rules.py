@@ -326,7 +326,7 @@ def test_a_task_uses_the_parts_of_a_recipe_that_it_states(traits: Traits):
     Keys.traits = traits
     sections = {
         "task": Keys(type="free", text="text"),
-        "model": Model(name_or_path="a/b", neftune_alpha=5.0),
+        "model": Model.model_validate({"name_or_path": "a/b", "neftune_alpha": 5.0}),
         "data": FileData(source="files", train="https://a/b.jsonl", streaming=True, date="2026-01-31"),
         "distillation": Distillation(teacher="a/b"),
         "parallel": Parallel(),

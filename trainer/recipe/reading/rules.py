@@ -87,9 +87,6 @@ def _of_task_and_model(task: TaskSection, model: Model) -> Iterator[Contradictio
     if reads_text and model.config is not None and model.is_random and model.tokenizer is None:
         text = "is missing, and random weights (`model.config`) have no tokenizer; set it"
         yield clash(text, "model.tokenizer", "model.config")
-    if model.neftune_alpha is not None and not task.traits.noise:
-        text = f"applies to causal language models, but `task.type` is {task.type}; set it to null"
-        yield clash(text, "model.neftune_alpha", "task.type")
     if not reads_text and model.tokenizer is not None:
         yield clash(f"applies to texts, but `task.type` is {task.type}; remove it", "model.tokenizer", "task.type")
 

@@ -78,9 +78,6 @@ class Model(Section):
     """Tokens to add to the tokenizer. Embedding and head get rows for those without one; null: none."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """All dropout probabilities of the model, 0 also of stochastic depth; null: as configured."""
-    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
-    """causal_lm: noise within `alpha / sqrt(L * width)` on the embeddings of L tokens, such as 5 (NEFTune, Jain et al.
-    2023)."""
     freeze: Patterns | None = None
     """Names or patterns of modules and parameters that are not trained, such as `embeddings`."""
     unfreeze_at_step: Annotated[int, Field(ge=1)] | None = None

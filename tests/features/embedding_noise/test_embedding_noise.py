@@ -13,7 +13,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, TINY_TASKS, tiny_recipe, tiny_training, train_tiny
 from trainer.base.errors import RecipeError
-from trainer.models.embedding_noise import add_noise
+from trainer.features.embedding_noise.noise import add_noise
 from trainer.models.place import PlacedModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.recipe.reading.loading import load_recipe

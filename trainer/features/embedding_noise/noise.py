@@ -9,11 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.features.embedding_noise.section import alpha_of
 from trainer.models.place import PlacedModel
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.random import LANE_LEVELS, element_keys, random_lanes
+from trainer.recipe.schema import Recipe
 
 _SITE = "embedding_noise"
+
+
+def of_recipe(built: PlacedModel, recipe: Recipe) -> None:
+    """Add the noise of a recipe; see `add_noise`."""
+    alpha = alpha_of(recipe.model)
+    assert alpha is not None
+    add_noise(built, alpha)
 
 
 def add_noise(built: PlacedModel, alpha: float) -> None:

@@ -1,0 +1,1 @@
+"""Noise on the embeddings of tokens in training (NEFTune)."""
