@@ -24,7 +24,7 @@ SLOW = {
     "tests/benchmarks/test_benchmarks.py::test_tensor": "trains with three programs, two processes each",
     "tests/chaos/test_chaos.py::test_a_sample_of_the_campaign": "a dozen starts of ranks",
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
-    "tests/launch/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts of ranks without a fork",
+    "tests/features/elastic/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts without a fork",
     "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (

@@ -36,6 +36,7 @@ Kind = Literal[
     "family",
     "recipes",
     "recipe_format",
+    "elastic",
     "shape",
     "format",
     "formats",
@@ -71,6 +72,7 @@ a rule by the names of its sections. By the key that asks for it: `variant`: the
 line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
 `precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`.
 `model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.
+`elastic`: an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `warnings`: a function that returns warnings on prepared data;

@@ -129,17 +129,15 @@ def _print_everything(resolved: ResolvedRecipe) -> None:
 
 def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
     from trainer.recipe.drawing import layout_lines, stage_lines
-    from trainer.recipe.elastic import fitting_sizes
+    from trainer.recipe.registered import asked_for
 
     axes = sum(size > 1 for size in plan.layout.sizes.values())
     if (everything or axes > 1) and (table := layout_lines(plan)):
         say("", *table)
     say("", f"layout    {plan.layout}", f"batch     {plan.batch}")
     say(f"strategy  {plan.strategy.name}: {plan.strategy.summary}")
-    if (elastic := plan.recipe.parallel.elastic) != "none":
-        most = max(16, plan.layout.world_size)
-        sizes = ", ".join(map(str, fitting_sizes(plan.recipe, most)))
-        say(f"elastic   {elastic}: of up to {most} processes, all train if there are {sizes}")
+    for launch in asked_for("elastic", plan.recipe):
+        say(f"elastic   {launch().summary(plan.recipe, plan.layout.world_size)}")
     if plan.pipeline is not None:
         say(f"pipeline  {plan.pipeline}", *(f"{'':10}{line}" for line in stage_lines(plan, stages)))
     if everything and (config := plan.engine_keys()):

@@ -32,6 +32,7 @@ from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
+from trainer.recipe.elastic_launch import elastic_launch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -54,9 +55,8 @@ class Training:
         """Train as this rank, and return the exit code."""
         if environment.elastic_nodes is not None:
             with importing():
-                from trainer.training.elastic import run_elastic
-
-            return run_elastic(resolved, environment, self.callbacks)
+                train = extensions.resolved(elastic_launch(environment.elastic_nodes).train)
+            return int(train(resolved, environment, self.callbacks))
         with importing():
             from trainer.training.run import run
 
@@ -125,9 +125,10 @@ def plan_start(
                 f"--max-restarts is {max_restarts}, but {environment.launcher} started the ranks, and only their"
                 " launcher can restart them; drop --max-restarts, and let the launcher or the batch system restart"
             )
-        from trainer.recipe.elastic import plan_on_ranks
-
-        plan_on_ranks(recipe, environment)
+        if environment.elastic_nodes is not None:
+            elastic_launch(environment.elastic_nodes).check(recipe, environment)
+        else:
+            plan_run(recipe, environment.world_size, environment.local_world_size)
         if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
             _check_devices(environment.local_world_size)
         return environment, None

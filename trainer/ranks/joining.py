@@ -58,7 +58,7 @@ def join_ranks(environment: LaunchEnvironment, timeout_seconds: float) -> Rendez
         # A connection of our own comes first, because torch's store does not say why it cannot connect.
         own_address = None if hosts_store else _reach(environment, deadline)
         store = _store(environment, hosts_store, max(1.0, deadline - time.monotonic()))
-        with _lost_store():
+        with lost_store():
             if environment.has_agent_store:  # it may hold values of earlier starts
                 roll_call = RollCall(store, environment.rank, environment.world_size)
                 this_start = _await_all(environment, deadline, roll_call.wait, roll_call.missing)
@@ -81,7 +81,7 @@ class Rendezvous:
     ) -> None:
         self.store = store
         self._environment = environment
-        self._hosts_store = hosts_store
+        self.hosts_store = hosts_store
         self._size = environment.world_size
         self._own_address = own_address
         self._questions = 0
@@ -109,30 +109,6 @@ class Rendezvous:
         self._count("arrived")
         _await_all(own, deadline, lambda until: self._wait_for_all("arrived", until) or None, self._missing)
 
-    def of_first(self, environment: LaunchEnvironment) -> Rendezvous:
-        """Return the rendezvous of the first ranks alone."""
-        return Rendezvous(PrefixStore("first", self.store), environment, self._hosts_store)
-
-    def dismiss(self, waiting: int, code: int) -> None:
-        """Give `waiting` other ranks, which are in `dismissed`, the exit code of the run."""
-        self._put("dismissed/code", code)
-        # The store may end with this process, so the others read the code first.
-        self._wait_for_count("dismissed/known", waiting)
-
-    def dismissed(self) -> int:
-        """Wait until `dismiss` is called on another rank, and return its exit code.
-
-        Raises:
-            LostPeerError: the store has ended.
-        """
-        with _lost_store("the training on the other ranks has ended with an error; their messages give the reason"):
-            # Polled without a limit: these ranks wait for a whole training.
-            while not self.store.check(["dismissed/code"]):
-                time.sleep(_RETRY_SECONDS)
-            code = int(decode(self.store.get("dismissed/code")))
-            self.store.add("dismissed/known", 1)
-        return code
-
     def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
         """Run `action` on all ranks; returns this rank's result when all have finished.
 
@@ -158,7 +134,7 @@ class Rendezvous:
             if isinstance(error, TrainerError) and self._environment.num_nodes > 1:
                 raise _error(code, self._signed(text)) from error
             raise
-        with _lost_store():
+        with lost_store():
             self._count(name)
             if not self._wait_for_all(name, time.monotonic() + timeout_seconds):
                 raise TrainerError(
@@ -219,7 +195,7 @@ class Rendezvous:
         """Let all ranks put values under a name, and read them when all have."""
         name = self._next_question()
         self.together(lambda: put(name), timeout_seconds)
-        with _lost_store():
+        with lost_store():
             found = read(name)
             self._wait_for_readers(name)  # a rank may leave next, and the store with it
         return found
@@ -329,7 +305,7 @@ class Rendezvous:
     def _wait_for_readers(self, name: str) -> None:
         """Count the ranks that have read the values; wait for all of them if the store ends with this process."""
         self.store.add(f"{name}/known", 1)
-        if self._hosts_store:
+        if self.hosts_store:
             self._wait_for_count(f"{name}/known", self._size)
 
     def _wait_for_count(self, key: str, number: int) -> None:
@@ -439,7 +415,7 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 
 
 @contextmanager
-def _lost_store(
+def lost_store(
     text: str = "another rank exited before all were ready; its message gives the reason",
 ) -> Iterator[None]:
     """Convert errors of a store that has ended with its rank or agent to an error with `text`."""

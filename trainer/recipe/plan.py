@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.base.errors import RecipeError
 from trainer.base.extensions import resolved
+from trainer.recipe.registered import asked_for
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import Parallel, Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
@@ -173,7 +174,7 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         return replace(cut, dp_replicate=ranks)
     shard = ranks
     if strategy.groups and parallel.shard != "auto":
-        shard = min(parallel.shard, ranks) if parallel.elastic == "shards" else parallel.shard
+        shard = parallel.shard
     elif strategy.groups:
         # The ranks of a row are neighbours, so a node has this many data-parallel ranks.
         shard = max(1, min(local_world_size // cut.ranks_per_row, ranks))
@@ -216,7 +217,10 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     Raises:
         RecipeError: the recipe does not support this number of ranks; the message gives the nearest valid values.
     """
-    layout = _layout(recipe.parallel, world_size, local_world_size or world_size)
+    parallel = recipe.parallel
+    for launch in asked_for("elastic", recipe):
+        parallel = launch().fitted(parallel, world_size)
+    layout = _layout(parallel, world_size, local_world_size or world_size)
     size, ranks = recipe.training.global_batch_size, layout.data_parallel_size
     if size % ranks:
         near = (size // ranks * ranks, -(-size // ranks) * ranks)

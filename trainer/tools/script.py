@@ -21,7 +21,8 @@ from typing import Any
 from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import for_terminal
-from trainer.recipe.elastic import check_nodes
+from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.elastic_launch import elastic_launch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.reading.parser import DEFAULT
@@ -155,7 +156,11 @@ def write_launch_script(
     resolved = load_recipe(source, overrides)
     plan_run(resolved.recipe, most * gpus, gpus)
     if least < most:
-        check_nodes(resolved.recipe, (least, most), gpus)
+        elastic_nodes = least, most
+        environment = LaunchEnvironment(
+            "torchrun", world_size=most * gpus, local_world_size=gpus, elastic_nodes=elastic_nodes
+        )
+        elastic_launch(elastic_nodes).check(resolved.recipe, environment)
     job = _Job(source, overrides, resolved, most, gpus, options, least)
     text = kind.write(kind.file, job)
     # Names and paths enter the script, where a control character could hide a command.

@@ -1,6 +1,6 @@
 """A run from its recipe to its results: open the session, meet, prepare, open the mesh, assemble, resume, loop, finish.
 
-`elastic.py` surrounds it if nodes may join and leave.
+An `ElasticLaunch` surrounds it if nodes may join and leave.
 """
 
 from __future__ import annotations

@@ -64,10 +64,6 @@ class Parallel(Section):
     (DeepSpeed-Ulysses), and form rings (Ring Attention) where heads do not suffice."""
     pipeline: Pipeline = Pipeline()
     """Pipeline stages and their schedule."""
-    elastic: Literal["none", "data", "shards"] = "none"
-    """Axis that follows the number of ranks while nodes join and leave (`torchrun --nnodes MIN:MAX`). data: the
-    data-parallel ranks, under hsdp in whole shard groups; shards: under hsdp, one shard group may be smaller; none:
-    such a launch is refused."""
     reshard_after_forward: bool = True
     """Under fsdp and hsdp: free gathered layers after the forward pass, and gather them again."""
     offload: Literal["none", "optimizer", "parameters"] = "none"

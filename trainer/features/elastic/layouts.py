@@ -9,27 +9,39 @@ from __future__ import annotations
 from contextlib import suppress
 
 from trainer.base.errors import RecipeError, UsageError
+from trainer.features.elastic.section import axis_of
 from trainer.ranks.environment import LaunchEnvironment
+from trainer.recipe.elastic_launch import ElasticLaunch
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import Parallel, Recipe
 
 
-def plan_on_ranks(recipe: Recipe, environment: LaunchEnvironment) -> RunPlan:
-    """Plan a recipe on the ranks that a launcher started; if nodes may join and leave, on the most ranks that fit.
+class ElasticLayouts(ElasticLaunch):
+    """The launches of `parallel.elastic`."""
 
-    Raises:
-        RecipeError: the recipe does not fit on that many ranks.
-        UsageError: the recipe or torchrun is not ready for nodes that join and leave.
-    """
-    if environment.elastic_nodes is None:
-        return plan_run(recipe, environment.world_size, environment.local_world_size)
-    check_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
-    if environment.has_agent_store:
-        raise UsageError(
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 under torchrun's --nnodes MIN:MAX, but is not: a node that"
-            " joins later would wait for an address that torchrun does not publish again; export it on all nodes"
-        )
-    return plan_elastic(recipe, environment.world_size, environment.local_world_size)
+    train = "trainer.features.elastic.run:run_elastic"
+
+    def fitted(self, parallel: Parallel, num_ranks: int) -> Parallel:
+        if axis_of(parallel) != "shards" or parallel.shard == "auto":
+            return parallel
+        num_data_ranks = max(1, num_ranks // (parallel.context * parallel.tensor * parallel.pipeline.stages))
+        return parallel.model_copy(update={"shard": min(parallel.shard, num_data_ranks)})
+
+    def summary(self, recipe: Recipe, num_ranks: int) -> str:
+        most = max(16, num_ranks)
+        sizes = ", ".join(map(str, fitting_sizes(recipe, most)))
+        return f"{axis_of(recipe.parallel)}: of up to {most} processes, all train if there are {sizes}"
+
+    def check(self, recipe: Recipe, environment: LaunchEnvironment) -> None:
+        assert environment.elastic_nodes is not None
+        check_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
+        if environment.has_agent_store:
+            raise UsageError(
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 under torchrun's --nnodes MIN:MAX, but is not: a node"
+                " that joins later would wait for an address that torchrun does not publish again; export it on all"
+                " nodes"
+            )
+        plan_elastic(recipe, environment.world_size, environment.local_world_size)
 
 
 def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunPlan:
@@ -62,7 +74,7 @@ def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -
     """
     least, most = nodes
     launch = f"torchrun's --nnodes {least}:{most}"
-    if recipe.parallel.elastic == "none":
+    if axis_of(recipe.parallel) == "none":
         raise UsageError(
             f"`parallel.elastic` must name the axis that follows the nodes under {launch}, but is none; set it to data,"
             f" or use --nnodes {most}"

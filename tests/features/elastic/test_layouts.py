@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.recipe.elastic import check_nodes, fitting_sizes, plan_elastic
+from trainer.features.elastic.layouts import check_nodes, fitting_sizes, plan_elastic
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 

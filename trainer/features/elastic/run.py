@@ -1,4 +1,4 @@
-"""Runs that nodes join and leave under torchrun: some ranks train, and spare ones wait for them.
+"""Trainings that nodes join and leave under torchrun: some ranks train, and spare ones wait for them.
 
 torchrun starts all ranks again when the nodes change, and they resume.
 """
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from trainer.base.errors import ExitCode, LostPeerError, RecipeError
 from trainer.base.terminal import say
 from trainer.checkpoint.registered import registered_tiers
+from trainer.features.elastic.layouts import plan_elastic
+from trainer.features.elastic.spares import dismiss, dismissed, meeting_of_first
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
-from trainer.recipe.elastic import plan_on_ranks
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.training.process_group import collective_timeout, meet_ranks
@@ -39,7 +40,7 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
     Raises:
         TrainerError: a user error, ranks are missing, or they have exited.
     """
-    plan = plan_on_ranks(resolved.recipe, everyone)
+    plan = plan_elastic(resolved.recipe, everyone.world_size, everyone.local_world_size)
     size = plan.layout.world_size
     # The first ranks train and the last ones are spare, so that ranks of a training have no gaps.
     if everyone.rank >= size:
@@ -52,11 +53,11 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
         try:
             meeting = _meet(resolved, plan, everyone, callbacks)
             # The ranks that train need a meeting of their own: spare ranks answer none of its collectives.
-            own = meeting.of_first(environment) if meeting is not None and spares else meeting
+            own = meeting_of_first(meeting, environment) if meeting is not None and spares else meeting
             code = train(resolved, environment, stop, own, callbacks=callbacks).exit_code
             if meeting is not None and spares and everyone.rank == 0:
                 # Spare ranks wait for this code, and exit with it.
-                meeting.dismiss(spares, code)
+                dismiss(meeting, spares, code)
         except LostPeerError:
             stop.wait(_AGENT_SECONDS)
             raise
@@ -105,7 +106,7 @@ def wait_as_spare(recipe: Recipe, plan: RunPlan, environment: LaunchEnvironment,
     )
     code: int = ExitCode.FAILED
     try:
-        code = meeting.dismissed()
+        code = dismissed(meeting)
         if code in (ExitCode.DONE, ExitCode.STOPPED) and environment.local_rank == 0:
             for tier in registered_tiers(recipe):
                 tier.free(recipe)

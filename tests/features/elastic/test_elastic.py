@@ -26,10 +26,10 @@ from tests.launch.test_launchers import free_port
 from tests.launch.test_two_nodes import BIN, LAUNCHERS, assert_same, finish, numbers
 from trainer.base.errors import ExitCode
 from trainer.checkpoint.store import CheckpointStore
+from trainer.features.elastic import run
 from trainer.features.host_memory.folder import folder_of_run
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.training import elastic
 
 WHY_NOT = problem()
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
@@ -136,11 +136,12 @@ def test_a_spare_rank_frees_the_memory_of_its_host_at_the_end(code, is_freed, tm
     )
     share = folder_of_run(tmp_path, tmp_path / "run") / "key" / "rank-00000-of-00002"
     share.mkdir(parents=True)
-    monkeypatch.setattr(elastic, "_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(run, "dismissed", lambda meeting: code)
     plan = SimpleNamespace(layout=SimpleNamespace(world_size=2))
     spare = LaunchEnvironment("torchrun", rank=2, world_size=3, local_world_size=1)
-    meeting = SimpleNamespace(dismissed=lambda: code)  # the shares are still there, as if it had to leave them
-    assert elastic.wait_as_spare(recipe, plan, spare, meeting) == code
+    # The shares are still there, as if it had to leave them.
+    assert run.wait_as_spare(recipe, plan, spare, SimpleNamespace()) == code
     assert share.exists() != is_freed
 
 

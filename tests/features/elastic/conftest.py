@@ -1,0 +1,1 @@
+from tests.launch.conftest import started  # noqa: F401

@@ -1,0 +1,1 @@
+"""Runs that nodes join and leave under torchrun: the key `parallel.elastic`."""
