@@ -23,7 +23,7 @@ from tests.helpers.training import (
 from trainer.base.errors import DataError, UsageError
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import CausalLM, Generation
+from trainer.recipe.schema import CausalLM
 from trainer.tasks.causal_lm import DECODERS
 from trainer.tasks.registry import build_task
 from trainer.tasks.text.columns import tokenise
@@ -159,16 +159,6 @@ def test_packed_examples_are_never_split(tokenizer):
     assert lengths[0] + lengths[1] <= 9 < sum(lengths)
     assert packed["labels"] == [alone["labels"][0] + alone["labels"][1], alone["labels"][2]]
     assert packed["position_ids"] == [[*range(lengths[0]), *range(lengths[1])], [*range(lengths[2])]]
-
-
-@pytest.mark.parametrize(("max_length", "max_new_tokens", "kept"), [(4, 1, 4), (19, 15, 5)])
-def test_a_prompt_keeps_its_end_and_room_for_the_generated_text(tokenizer, max_length, max_new_tokens, kept):
-    text = "the name of a directory that holds many files"
-    task = task_of(text="text", generation=Generation(max_new_tokens=max_new_tokens)).without_labels()
-    task = task.for_configuration(transformers.AutoConfig.for_model("gpt2", n_positions=20))
-    found = encode(task, rows_of(text=[text, ""]), tokenizer, max_length)
-    assert found["input_ids"] == [tokenizer(text)["input_ids"][:-1][-kept:], [tokenizer.cls_token_id]]
-    assert found["cut"] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ Kind = Literal[
     "attention",
     "export",
     "chats",
+    "generator",
     "logging",
     "observer",
     "warnings",
@@ -74,6 +75,7 @@ line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key 
 `model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.
 `elastic`: an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
+`generator`: the generator of texts (`tasks/generated.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `warnings`: a function that returns warnings on prepared data;
 `run` and `launch`: context managers for `around`;

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from torch import nn
 
-from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
 from trainer.models.added_loss import AddedLoss
@@ -83,7 +82,10 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Scor
         UsageError: the task cannot generate texts in parts, the layers of the model are unknown although a key needs
             them, or the head must return all logits although the recipe asks for scores.
     """
-    refuse_generation_in_parts(task, plan)
+    if task.generates:
+        from trainer.tasks.generated import required_generator
+
+        required_generator().require_whole(plan)
     recipe = plan.recipe
     needs = {
         CHECKPOINTING: recipe.activation_checkpointing != "none",
@@ -97,16 +99,3 @@ def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Scor
     # Resolved for tasks with such scores only: other runs import no head.
     kinds = all_of("head").values() if task.head_blocks else ()
     return next((heads for kind in kinds if (heads := kind.of(built, task, plan)) is not None), None)
-
-
-def refuse_generation_in_parts(task: Task, plan: RunPlan) -> None:
-    """Refuse a task that generates texts over pipeline stages or context ranks, or without padding."""
-    if task.generates and plan.recipe.data.padding_free:
-        raise UsageError("`data.padding_free` must be false to generate texts token by token, but is true; remove it")
-    parallel = plan.recipe.parallel
-    for key, degree, needed in (
-        ("parallel.pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),
-        ("parallel.context", parallel.context, "a rank needs the keys and values of all earlier positions"),
-    ):
-        if task.generates and degree > 1:
-            raise UsageError(f"`{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add {key}=1")

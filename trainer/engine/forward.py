@@ -316,10 +316,11 @@ class ModelForward:
         # Ranks that share weights must call the model equally often, so fillers generate there too.
         if not self._task.generates or (microbatch.filler and not self._synced):
             return {}
-        from trainer.models.generation import generate
+        from trainer.tasks.generated import GENERATED, required_generator
 
+        tokens = required_generator().tokens
         with padding_known(microbatch.is_padded):  # generated tokens add none
-            return {"generated": generate(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
+            return {GENERATED: tokens(self._model, microbatch.inputs, self._synced, self._seed, microbatch.rows)}
 
     def _ready(self, microbatch: Microbatch) -> Microbatch:
         """Copy a microbatch to this rank's device, and find its tokens if the layers process no padding."""

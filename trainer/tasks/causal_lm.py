@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
-from trainer.recipe.schema import CausalLM, Generation, TaskKeys
+from trainer.recipe.schema import CausalLM, TaskKeys
 from trainer.tasks.exported import GENERATION
+from trainer.tasks.generated import required_generator
 from trainer.tasks.task import Task
 from trainer.tasks.text.answers import (
     Tokens,
@@ -26,14 +27,12 @@ from trainer.tasks.text.answers import (
     required_chats,
     tokens_after,
     unread_notes,
-    without_end,
 )
 from trainer.tasks.text.columns import cell, cells_of, framed, is_text, require_columns, require_kind
-from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.text.packing import DocumentPacker, Packer, StreamPacker
 from trainer.tasks.text.token_ids import LABELS, MASK, TRAINED, columns_of_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
-from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
+from trainer.tasks.types import Dataset, Encoded, Tokenizer
 
 Packing = Literal["none", "documents", "joined"]
 
@@ -49,22 +48,18 @@ _ENCODERS = (
 class CausalLMTask(TokenLabels):
     """Causal language modelling with cross entropy over the vocabulary.
 
-    The label of a token is the next token of its document. With `continues`, texts are prompts of generated texts.
-    `num_positions` is the maximum number of tokens that the model reads, and `num_tokens` the size of its vocabulary;
-    None: unknown.
+    The label of a token is the next token of its document. `settings` are those of generated texts; None: there are
+    none. `num_tokens` is the size of the vocabulary; None: unknown.
     """
 
-    # The columns of texts and chats by their keys in the recipe: `text`, or `prompt` and `completion`, or `messages`;
-    # `prompt` alone with `continues`.
+    # The columns of texts and chats by their keys in the recipe: `text`, or `prompt` and `completion`, or `messages`.
     sources: Mapping[str, str]
     packing: Packing
     metric_names: tuple[str, ...]
     tools: str | None = None
     beside: tuple[str, ...] = ()  # the columns of masks and labels beside token ids, known after `resolve`
     train_on: Turns = "all"
-    settings: Generation = field(default_factory=Generation)
-    continues: bool = False
-    num_positions: int | None = None
+    settings: Any = None
     num_tokens: int | None = None
 
     auto_class_name = "AutoModelForCausalLM"
@@ -91,7 +86,7 @@ class CausalLMTask(TokenLabels):
             "vocabulary",
             "takes_token_scores",
             "num_tokens",
-            *(() if self.continues else ("settings", "num_positions")),
+            "settings",
         )
 
     @property
@@ -104,15 +99,11 @@ class CausalLMTask(TokenLabels):
 
     @property
     def head_blocks(self) -> Literal["vocabulary"] | None:
-        return None if self.continues else "vocabulary"
+        return "vocabulary"
 
     @property
-    def generates(self) -> bool:
-        return self.continues
-
-    @property
-    def generation(self) -> Generation | None:
-        return self.settings if self.continues or self.settings.model_fields_set else None
+    def generation(self) -> Any:
+        return self.settings if self.settings and self.settings.model_fields_set else None
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         ends = [] if (end := known_end(tokenizer)) is None else [end]
@@ -121,7 +112,7 @@ class CausalLMTask(TokenLabels):
         return tuple(dict.fromkeys(ends))
 
     def tokenizer_notes(self, tokenizer: Tokenizer) -> list[str]:
-        is_chat = "messages" in self.sources and not self.continues and tokenizer.is_fast
+        is_chat = "messages" in self.sources and tokenizer.is_fast
         if not is_chat or not tokenizer.chat_template:
             return []
         return required_chats().notes(tokenizer, self.train_on)
@@ -172,20 +163,14 @@ class CausalLMTask(TokenLabels):
                 f'`task.packing` is "documents", but decoders of the type {kind} take no positions, which mark the'
                 ' documents; use "none", or "joined", which lets documents see each other'
             )
-        positions = getattr(config, "max_position_embeddings", None)
-        if self.continues and positions is not None and self.settings.max_new_tokens >= positions:
-            raise UsageError(
-                f"`task.generation.max_new_tokens` must be below the {positions} positions of the model, but is"
-                f" {self.settings.max_new_tokens}; lower it"
-            )
-        return replace(self, num_positions=positions, num_tokens=getattr(config, "vocab_size", None))
+        return replace(self, num_tokens=getattr(config, "vocab_size", None))
 
     def check_columns(self, features: Mapping[str, Any], where: str) -> None:
         if self.tools is not None:
             require_columns(features, [self.tools], "task.tools", where)
         if "prompt" in self.sources:
             is_chat = check_texts_or_chats(features, self.sources, where)
-            if not is_chat and self.tools is not None and not self.continues:
+            if not is_chat and self.tools is not None:
                 raise DataError(f"`task.tools` applies to chats, but the prompts of {where} are texts; remove it")
         elif "messages" in self.sources:
             needed = 'a column of lists of {"role": ..., "content": ...}'
@@ -216,8 +201,6 @@ class CausalLMTask(TokenLabels):
         """
         has_ids = self._has_ids(rows.features)  # `read_ids` checks them for nulls itself
         cells = {} if has_ids else cells_of(rows, self.columns, where, first_row, nullable=self.tools)
-        if self.continues:
-            return self._encode_prompts(rows, cells, tokenizer, max_length, where, first_row)
         if has_ids:
             return self._encode_ids(rows, max_length, where, first_row)
         if self.trains_all_tokens:
@@ -239,46 +222,6 @@ class CausalLMTask(TokenLabels):
         if self.tools is None:
             return None
         return required_chats().tools(cells[self.tools][row], tokenizer, cell(self.tools, first_row + row, where))
-
-    def _encode_prompts(
-        self, rows: Dataset, cells: Mapping[str, Any], tokenizer: Tokenizer, max_length: int, where: str, first_row: int
-    ) -> Encoded:
-        """Return the tokens of prompts; those of a long prompt are its last ones, which the generated text follows.
-
-        A chat is the prompt of its next turn of the assistant. If that is its last turn, it is left out.
-        """
-        column = self._column
-        end, feature = end_token(tokenizer), rows.features[column]
-        is_chat = holds_chats(feature)
-        if holds_ids(feature):
-            read = read_ids(rows, column, (), self.num_tokens, where, first_row)
-            found = [without_end(ids, end) for ids, _ in read]
-        else:
-            texts = cells[column]
-            if is_chat:
-                texts = [
-                    required_chats().prompt(
-                        chat,
-                        tokenizer,
-                        cell(column, first_row + row, where),
-                        self._tools_of(cells, row, tokenizer, where, first_row),
-                    )
-                    for row, chat in enumerate(texts)
-                ]
-            if is_chat:  # its template writes the special tokens
-                made = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-                found = made["input_ids"]
-            else:
-                found = framed(texts, tokenizer)
-        if self.num_positions is not None:
-            # Prompt and generated text share the positions of the model.
-            max_length = min(max_length, self.num_positions - self.settings.max_new_tokens)
-        # An empty prompt begins as a text after another one.
-        return {
-            # The last tokens, because the generated text follows them.
-            "input_ids": [ids[-max_length:] or [end] for ids in found],
-            "cut": [len(ids) > max_length for ids in found],
-        }
 
     def _encode_texts(self, texts: list[str], tokenizer: Tokenizer, max_length: int) -> Encoded:
         end = end_token(tokenizer)
@@ -326,15 +269,6 @@ class CausalLMTask(TokenLabels):
         # With a mask, transformers would not look for documents.
         return {name: tensor for name, tensor in inputs.items() if name != "attention_mask"}
 
-    def without_labels(self) -> CausalLMTask:
-        return replace(
-            self,
-            sources={key: column for key, column in self.sources.items() if key != "completion"},
-            packing="none",
-            metric_names=(),
-            train_on="all",
-            continues=True,
-        )
-
-    def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
-        return [{GENERATED: text} for text in generated_texts(answers[GENERATED], split.tokenizer)]
+    def without_labels(self) -> Task:  # type: ignore[override]
+        """Return the task that continues texts, prompts or chats."""
+        return required_generator().continuing(self)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Generation, TaskKeys
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
@@ -255,8 +255,8 @@ class Generates:
         return False
 
     @property
-    def generation(self) -> Generation | None:
-        """The settings of generated texts, which an exported model has too; None: those of the model stay."""
+    def generation(self) -> Any:
+        """The section `task.generation`, which an exported model has too; None: the settings of the model stay."""
         return None
 
     @property

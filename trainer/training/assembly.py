@@ -260,13 +260,12 @@ def assemble(
     loaded = second.load(plan, mesh, task, models.second) if second and models.second else LoadedModel()
     own = [part.model for part in built]
     for model in own:
-        tokenizer = data.preparation.text_tokenizer
-        ends = task.end_tokens(tokenizer) if tokenizer else ()
         transformer: Any = model
         if transformer.can_generate():
-            from trainer.models.generation import set_generation
+            from trainer.tasks.generated import text_generator
 
-            set_generation(model, task.generation, tokenizer, ends, task.first_tokens)
+            if generator := text_generator():
+                generator.configure(model, task, data.preparation.text_tokenizer)
         if adapt is not None:
             adapt(model)
     # Before `build_engine`, which changes the modules of the model.

@@ -18,11 +18,11 @@ from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
 from trainer.data.tokenised_split import MOST_UNKNOWN
-from trainer.engine.builders import refuse_generation_in_parts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import RunPlan
+from trainer.tasks.generated import required_generator
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
@@ -66,7 +66,8 @@ class Prediction:
             task = embedding
         require_fitting_rotations(recipe, preparation.config, task)
         task = fitted(task, preparation)
-        refuse_generation_in_parts(task, plan)
+        if task.generates:
+            required_generator().require_whole(plan)
         return preparation, task
 
     def _predict(self, plan: RunPlan, mesh: ParallelMesh, prepared: tuple[Preparation, Task]) -> None:

@@ -34,15 +34,15 @@ from tests.helpers.training import (
     tiny_recipe,
     tiny_task,
 )
+from trainer.features.generation.generation import generate, set_generation
+from trainer.features.generation.section import Generation
 from trainer.models.attention import padding_known
-from trainer.models.generation import generate, set_generation
 from trainer.parallel import kernel_support
 from trainer.parallel.device_traits import planned_traits
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.plan import RunPlan, plan_run
-from trainer.recipe.schema import Generation
 from trainer.tools.plan import simulated_rank, simulated_step
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_deepspeed import simulated_deepspeed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.features.preferences.losses import Answers, divergence, labelled_lo
 from trainer.features.preferences.pairs import equal_pairs_notes, require_apart, tokens_of_whole_pair
 from trainer.features.preferences.section import Preference, PreferenceLoss
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import Generation, TaskKeys
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.exported import GENERATION
 from trainer.tasks.metrics.table import METRICS
@@ -82,7 +82,7 @@ class PreferenceTask(TokenLabels):
     loss: PreferenceLoss
     metric_names: tuple[str, ...]
     tools: str | None = None
-    settings: Generation = field(default_factory=Generation)
+    settings: Any = None
     labels_prompts: bool = False
     is_chat: bool = False
     others: tuple[Dataset, int] | None = None
@@ -137,11 +137,11 @@ class PreferenceTask(TokenLabels):
         return "trainer.features.preferences.referencing:with_reference" if self.loss.has_reference else None
 
     @property
-    def generation(self) -> Generation | None:
-        return replace(self._predicting(), continues=False).generation
+    def generation(self) -> Any:
+        return self._causal().generation
 
     def end_tokens(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        return self._predicting().end_tokens(tokenizer)
+        return self._causal().end_tokens(tokenizer)
 
     def resolve(self, train: Dataset, where: str) -> PreferenceTask:
         self.check_columns(train.features, where)
@@ -153,7 +153,7 @@ class PreferenceTask(TokenLabels):
                 f"`task.type` is preference, which needs a decoder, but the model is of type {config.model_type}, which"
                 " has an encoder too; use another model"
             )
-        replace(self._predicting(), continues=False).for_configuration(config)
+        self._causal().for_configuration(config)
         return self
 
     def answer_notes(self, train: EncodedRows) -> list[str]:
@@ -331,16 +331,16 @@ class PreferenceTask(TokenLabels):
     def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
         return {"reward_accuracy": 0.5}
 
-    def _predicting(self) -> CausalLMTask:
+    def _causal(self) -> CausalLMTask:
         column = self.prompt or next(iter(self.answer_columns.values()))
         sources = {"messages" if self.is_chat else "prompt": column}
-        return CausalLMTask(sources, "none", (), settings=self.settings).without_labels()
+        return CausalLMTask(sources, "none", (), settings=self.settings)
 
-    def without_labels(self) -> CausalLMTask:  # type: ignore[override]
+    def without_labels(self) -> Task:  # type: ignore[override]
         """Return the task that continues prompts."""
         if self.tools is not None:
             raise UsageError("`task.tools` is set, but `trainer predict` describes no tools; predict without it")
-        return self._predicting()
+        return self._causal().without_labels()
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
         further = {"reference": torch.zeros(shape[:2])} if self.loss.has_reference else {}

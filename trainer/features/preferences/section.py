@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.recipe.schema.fields import Name
-from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, Section, clash, shared
-from trainer.recipe.schema.task_keys import DECODER, Start, TaskKeys, Traits, VocabularyKeys
+from trainer.recipe.schema.task_keys import DECODER, GenerativeKeys, Start, TaskKeys, Traits
 
 _BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
 _NUMBERS = {
@@ -60,7 +59,7 @@ class PreferenceLoss(Section):
                 yield clash(text, f"task.loss.{key}", "task.loss.type")
 
 
-class Preference(VocabularyKeys):
+class Preference(GenerativeKeys):
     """Prefer one answer of a prompt to another one: DPO and similar losses; KTO learns from single labelled answers.
 
     A column holds texts, or messages, which the tokenizer's chat template writes.
@@ -86,8 +85,6 @@ class Preference(VocabularyKeys):
     """kto: the column of true or false, 1 or 0, or desirable or undesirable."""
     tools: Name | None = None
     """Column of the tools of a chat, as lists of JSON schemas or their text."""
-    generation: Generation = Generation()
-    """Length of the texts of `trainer predict`, and their search."""
     metrics: list[Literal["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps", "kl"]] = Field(
         default=["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps"], min_length=1
     )
@@ -105,7 +102,6 @@ class Preference(VocabularyKeys):
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         yield from self.loss.contradictions()
-        yield from self.generation.contradictions()
         kind = self.loss.type
         unread = ("chosen", "rejected") if kind == "kto" else ("completion", "label")
         for key in self.changed(*unread):

@@ -8,12 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.schema.fields import Name
-from trainer.recipe.schema.language import Generation
 from trainer.recipe.schema.section import Contradiction, shared
-from trainer.recipe.schema.task_keys import Start, Traits, VocabularyKeys
+from trainer.recipe.schema.task_keys import GenerativeKeys, Start, Traits
 
 
-class Seq2SeqLM(VocabularyKeys):
+class Seq2SeqLM(GenerativeKeys):
     """Generate a target text from a source text by an encoder-decoder, as in summarisation and translation.
 
     The loss is the mean over the tokens of all targets. Each target ends with the end token.
@@ -36,8 +35,6 @@ class Seq2SeqLM(VocabularyKeys):
     """Language of the targets; set both or none."""
     max_target_length: int = Field(128, ge=2)
     """Maximum tokens of a target; longer ones are truncated, with a note."""
-    generation: Generation = Generation()
-    """Length of generated texts, and their search."""
     metrics: list[Literal["rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "chrf", "accuracy", "perplexity"]] = Field(
         default=["perplexity"], min_length=1
     )
@@ -50,5 +47,4 @@ class Seq2SeqLM(VocabularyKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        yield from self.generation.contradictions()
         yield from shared({"source": self.source, "target": self.target})

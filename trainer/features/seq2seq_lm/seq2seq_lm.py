@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
 from trainer.features.seq2seq_lm.metrics import require_packages
-from trainer.recipe.schema import Generation, TaskKeys
+from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import TEXT_TO_TEXT, Card
+from trainer.tasks.generated import GENERATED, required_generator
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import bare, cell, filled, frame_of, require_text, tokenise
-from trainer.tasks.text.generated import GENERATED, generated_texts
 from trainer.tasks.token_labels import TOKEN_METRICS, TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
@@ -35,9 +35,9 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 class Seq2SeqLMTask(TokenLabels):
     """Cross entropy of the tokens of a target, each from the source and the true tokens before it.
 
-    `target` is None for rows without targets. `languages` are those of source and target; None: the tokenizer marks
-    none. `start_token` is the decoder's first input; None until `for_configuration` sets it. `forced_token` starts a
-    generated text if it names the language.
+    `target` is None for rows without targets. `settings` are those of generated texts; None: there are none.
+    `languages` are those of source and target; None: the tokenizer marks none. `start_token` is the decoder's first
+    input; None until `for_configuration` sets it. `forced_token` starts a generated text if it names the language.
     """
 
     source: str
@@ -45,7 +45,7 @@ class Seq2SeqLMTask(TokenLabels):
     prefix: str
     max_target_length: int
     metric_names: tuple[str, ...]
-    settings: Generation = field(default_factory=Generation)
+    settings: Any = None
     languages: tuple[str | None, str | None] = (None, None)
     start_token: int | None = None
     forced_token: int | None = None
@@ -78,7 +78,7 @@ class Seq2SeqLMTask(TokenLabels):
         return self.target is None or any(name not in TOKEN_METRICS for name in self.metric_names)
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> Any:
         return self.settings
 
     @property
@@ -104,10 +104,10 @@ class Seq2SeqLMTask(TokenLabels):
                 f" {config.model_type} names none; set `decoder_start_token_id` in its configuration"
             )
         positions = getattr(config, "max_position_embeddings", None)
-        for key, length in (
-            ("max_target_length", self.max_target_length),
-            ("generation.max_new_tokens", self.settings.max_new_tokens),
-        ):
+        lengths = {"max_target_length": self.max_target_length}
+        if self.settings is not None:
+            lengths["generation.max_new_tokens"] = self.settings.max_new_tokens
+        for key, length in lengths.items():
             if positions is not None and length > positions:
                 raise UsageError(
                     f"`task.{key}` must be at most the {positions} positions of the model's decoder, but is {length}"
@@ -191,4 +191,4 @@ class Seq2SeqLMTask(TokenLabels):
 
 
 def _texts(generated: Tensor, tokenizer: Tokenizer | None) -> list[str]:
-    return [text.strip() for text in generated_texts(generated, tokenizer)]
+    return [text.strip() for text in required_generator().texts(generated, tokenizer)]

@@ -20,7 +20,6 @@ from trainer.recipe.schema import (
     Data,
     Evaluation,
     FileData,
-    Generation,
     Model,
     Parallel,
     ScheduleKeys,
@@ -144,16 +143,7 @@ def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Con
 
 
 def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Contradiction]:
-    stages, strategy = "parallel.pipeline.stages", "parallel.strategy"
-    generates = isinstance(getattr(task, "generation", None), Generation)
-    texts = [name for name in task.metrics if name not in ("accuracy", "perplexity")] if generates else []
-    if texts and parallel.pipeline.stages > 1:
-        text = (
-            f"has {shown_value(texts[0])}, a metric of generated texts, for which a rank needs the whole model, but"
-            f" `{stages}` is {parallel.pipeline.stages}; use accuracy or perplexity, and evaluate the exported model"
-            " without stages"
-        )
-        yield clash(text, "task.metrics", stages)
+    strategy = "parallel.strategy"
     if parallel.strategy == "dp" and task.joint_loss is not None:
         problem = f"{task.joint_loss} compares all rows of the batch"
         text = f"is dp, in which each copy of the model computes the loss of its own rows, but {problem}; use ddp"

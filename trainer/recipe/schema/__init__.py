@@ -15,7 +15,7 @@ from trainer.recipe.schema.checkpoint import Checkpoint
 from trainer.recipe.schema.data import Data, DataKeys, FileData, FolderData, HubData
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, Place, text_pattern
-from trainer.recipe.schema.language import CausalLM, Generation, MaskedLM
+from trainer.recipe.schema.language import CausalLM, MaskedLM
 from trainer.recipe.schema.logging import Logging
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys, OptimizerSection
@@ -27,7 +27,7 @@ from trainer.recipe.schema.task import (
     SequenceRegression,
     TaskSection,
 )
-from trainer.recipe.schema.task_keys import ClassificationKeys, TaskKeys, TextKeys, Traits
+from trainer.recipe.schema.task_keys import ClassificationKeys, GenerativeKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.schema.training import Training
 
 

@@ -107,6 +107,10 @@ class VocabularyKeys(TaskKeys):
     """Keys of tasks with a loss over the vocabulary; features add theirs."""
 
 
+class GenerativeKeys(VocabularyKeys):
+    """Keys of tasks with models that can generate texts; features add those of the generation."""
+
+
 class TextKeys(TaskKeys):
     """Keys that all tasks on texts share."""
 

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainer.base.errors import UsageError
-from trainer.models import generation
-from trainer.models.generation import set_generation
-from trainer.recipe.schema import Generation
+from trainer.features.generation import generation
+from trainer.features.generation.generation import set_generation
+from trainer.features.generation.section import Generation
 
 TOKENIZER = SimpleNamespace(bos_token_id=None, pad_token_id=3, added_tokens_decoder=dict.fromkeys(range(8)))
 STAYS = {

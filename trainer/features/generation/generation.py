@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
 )
 
 from trainer.base.errors import UsageError
+from trainer.features.generation.section import Generation
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.random import stream_keys
-from trainer.recipe.schema import Generation
 
 _REPLACED = frozenset(
     ("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
