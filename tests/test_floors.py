@@ -22,6 +22,12 @@ def test_tasks_alone_know_their_types():
     assert switches() == []
 
 
+def test_no_two_folders_register_the_same_name():
+    files = (ROOT / "trainer").glob("**/extension.json")
+    names = [(kind, name) for file in files for kind, rows in json.loads(file.read_text()).items() for name in rows]
+    assert len(names) == len(set(names))
+
+
 FEATURES = sorted(file.parent.name for file in (ROOT / "trainer" / "features").glob("*/extension.json"))
 
 
