@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.data.chunked_rows import read_chunks
 from trainer.data.formats import base
 from trainer.data.formats.base import Files, TextOptions, require_bounded
 from trainer.data.formats.table import format_of, reader_of
 from trainer.data.readers import read_files
+from trainer.tools.chunked_rows import read_chunks
 
 ROWS, LONG = 2000, "word " * 200  # 2 MB of texts
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer.base.errors import DataError, UsageError
-from trainer.data.chunked_rows import read_chunks
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.use.prediction_files import spooled
+from trainer.tools.chunked_rows import read_chunks
+from trainer.tools.prediction_files import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

@@ -20,15 +20,15 @@ from trainer.base.disk import UNFINISHED, move_over
 from trainer.base.distribution import install_command
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.terminal import say
-from trainer.data.chunked_rows import input_format, json_line, output_format, read_chunks
 from trainer.data.formats.base import Row
 from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data
 from trainer.tasks.registry import build_task
+from trainer.tools.chunked_rows import input_format, json_line, output_format, read_chunks
+from trainer.tools.prediction_files import Request
 from trainer.training.row_encoding import model_folder
-from trainer.use.prediction_files import Request
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.trained import Trained

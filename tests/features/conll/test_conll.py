@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from trainer.base.errors import DataError
-from trainer.data.chunked_rows import input_format, read_chunks
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
+from trainer.tools.chunked_rows import input_format, read_chunks
 
 
 @pytest.fixture

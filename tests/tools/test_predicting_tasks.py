@@ -22,8 +22,8 @@ from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError
 from trainer.cli import main
-from trainer.data.chunked_rows import read_chunks
 from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.tools.chunked_rows import read_chunks
 
 Row = dict[str, Any]
 MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}}

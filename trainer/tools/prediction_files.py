@@ -17,12 +17,12 @@ from trainer.base.distribution import versions
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.base.owned_lock import UNSUPPORTED, OwnedLock
 from trainer.base.terminal import say, say_json
-from trainer.data.chunked_rows import input_format, json_line, output_format, read_chunks
 from trainer.data.formats.base import Row, is_chat, json_chats
 from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data, FileData, Recipe
+from trainer.tools.chunked_rows import input_format, json_line, output_format, read_chunks
 
 if TYPE_CHECKING:
     from datasets import Dataset
