@@ -21,7 +21,6 @@ from trainer.base.errors import RecipeError
 from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
-from trainer.recipe.reading import other_tools
 from trainer.recipe.reading.files import read_file, read_text, recipe_endings, recipe_formats, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
@@ -130,7 +129,9 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     unknown = node.members.keys() - Recipe.model_fields.keys()
     # Every recipe needs one of these sections.
     if unknown and {"task", "model", "data", "extends"}.isdisjoint(node.members):
-        problem = other_tools.file_problem(unknown, shown_path(file))
+        from trainer.recipe.reading.other_tools import file_problem  # few files need it
+
+        problem = file_problem(unknown, shown_path(file))
         if problem is not None:
             raise RecipeError(f"{shown_path(file)}: {problem}")
     own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
