@@ -59,9 +59,11 @@ ELSEWHERE = {
         "tests/tools/plan/test_rehearsal.py::def test_a_rank_of_many_is_shown"
     ),
     "sbatch mine.sbatch": 'tests/launch/test_launchers.py::"launch-script"',
-    "trainer export runs/bert_sample exported/verified --verify": ("tests/use/test_verifying.py::def test_as_a_user"),
+    "trainer export runs/bert_sample exported/verified --verify": (
+        "tests/tools/certify/test_verifying.py::def test_as_a_user"
+    ),
     "trainer export runs/bert_sample exported/onnx --to onnx --verify": (
-        "tests/use/test_verifying.py::def test_as_a_user"
+        "tests/tools/certify/test_verifying.py::def test_as_a_user"
     ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",

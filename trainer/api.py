@@ -206,8 +206,8 @@ def export(
         NotTheTrainedModelError: The folder holds another model.
         TrainerError: The checkpoint is broken, or the folder cannot be written.
     """
+    from trainer.tools.certify.verifying import Verification
     from trainer.use import export as exporting
-    from trainer.use.verifying import Verification
 
     forbid_telemetry()
     command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"

@@ -26,7 +26,7 @@ with importing():
         "trainer.recipe.reading.loading",
         "trainer.tasks.sequence_classification",
         "trainer.tools.advice",
-        "trainer.tools.checked_export",
+        "trainer.tools.certify.run_end",
         "trainer.tools.preview_rows",
         "trainer.training.run",
         "datasets",

@@ -38,13 +38,13 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
 from trainer.models.fill import load_whole
-from trainer.models.weight_files import described_model
 from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Model, Recipe, Training
+from trainer.tools.certify.opening import trained_model
 from trainer.tools.check import check_local_parts
-from trainer.use import export as export_module
+from trainer.use.checkpoint_model import open_checkpoint
 from trainer.use.export import export
 
 NEW = [f"<new{number}>" for number in range(6)]
@@ -243,8 +243,7 @@ def test_folders_hold_the_tokens_and_resume(adapter: Any, tmp_path: Path):
 
 def _model_of(run: Path) -> Any:
     """Return the trained model with its adapter apart from the weights."""
-    state, _ = export_module._open(run)
-    return export_module._trained_model(state, described_model(json.loads((run / "model/config.json").read_text())))
+    return trained_model(open_checkpoint(run)[0])
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def export(
     the validation split.
     """
     from trainer.base.errors import UsageError
+    from trainer.tools.certify.verifying import Verification
     from trainer.use.export import export as export_checkpoint
-    from trainer.use.verifying import Verification
 
     if overrides and not verify:
         raise UsageError(

@@ -41,8 +41,8 @@ from trainer.parallel.placement import Placements
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
-from trainer.training.certificate import ExportCheck
 from trainer.training.describing import DescribedModels, describe_models
+from trainer.training.export_check import ExportCheck
 from trainer.training.model_card import complete_folder
 from trainer.training.run_data import PreparedData
 from trainer.training.second_model import LoadedModel, second_model

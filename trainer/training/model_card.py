@@ -24,7 +24,7 @@ from trainer.checkpoint.counters import Progress
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.tasks.exported import Card, ExportFormat
 from trainer.tasks.registry import card_of
-from trainer.training.certificate import Certificate
+from trainer.training.export_check import Certificate
 
 CARD_NAME = "README.md"
 

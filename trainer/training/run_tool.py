@@ -12,7 +12,7 @@ from trainer.observe.meter import Meter
 from trainer.observe.preview_records import Preview
 from trainer.observe.records import StepRecord
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.training.certificate import ExportCheck
+from trainer.training.export_check import ExportCheck
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe

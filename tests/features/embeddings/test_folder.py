@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 import trainer
 from tests.helpers.tiny_run import write_tiny_run
-from tests.use.test_verifying import answered_here
+from tests.tools.certify.test_verifying import answered_here
 from trainer.base.errors import ExitCode, RecipeError, UsageError
 from trainer.data.loader import EvalLoader
 from trainer.features.embeddings.folder import read_folder
@@ -26,13 +26,13 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
+from trainer.tools.certify import verifying
+from trainer.tools.certify.verifying import Verification
 from trainer.tools.check import check_local_parts
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.row_encoding import model_folder
 from trainer.training.run import run
-from trainer.use import verifying
 from trainer.use.export import export
-from trainer.use.verifying import Verification
 
 SIZE, LENGTH = 16, 12
 PROMPTS = {"query": "word1 ", "document": "word2 word3 ", "other": "word4 "}

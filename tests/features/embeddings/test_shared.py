@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.test_outcome import assert_warned
 from tests.tasks.test_split_baselines import assert_baseline, harmonic
+from tests.tools.certify.test_verifying import EMBEDDING, answered_here, assert_certified
 from tests.tools.test_preview import assert_previewed
-from tests.use.test_verifying import EMBEDDING, answered_here, assert_certified
-from trainer.use import verifying
+from trainer.tools.certify import verifying
 
 
 def test_the_preview():

@@ -19,15 +19,14 @@ from transformers import AutoConfig
 from tests.helpers.families import CONFIGS
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
-from tests.use.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
-from trainer.base.errors import UsageError
+from tests.tools.certify.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
+from trainer.base.errors import TrainerError, UsageError
 from trainer.features.onnx import graph as graph_module
 from trainer.features.onnx.graph import Onnx, _sample, to_onnx
 from trainer.features.onnx.opener import open_folder
 from trainer.recipe.reading.trained import load_trained
-from trainer.training.certificate import NotTheTrainedModelError
-from trainer.use import export as export_module
-from trainer.use import verifying
+from trainer.tools.certify import verifying
+from trainer.tools.certify.comparing import NotTheTrainedModelError
 from trainer.use.export import export
 
 
@@ -215,6 +214,6 @@ def test_a_model_that_the_exporter_does_not_support_is_named(
     message = (
         r"`--to onnx` cannot write a BertFor.*: the exporter of torch .* fails: no such operation: aten::odd; leave"
     )
-    with pytest.raises(export_module.TrainerError, match=message):
+    with pytest.raises(TrainerError, match=message):
         export(made("classes") / "run", tmp_path / "out", to="onnx")
     assert not list(tmp_path.iterdir())

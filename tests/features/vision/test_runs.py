@@ -12,13 +12,13 @@ from PIL import Image
 from transformers import pipeline
 
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run
+from tests.tools.certify.test_verifying import answered_here, assert_certified
 from tests.tools.test_predicting_tasks import STEPS, check_classes, evaluated, shown
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_run import metrics, train
-from tests.use.test_verifying import answered_here, assert_certified
 from trainer.base.errors import ExitCode
 from trainer.cli import main
-from trainer.use import verifying
+from trainer.tools.certify import verifying
 
 
 @pytest.fixture(scope="module")

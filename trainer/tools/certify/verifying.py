@@ -25,19 +25,21 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import one_line
+from trainer.checkpoint.format import FACTS
 from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
 from trainer.engine.forward import without_cache
-from trainer.models.added import add_module, write_added
+from trainer.engine.precision import PrecisionName
+from trainer.engine.state import MODEL_PREFIX
+from trainer.models.added import add_module, is_added, write_added
 from trainer.parallel.microbatch import POOLED, Microbatch
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.trained import load_trained
 from trainer.recipe.schema import Recipe
-from trainer.tasks.exported import OUTPUTS, Program
+from trainer.tasks.exported import OUTPUTS, ExportFormat
 from trainer.tasks.task import Task
-from trainer.training import folder_reader
-from trainer.training.certificate import (
-    Certificate,
+from trainer.tools.certify import folder_reader
+from trainer.tools.certify.comparing import (
     NotTheTrainedModelError,
     compared,
     require_same,
@@ -45,10 +47,13 @@ from trainer.training.certificate import (
     require_same_tokens,
     texts_of,
 )
+from trainer.tools.certify.opening import Opened, opened_by, trained_model
+from trainer.training.export_check import Certificate
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.whole_split import RowTensors, in_row_order
+from trainer.use.checkpoint_model import CheckpointModel
 from trainer.use.evaluate import with_class_names
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
@@ -66,73 +71,64 @@ class Verification:
     overrides: tuple[str, ...] = ()
     command: str = ""
 
+    def check(
+        self, model: CheckpointModel, dtype: PrecisionName, adapter: bool, export_format: ExportFormat | None
+    ) -> FolderCheck:
+        return FolderCheck(self, model, opened_by(model, dtype, adapter, export_format))
+
 
 @dataclass(frozen=True)
-class Opened:
-    """How another program opens the exported folder.
+class FolderCheck:
+    """A comparison of a new folder, opened by another process, with the model of its checkpoint."""
 
-    `dtype` is the type of the weights. `base` and `revision` are the model below an adapter, and `quantization` has the
-    keys with which transformers quantises it.
-    """
+    asked: Verification
+    model: CheckpointModel
+    opened: Opened
 
-    program: Program
-    dtype: str
-    base: str | None = None
-    revision: str | None = None
-    quantization: Mapping[str, Any] | None = None
+    def compare(self, folder: Path) -> Certificate:
+        """Compare the folder on rows of the validation split.
 
-
-def verify(
-    folder: Path,
-    opened: Opened,
-    asked: Verification,
-    model: nn.Module,
-    added: Mapping[str, Tensor],
-    preparation: Path,
-    recipe: Mapping[str, Any],
-) -> Certificate:
-    """Compare a folder, opened by another process, with the trained model on rows of the validation split.
-
-    Args:
-        model: the trained model, whole and on the CPU, without an added module.
-        added: the tensors of the added module, by their names in the model.
-        preparation: the folder with the configuration and the tokenizer, or another processor, of the training.
-
-    Raises:
-        NotTheTrainedModelError: outputs or tokens differ.
-        UsageError: there are no rows, or a package is missing.
-    """
-    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        place = Path(name)
-        data, trained = _data(preparation, added, recipe, asked, place)
-        assert data.evaluated is not None
-        if (module := data.task.added_module()) is not None:
-            add_module(model, module)
-        expected = _Expected(model, data, trained)
-        request = _request(data, folder, opened, expected)
-        _write_inputs(data, expected, place)
-        if opened.program.opener:
-            opener = find_spec(opened.program.opener)
-            assert opener is not None
-            assert opener.origin is not None
-            shutil.copyfile(opener.origin, place / "opener.py")
-        reply = _answered(request, place)
-        require_same_labels(data.preparation.config.id2label, reply["labels"])
-        if "tokens" in reply:
-            own = folder_reader.tokens_of(data.evaluated.tokenizer, request["texts"])
-            require_same_tokens(request["texts"], own, reply["tokens"])
-        found = _outputs(data, opened, expected, place)
-        there: Sequence[Mapping[str, Tensor]] = expected.outputs
-        if "scores" in found[0]:
-            there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
-        difference, largest = compared(found, there, expected.batches)
-        require_same(difference, largest, opened.dtype, reply["lost"])
-        rows = f"{len(data.evaluated.rows):,} rows of {one_line(data.evaluated.where.split(' (')[0])}"
-        by = f"Another process, without `trainer`, with {opened.program.name} on the CPU in fp32,"
-        return Certificate(
-            by, rows, difference, largest, _metrics(data, expected, found), len(request["texts"]), reply["versions"],
-            asked.command,
-        )  # fmt: skip
+        Raises:
+            NotTheTrainedModelError: outputs or tokens differ.
+            UsageError: the recipe or its rows are missing, or a package is.
+        """
+        state, opened = self.model.state, self.opened
+        if not isinstance(recipe := state.facts.origin.get("recipe"), Mapping):
+            raise UsageError(
+                f"`--verify` needs the recipe of the training, but {state.folder / FACTS} has none; leave it out"
+            )
+        names = [name for key in state.shapes if is_added(name := key.removeprefix(MODEL_PREFIX))]
+        added = {name: self.model.read(f"{MODEL_PREFIX}{name}") for name in names}
+        model = trained_model(self.model)
+        with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+            place = Path(name)
+            data, trained = _data(self.model.preparation, added, recipe, self.asked, place)
+            assert data.evaluated is not None
+            if (module := data.task.added_module()) is not None:
+                add_module(model, module)
+            expected = _Expected(model, data, trained)
+            request = _request(data, folder, opened, expected)
+            _write_inputs(data, expected, place)
+            if opened.program.opener:
+                opener = find_spec(opened.program.opener)
+                assert opener is not None
+                assert opener.origin is not None
+                shutil.copyfile(opener.origin, place / "opener.py")
+            reply = _answered(request, place)
+            require_same_labels(data.preparation.config.id2label, reply["labels"])
+            if "tokens" in reply:
+                own = folder_reader.tokens_of(data.evaluated.tokenizer, request["texts"])
+                require_same_tokens(request["texts"], own, reply["tokens"])
+            found = _outputs(data, opened, expected, place)
+            there: Sequence[Mapping[str, Tensor]] = expected.outputs
+            if "scores" in found[0]:
+                there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
+            difference, largest = compared(found, there, expected.batches)
+            require_same(difference, largest, opened.dtype, reply["lost"])
+            rows = f"{len(data.evaluated.rows):,} rows of {one_line(data.evaluated.where.split(' (')[0])}"
+            by = f"Another process, without `trainer`, with {opened.program.name} on the CPU in fp32,"
+            metrics, num_texts = _metrics(data, expected, found), len(request["texts"])
+            return Certificate(by, rows, difference, largest, metrics, num_texts, reply["versions"], self.asked.command)
 
 
 def _data(

@@ -1,17 +1,15 @@
-"""The certificate of an exported folder: its outputs and tokens are those of the trained model."""
+"""Comparisons of outputs, class names and tokens of an exported folder with those of the trained model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.base.errors import TrainerError, UsageError
+from trainer.base.errors import TrainerError
 from trainer.base.text import for_terminal, listed
 from trainer.parallel.microbatch import Microbatch
 
@@ -21,65 +19,8 @@ _CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
 _LEAST_OUTPUT = 1e-2
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The result of a comparison that found the same model.
-
-    `metrics` holds for each metric the value of the exported model, and that of the trained one.
-    """
-
-    by: str
-    rows: str
-    difference: float
-    largest: float
-    metrics: Mapping[str, tuple[float, float]]
-    num_texts: int
-    versions: Mapping[str, str]
-    command: str = ""
-
-    def lines(self) -> list[str]:
-        """Return the lines of the section in the model card, without its title."""
-        found = [f"{self.by} opened this folder. It computed the outputs of the trained model for {self.rows}.", ""]
-        found.append(f"- largest difference of an output: {self.difference:.2g} (largest output: {self.largest:.4g})")
-        found += [f"- {name}: {own:.6g} (trained model: {there:.6g})" for name, (own, there) in self.metrics.items()]
-        if self.num_texts:
-            found.append(f"- tokens: those of the training, for {self.num_texts:,} texts")
-        if self.versions:
-            found.append("- versions: " + ", ".join(f"{name} {value}" for name, value in self.versions.items()))
-        return found + ([f"- command: `{self.command}`"] if self.command else [])
-
-
-class ExportCheck(Protocol):
-    """A comparison of the exported folder with the trained model."""
-
-    def compare(self, folder: Path) -> Certificate | None:
-        """Compare the unfinished folder on rank 0; None: nothing was compared.
-
-        Raises:
-            TrainerError: it is another model, and is not kept.
-        """
-
-
 class NotTheTrainedModelError(TrainerError):
     """The exported folder is not the trained model."""
-
-
-REFUSED = "model-refused.txt"
-"""The file in a run's folder with the reason why its end did not keep the exported model."""
-
-
-def require_not_refused(checkpoint: Path) -> None:
-    """Refuse to export a checkpoint in the folder of a run that did not keep its own export.
-
-    Raises:
-        UsageError: the run has refused it.
-    """
-    file = checkpoint.parent.parent / REFUSED
-    if file.is_file():
-        raise UsageError(
-            f"`--verify` is needed for this run, which did not keep its exported model ({file}); add --verify, which"
-            " compares the folder with the trained model"
-        )
 
 
 def compared(

@@ -24,18 +24,16 @@ from trainer.models.fill import without_report
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
-from trainer.training import folder_reader
-from trainer.training.assembly import Assembly
-from trainer.training.certificate import (
-    REFUSED,
-    Certificate,
-    ExportCheck,
+from trainer.tools.certify import folder_reader
+from trainer.tools.certify.comparing import (
     NotTheTrainedModelError,
     gap_of,
     require_same_labels,
     require_same_tokens,
     texts_of,
 )
+from trainer.training.assembly import Assembly
+from trainer.training.export_check import REFUSED, Certificate, ExportCheck
 from trainer.training.run_data import PreparedData
 from trainer.training.run_tool import RunTool
 

@@ -17,14 +17,13 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.models.weight_files import WeightFiles
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.checked_export import ComparedRows
-from trainer.training import folder_reader
-from trainer.training.certificate import NotTheTrainedModelError
+from trainer.tools.certify import folder_reader, verifying
+from trainer.tools.certify.comparing import NotTheTrainedModelError
+from trainer.tools.certify.run_end import ComparedRows
+from trainer.tools.certify.verifying import FolderCheck, Verification
 from trainer.training.run import run
-from trainer.use import export as export_module
-from trainer.use import verifying
+from trainer.use.checkpoint_model import CheckpointModel
 from trainer.use.export import export
-from trainer.use.verifying import Verification
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
 EMBEDDING = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}
@@ -136,18 +135,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]) -> None:
     """Change each new folder before it is compared."""
-    compare, verify = ComparedRows.compare, export_module.verify
+    compare, verify = ComparedRows.compare, FolderCheck.compare
 
     def compare_planted(self: ComparedRows, folder: Path) -> Any:
         plant(folder)
         return compare(self, folder)
 
-    def verify_planted(folder: Path, *others: Any) -> Any:
+    def verify_planted(self: FolderCheck, folder: Path) -> Any:
         plant(folder)
-        return verify(folder, *others)
+        return verify(self, folder)
 
     monkeypatch.setattr(ComparedRows, "compare", compare_planted)
-    monkeypatch.setattr(export_module, "verify", verify_planted)
+    monkeypatch.setattr(FolderCheck, "compare", verify_planted)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -190,7 +189,7 @@ def test_adapters_that_other_programs_compute_otherwise(tmp_path, monkeypatch, t
     base = {"name_or_path": str(trained / "model"), "adapter": {"type": "lora", "rank": 4}, **model}
     recipe.write_text(json.dumps({**json.loads(recipe.read_text()), "model": base}))
     train(recipe)
-    monkeypatch.setattr(export_module, "_base_weights", None)  # refused before any work
+    monkeypatch.setattr(CheckpointModel, "base_weights", None)  # refused before any work
     with pytest.raises(UsageError, match=f"`--verify` with `--adapter` .*{message}.*; leave one of them out"):
         export(tmp_path / "own" / "run", tmp_path / "out", adapter=True, verification=ASKED)
     assert [one.name for one in tmp_path.iterdir()] == ["own"]

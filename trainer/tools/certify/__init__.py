@@ -1,0 +1,1 @@
+"""Exported folders beside the trained model: `trainer export --verify`, and the end of a run."""
