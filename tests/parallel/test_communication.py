@@ -16,14 +16,11 @@ from tests.helpers.ranks import RankPools
 from trainer.parallel.communication import (
     copy_to_group,
     gather_sequence,
-    heads_to_positions,
     join_sequence,
-    positions_to_heads,
     reduce_from_group,
     scatter_sum_sequence,
     split_sequence,
 )
-from trainer.parallel.groups import group_size
 from trainer.parallel.shards.slices import bounds_of_part
 
 
@@ -65,14 +62,6 @@ def copy_and_scatter(x: Tensor, group: Any) -> Tensor:
     return join_sequence(scatter_sum_sequence(own_work(copy_to_group(x, group)), group, 1), group, 1, x.shape[1])
 
 
-def heads_exchanged(x: Tensor, group: Any) -> Tensor:
-    """Positions attend to all others: each rank computes one head, and none does so in the gradient of another."""
-    heads = torch.stack([x * (head + 1) for head in range(group_size(group))], 1)  # [batch, heads, positions, width]
-    part = positions_to_heads(split_sequence(heads, group, 2), group, group_size(group))
-    mixed = heads_to_positions(part.cumsum(2).sin(), group, group_size(group))
-    return join_sequence(mixed.sum(1), group, 1, x.shape[1])
-
-
 def gathered_before_repeated_work(x: Tensor, group: Any) -> Tensor:
     """Wrong: the reduce-scatter makes the gradient grow by the degree."""
     return gather_sequence(split_sequence(x, group, 1), group, 1, x.shape[1]).sin()
@@ -89,7 +78,6 @@ RIGHT = {
     split_and_join: lambda x: x.sin(),
     gather_and_reduce: all_work,
     copy_and_scatter: all_work,
-    heads_exchanged: lambda x: sum((x * (head + 1)).cumsum(1).sin() for head in range(dist.get_world_size())),
 }
 
 
@@ -112,11 +100,6 @@ def check_wrong_gradient(function: Callable[[Tensor, Any], Tensor]) -> float:
 @pytest.mark.parametrize("function", [tensor_pair, gather_and_reduce, copy_and_scatter, split_and_join, sequence_pair])
 def test_gradients_on_two_ranks(ranks: RankPools, function):
     ranks(2).run(check_gradient, function, 7, 4)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_of_exchanged_heads(ranks: RankPools, world_size):
-    ranks(world_size).run(check_gradient, heads_exchanged, 6)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.slow), 4])

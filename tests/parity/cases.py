@@ -129,7 +129,7 @@ class Case:
             and self.strategy in STRATEGIES
             and self.optimizer in optimizer_sections()
             and (self.weights == "fp32" or ("keys", "weights") in rows)
-            and (self.context == 1 or ("attention", "ring") in rows)
+            and (self.context == 1 or ("axis", "parallel.context") in rows)
         )
 
     @property

@@ -239,12 +239,10 @@ _PARALLEL = [
     Defect(
         "later_keys_of_joined_rows_seen",
         "The kernel of a ring shows later tokens of a joined row, if its block begins between two lanes.",
-        "features/ring_attention/blocks.py",
+        "features/context/blocks.py",
         "mask.tril() if is_diagonal else mask, False",
         "mask, False",
-        (
-            "features/ring_attention/test_ring_attention.py::test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model",
-        ),
+        ("features/context/test_ring.py::test_the_kernel_gets_a_mask_for_joined_rows_of_a_causal_model",),
     ),
     Defect(
         "loss_of_a_cut_vocabulary_without_maximum",
@@ -377,9 +375,9 @@ _PARALLEL = [
     Defect(
         "heads_before_a_tensor_rank_missing",
         "Attention masks of a head group do not count the heads of earlier tensor ranks.",
-        "models/tensor_split.py",
-        "index * context.of_heads.heads + context.head_part",
-        "context.head_part",
+        "features/context/cut.py",
+        "tensor_rank * self.of_heads.heads + self.head_part",
+        "self.head_part",
         _parity("ddp-4ranks-fp32-tensor2-context2-accumulated-dropout"),
     ),
     Defect(
@@ -401,26 +399,26 @@ _PARALLEL = [
     Defect(
         "ring_draws_one_block",
         "A rank of a ring drops by the mask of the first block of keys, whichever block it holds.",
-        "features/ring_attention/blocks.py",
+        "features/context/blocks.py",
         "len(keys), self.probability, keys.start)",
         "len(keys), self.probability)",
-        ("features/ring_attention/test_ring_attention.py",),
+        ("features/context/test_ring.py",),
     ),
     Defect(
         "ring_of_rows_in_another_order",
         "Around a ring, packed rows drop by the masks of the microbatch's order, and not by their own.",
-        "features/ring_attention/attention.py",
+        "features/context/attention.py",
         "row_keys = row_keys if row_keys is None else row_keys[flat.order]",
         "row_keys = row_keys if row_keys is None else row_keys[flat.order.sort().values]",
-        ("features/ring_attention/test_ring_attention.py",),
+        ("features/context/test_ring.py",),
     ),
     Defect(
         "ring_gradient_leaves_late",
         "The gradients of keys and values end at the rank that held them last.",
-        "features/ring_attention/blocks.py",
+        "features/context/blocks.py",
         "            own = [ours.add_(theirs) for ours, theirs in zip(own, receive_gradients(), strict=True)]",
         "            receive_gradients()",
-        ("features/ring_attention/test_ring_attention.py",),
+        ("features/context/test_ring.py",),
     ),
     Defect(
         "dropout_keyed_by_place",

@@ -54,7 +54,7 @@ Kind = Literal[
     "card",
     "head",
     "kernel",
-    "attention",
+    "axis",
     "export",
     "chats",
     "generator",
@@ -79,8 +79,8 @@ line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key 
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
 `warnings`: a function that returns warnings on prepared data;
 `run` and `launch`: context managers for `around`;
-`kernel`: a module of Triton kernels, by its use; `attention`: a module that registers functions of attention (`ring`)
-with transformers; `export`: an `ExportFormat`, by its name for `trainer export --to`."""
+`kernel`: a module of Triton kernels, by its use; `axis`: the `SequenceAxis`, which cuts sequences in whole layers, by
+the key with the number of its ranks; `export`: an `ExportFormat`, by its name for `trainer export --to`."""
 
 
 @dataclass(frozen=True)

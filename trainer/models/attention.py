@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import registered, resolved
 from trainer.models.dropout import ReplaceCalledDropout, has_site, site_of
 from trainer.parallel import varlen
 from trainer.parallel.dropout import REMEDY
@@ -31,19 +31,14 @@ from trainer.parallel.random import LANES
 
 if TYPE_CHECKING:
     from trainer.parallel.flat_rows import FlatRows
-    from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 KEYED_ATTENTION = "trainer_keyed"
 OWN_ATTENTION = "trainer_own"
 """The attention function of the model's own file in transformers, with keyed dropout."""
-RING_ATTENTION = "trainer_ring"
-"""The same function, with masks that are computed block by block."""
 FLAT_ATTENTION = "trainer_packed"
 """The same function for rows that are always joined; the model makes no mask."""
 FLAT = "flat"
 """The argument of models, layers and attention with the `FlatRows` of their hidden states."""
-
-_CUT = "context_cut"
 
 _TILES = "visible_tiles"
 """The attribute of a mask with its visible tiles."""
@@ -246,26 +241,21 @@ def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
-    """Return notes on the functions that compute attention around a ring, with dropout or of flat rows, on a GPU.
+    """Return notes on the functions that compute attention with dropout or of flat rows, on a GPU.
 
     There are none for other models.
     """
-    config = getattr(model, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    if device.type != "cuda" or implementation not in (KEYED_ATTENTION, RING_ATTENTION, FLAT_ATTENTION):
-        return []
-    obstacle = missing("attention", device)
-    if implementation == FLAT_ATTENTION:
-        return _notes_of_rows(model, device, obstacle)
-    is_ring = implementation == RING_ATTENTION
+    form = FORMS.get(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    return form.notes(model, device, missing("attention", device)) if form and device.type == "cuda" else []
+
+
+def notes_of_masks(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
     if obstacle is None:
-        return [f"attention {'around a ring' if is_ring else 'with dropout'} runs in the fused kernel"]
-    if is_ring:
-        return [f"attention around a ring computes its blocks by operations of torch, because {obstacle}"]
+        return ["attention with dropout runs in the fused kernel"]
     return [f"attention with dropout stores its probabilities, because {obstacle}"]
 
 
-def _notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
+def notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
     is_keyed = any(map(has_site, model.modules()))
     notes = []
     if not is_keyed:
@@ -280,7 +270,7 @@ def _notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None)
     return notes
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -293,28 +283,17 @@ def _attention(
 
     With `flat`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
     of the rows, and `attention_mask` is not read. No probabilities are returned.
-
-    After `share_heads`, queries, keys, values and output are this rank's positions, with all heads.
     """
-    cut = cut_of(module)
-    if cut is not None:
-        query, key, value = (cut.to_heads(states) for states in (query, key, value))
-    probabilities = None
     if flat is not None:
-        output = _of_rows(module, query, key, value, flat, **options)
-    else:
-        output, probabilities = keyed_attention(module, query, key, value, attention_mask, **options)
-    if cut is None:
-        return output, probabilities
-    # The exchanges expect heads before positions, attention returns positions before heads.
-    return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
+        return _of_rows(module, query, key, value, flat, **options), None
+    return keyed_attention(module, query, key, value, attention_mask, **options)
 
 
 def _attention_of_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, *, flat: FlatRows, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `_attention` for flat rows, which need no mask: each token sees those of its row."""
-    return _attention(module, query, key, value, None, flat, **options)
+    """Compute `attention` for flat rows, which need no mask: each token sees those of its row."""
+    return attention(module, query, key, value, None, flat, **options)
 
 
 def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -428,33 +407,23 @@ def hides_nothing() -> bool:
     return _IS_PADDED.get() is False
 
 
-def require_ring(split: ContextSplit) -> None:
-    """Import attention around a ring, which registers its functions with transformers.
+@dataclass(frozen=True)
+class AttentionForm:
+    """Facts about a function of attention that is registered with transformers.
 
-    Raises:
-        UsageError: it is not installed.
+    Attributes:
+        notes: returns the notes on a model on a GPU, given the reason why the fused kernel does not run; None: it runs.
+        flat: the function for rows that are always joined.
     """
-    row = next((row for row in registered("attention") if row.name == "ring"), None)
-    if row is None:
-        raise UsageError(
-            "`parallel.context` must divide the heads of a tensor rank, because attention around a ring is not"
-            f" installed, but is {split.heads * split.ring}; use {split.heads}"
-        )
-    resolved(row.value)
+
+    notes: Callable[[nn.Module, torch.device, str | None], list[str]]
+    flat: str = FLAT_ATTENTION
 
 
-def cut_of(module: nn.Module) -> ContextCut | None:
-    """Return the cut of an attention module after `share_heads`; None: it has all positions."""
-    cut: ContextCut | None = getattr(module, _CUT, None)
-    return cut
+FORMS = {KEYED_ATTENTION: AttentionForm(notes_of_masks), FLAT_ATTENTION: AttentionForm(notes_of_rows)}
+"""The forms of registered functions by name; a feature adds its functions."""
 
-
-def share_heads(module: nn.Module, cut: ContextCut) -> None:
-    """Let an attention module, which has this rank's positions, compute all positions of this rank's heads."""
-    setattr(module, _CUT, cut)
-
-
-ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _attention)
+ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, _mask)
 ALL_ATTENTION_FUNCTIONS.register(OWN_ATTENTION, _own_attention)
 # Functions of model files add the mask to their scores, so they need the additive form.

@@ -19,13 +19,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.models.attention import FLAT, FLAT_ATTENTION, RING_ATTENTION
+from trainer.models.attention import FLAT, FLAT_ATTENTION, FORMS
 from trainer.models.families.table import FAMILIES, layers_of
 from trainer.models.names import owner_of, prefixes
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.flat_rows import FlatRows
-from trainer.parallel.row_groups import RowGroups
-from trainer.parallel.sharded_sequence import ContextCut, ContextSplit, SequenceCut
+from trainer.parallel.groups import Group
+from trainer.parallel.sharded_sequence import LayerCut, SequenceCut
 
 HIDDEN_STATES = "hidden_states"  # their keyword in transformers, if they are not the first argument
 _ROTATIONS = "position_embeddings"  # cosines and sines `[batch, positions, head_dim]`, of layers and attention
@@ -56,30 +56,31 @@ class Stacks:
 
     Args:
         layers: all repeated layers of the model in order, by their names in the model.
-        sequence: whether the tensor ranks shard the positions.
-        context: the split of attention over the context ranks; None without them.
+        tensor: the tensor ranks.
+        sequence: whether they shard the positions.
+        cut_layers: returns the cut of a stack over context ranks; None without them.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Module], groups: RowGroups, sequence: bool, context: ContextSplit | None
+        self,
+        layers: Mapping[str, nn.Module],
+        tensor: Group,
+        sequence: bool,
+        cut_layers: Callable[[], LayerCut] | None,
     ) -> None:
         self._layers = dict(layers)
-        self._contexts: dict[str | None, ContextCut] = {}
-        self._sequences: dict[str | None, SequenceCut] = {}
         # The layers of a stack have one parent, such as the encoder.
-        for stack in dict.fromkeys(map(owner_of, layers)):
-            if context:
-                self._contexts[stack] = ContextCut(groups.context, context)
-            if sequence:
-                self._sequences[stack] = SequenceCut(groups.tensor, self._contexts.get(stack))
+        stacks: dict[str | None, None] = dict.fromkeys(map(owner_of, layers))
+        self._layer_cuts = {stack: cut_layers() for stack in stacks} if cut_layers else {}
+        self._sequences = {stack: SequenceCut(tensor, self._layer_cuts.get(stack)) for stack in stacks if sequence}
 
     def sequence_of(self, name: str) -> SequenceCut | None:
         """Return the cut over tensor ranks of the stack with the module `name`; None without one, or in no layer."""
         return self._sequences.get(self._stack_of(name))
 
-    def context_of(self, name: str) -> ContextCut | None:
+    def layer_cut_of(self, name: str) -> LayerCut | None:
         """Return the cut over context ranks of the stack with the module `name`; None without one, or in no layer."""
-        return self._contexts.get(self._stack_of(name))
+        return self._layer_cuts.get(self._stack_of(name))
 
     def _stack_of(self, name: str) -> str | None:
         layer = next((prefix for prefix in reversed(prefixes(name)) if prefix in self._layers), None)
@@ -88,7 +89,7 @@ class Stacks:
     def cut_ends(self) -> None:
         """Split the input of the first layer of each stack, and join the output of the last."""
         # A cut over tensor ranks splits after the one over context ranks, and joins before it.
-        for stack, cut in {**self._contexts, **self._sequences}.items():
+        for stack, cut in {**self._layer_cuts, **self._sequences}.items():
             layers = [layer for name, layer in self._layers.items() if owner_of(name) == stack]
             change_inputs(layers[0], partial(_split, cut))
             layers[-1].register_forward_hook(_change_output(cut.join))
@@ -105,16 +106,7 @@ def _change_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return hook
 
 
-def cut_rotations(module: nn.Module, cut: ContextCut) -> None:
-    """Give an attention module the rotations `[batch, positions, width]` of this rank's positions."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return args, _change_rotations(kwargs, cut.own)
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     rotations = kwargs.get(_ROTATIONS)
     return kwargs if rotations is None else kwargs | {_ROTATIONS: tuple(map(change, rotations))}
 
@@ -140,8 +132,8 @@ def flatten_layers(model: Any) -> None:
         UsageError: `check_padding_free` refuses the model.
     """
     check_padding_free(model)
-    if model.config._attn_implementation != RING_ATTENTION:
-        model.config._attn_implementation = FLAT_ATTENTION
+    form = FORMS.get(model.config._attn_implementation)
+    model.config._attn_implementation = form.flat if form else FLAT_ATTENTION
     layers = list(layers_of(model).values())
     for layer in layers:
         layer.register_forward_pre_hook(_join_rotations, with_kwargs=True)
@@ -162,7 +154,7 @@ def _join_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _join_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     flat: FlatRows | None = kwargs.get(FLAT)
-    return args, _change_rotations(kwargs, flat.join) if flat else kwargs
+    return args, change_rotations(kwargs, flat.join) if flat else kwargs
 
 
 def _pad_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:

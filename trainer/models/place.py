@@ -227,8 +227,7 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
 
 def every_cut(plan: RunPlan) -> list[ModelCut]:
     """Return the cuts of the first tensor rank for all pipeline stages, without a process group."""
-    parallel = plan.recipe.parallel
-    cut = ModelCut(RowGroups.planned(parallel.tensor, parallel.context), parallel.sequence)
+    cut = ModelCut(RowGroups.planned(plan.layout.tp, plan.layout.cp), plan.recipe.parallel.sequence)
     return _with_stages(cut, plan, range(plan.pipeline.num_stages) if plan.pipeline else ())
 
 

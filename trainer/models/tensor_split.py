@@ -21,14 +21,13 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.base.errors import Problems, UsageError
 from trainer.models.added import ADDED
-from trainer.models.attention import RING_ATTENTION, require_ring, share_heads
-from trainer.models.context_split import context_split
 from trainer.models.dropout import move_site
 from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.forward_context import run_within
-from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs, cut_rotations
+from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs
 from trainer.models.names import prefixes, replace_in, tied_names
+from trainer.models.sequence_axis import sequence_axis
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.communication import copy_to_group, in_product_type
 from trainer.parallel.dropout import KeyedDropout
@@ -77,7 +76,10 @@ def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool 
             heads or features. A pattern matches nothing, or the family does not name a matrix.
         RecipeError: several of these hold.
     """
-    plan = _plan_of(model, context > 1)
+    if context > 1:
+        config: Any = model.config
+        sequence_axis().check(config.model_type)
+    plan = _plan_of(model)
     places = list(_places(model))
     problems = Problems()
     if sequence:
@@ -137,8 +139,8 @@ def _check_sequence(model: Any, plan: TensorPlan) -> None:
 def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> Placements:
     """Replace every large matrix of a transformers model by this rank's part of it.
 
-    With context ranks, layers work on this rank's positions, and attention shares the heads. With context ranks alone,
-    the matrices of layers stay whole.
+    With context ranks, layers work on this rank's positions. With context ranks alone, the matrices of layers stay
+    whole.
 
     Args:
         model: the whole model, equal on every rank of the groups, or on the meta device.
@@ -153,7 +155,7 @@ def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> 
     assert not any(isinstance(module, _Part) for module in model.modules()), "the model is cut already"
     tensor, context = group_size(groups.tensor), group_size(groups.context)
     check_split(model, tensor, context, sequence)
-    plan = _plan_of(model, context > 1)
+    plan = _plan_of(model)
     # Before the replacement, which gives each name a parameter of its own.
     tied = tied_names(model)
     stacks = _stacks(model, groups, sequence)
@@ -164,7 +166,7 @@ def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> 
     cutting.sum_input_gradients()
     cutting.divide_attributes()
     cutting.cut_dropouts()
-    cutting.share_heads()
+    cutting.cut_attention()
     placements |= cutting.partial_placements()
     stacks.cut_ends()
     if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
@@ -207,7 +209,7 @@ class _Cutting:
                     placements[name] = replace(placement, partial_over=(*placement.partial_over, *axes))
                 for module in part.modules():
                     if isinstance(module, KeyedDropout):  # of LoRA
-                        module.site = replace(module.site, sequence=self._stacks.context_of(place.name))
+                        module.site = replace(module.site, sequence=self._stacks.layer_cut_of(place.name))
         return placements
 
     def _part(self, place: _Place, has_sharer: bool) -> _Part:
@@ -264,27 +266,24 @@ class _Cutting:
         """Set the part of each dropout that works on this rank's heads, features or positions."""
         plan, index = self._plan, index_in_group(self._groups.tensor)
         for place in self._places:
-            context, module = self._stacks.context_of(place.name), place.module
-            # This rank's number among all shares of heads: context ranks divide the heads of a tensor rank.
-            of_heads = index * context.of_heads.heads + context.head_part if context else index
+            cut, module = self._stacks.layer_cut_of(place.name), place.module
+            of_heads = cut.part_of_heads(index) if cut else index
             if _any(plan.attention, place):
                 move_site(module, partial(replace, cut_dim=_HEADS_DIM, part=of_heads))
             if not isinstance(module, KeyedDropout):
                 continue
             if _any(plan.split_dropouts, place):
-                module.site = replace(module.site, cut_dim=-1, part=index, sequence=context)
+                module.site = replace(module.site, cut_dim=-1, part=index, sequence=cut)
             elif _any(plan.head_dropouts, place):
                 module.site = replace(module.site, cut_dim=_HEADS_DIM, part=of_heads)
             else:
-                module.site = replace(module.site, sequence=self._stacks.sequence_of(place.name) or context)
+                module.site = replace(module.site, sequence=self._stacks.sequence_of(place.name) or cut)
 
-    def share_heads(self) -> None:
-        """Let attention exchange positions for heads, if layers have this rank's positions only."""
+    def cut_attention(self) -> None:
+        """Let attention see all positions, if layers have this rank's positions only."""
         for place in self._matching(self._plan.attention):
-            cut = self._stacks.context_of(place.name)
-            if cut is not None:
-                share_heads(place.module, cut)
-                cut_rotations(place.module, cut)
+            if cut := self._stacks.layer_cut_of(place.name):
+                cut.cut_attention(place.module)
 
     def partial_placements(self) -> Placements:
         """Return the placements of replicated parameters that are applied to this rank's part only."""
@@ -302,38 +301,27 @@ class _Cutting:
 
     def _context_axes(self, place: _Place) -> list[str]:
         """Return the context axis if a module works on this rank's positions, so that its gradients are partial."""
-        return [CONTEXT_AXIS] if self._stacks.context_of(place.name) else []
+        return [CONTEXT_AXIS] if self._stacks.layer_cut_of(place.name) else []
 
 
-def _plan_of(model: Any, context: bool = False) -> TensorPlan:
-    model_type = model.config.model_type
-    # A plan of transformers has no context parallelism, so it is not read.
-    family = FAMILIES.get(model_type) if context else family_of(model)
+def _plan_of(model: Any) -> TensorPlan:
+    family = family_of(model)
     plan = family.tensor if family else None
-    if context and not (plan and plan.context_parallel):
-        raise UsageError(
-            f"`parallel.context` must be 1: the family {model_type} has no context parallelism; use"
-            " `activation_checkpointing` full for long sequences"
-        )
     if plan is None:
         raise UsageError(
-            f"`parallel.tensor` must be 1: tensor parallelism does not support the family {model_type}; use"
+            "`parallel.tensor` must be 1: tensor parallelism does not support the family"
+            f" {model.config.model_type}; use"
             " `parallel.strategy` fsdp to shard its parameters"
         )
     return plan
 
 
 def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
-    """Return the stacks of layers with their sequence cuts; context ranks may form a ring for attention."""
-    config: Any = model.config
-    split = context_split(config, group_size(groups.tensor), group_size(groups.context))
-    if split is not None and split.ring > 1:
-        require_ring(split)
-        # transformers looks up the function of this name in each forward pass.
-        config._attn_implementation = RING_ATTENTION
-    layers = {id(layer) for layer in layers_of(model).values()} if sequence or split else set()
+    """Return the stacks of layers with their sequence cuts; context ranks choose the function of attention."""
+    cut_layers = sequence_axis().prepare(model.config, groups) if group_size(groups.context) > 1 else None
+    layers = {id(layer) for layer in layers_of(model).values()} if sequence or cut_layers else set()
     named = {name: module for name, module in model.named_modules() if id(module) in layers}
-    return Stacks(named, groups, sequence, split)
+    return Stacks(named, groups.tensor, sequence, cut_layers)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:

@@ -13,12 +13,12 @@ from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
 from trainer.engine.builders import check_built
 from trainer.engine.optimizers.table import optimizer_class
-from trainer.models.context_split import context_notes
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
 from trainer.models.fill import check_weights
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import every_cut, place
+from trainer.models.sequence_axis import axis_notes
 from trainer.observe.observer import Observer
 from trainer.recipe.drawing import StageContents
 from trainer.recipe.local_parts import LocalParts
@@ -178,7 +178,7 @@ def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems
     with problems.collect():
         # Before the cuts, which apply to the parameters of adapters too.
         described.adapt(model, lacking)
-        notes += context_notes(described.config, parallel)
+        notes += axis_notes(described.config, plan.layout)
         notes += _trained_notes(model) if recipe.model.is_partly_frozen else []
         notes += described.adapter_notes(model)
         groups = described.groups(model)
@@ -193,7 +193,7 @@ def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems
         from trainer.models.tensor_split import check_split
 
         with problems.collect():
-            check_split(model, parallel.tensor, parallel.context, parallel.sequence)
+            check_split(model, plan.layout.tp, plan.layout.cp, parallel.sequence)
     if plan.pipeline is not None:
         from trainer.models.stage_split import split_stages, stage_sizes
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainer.models.attention import attention_notes
-from trainer.models.context_split import context_notes
 from trainer.models.dropout import dropout_notes
+from trainer.models.sequence_axis import axis_notes
 from trainer.observe.meter import Meter
 from trainer.observe.observer import Observer
 from trainer.observe.preview_records import Preview
@@ -36,7 +36,7 @@ def notes_of(parts: Assembly) -> list[str]:
     return [
         *([] if parts.progress.step else parts.built[0].notes),  # a checkpoint has replaced the weights
         *parts.data.notes(recipe.data.max_length),
-        *context_notes(model.config, recipe.parallel),
+        *axis_notes(model.config, parts.plan.layout),
         *attention_notes(model, device),
         *dropout_notes(model, device),
         *parts.engine.notes(),

@@ -23,8 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.gpu import test_attention_gpu
 from tests.helpers.families import CONFIGS, build, inputs_of
+from trainer.features.context.blocks import Block, BlockAttention, BlockMask, Sums
 from trainer.features.kernels import fused_attention
-from trainer.features.ring_attention.blocks import Block, BlockAttention, BlockMask, Sums
 from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.dropout import key_dropout, move_site, site_of

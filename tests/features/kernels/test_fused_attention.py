@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.families import CONFIGS
 from tests.helpers.interpreting import run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
+from trainer.features.context.attention import HEADS_ATTENTION, RING_ATTENTION
 from trainer.features.kernels import fused_attention
-from trainer.features.ring_attention import attention as ring  # noqa: F401  # registers its functions
 from trainer.models import attention
-from trainer.models.attention import FLAT_ATTENTION, KEYED_ATTENTION, RING_ATTENTION, attention_notes
+from trainer.models.attention import FLAT_ATTENTION, KEYED_ATTENTION, attention_notes
 from trainer.parallel import kernel_support
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.hardware import parse_devices
@@ -76,6 +76,7 @@ class TestNotes:
 
     def test_the_kernel(self, monkeypatch):
         assert self.notes(monkeypatch) == ["attention with dropout runs in the fused kernel"]
+        assert self.notes(monkeypatch, implementation=HEADS_ATTENTION) == self.notes(monkeypatch)
         around = self.notes(monkeypatch, implementation=RING_ATTENTION)
         assert around == ["attention around a ring runs in the fused kernel"]
 

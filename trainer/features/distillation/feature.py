@@ -56,10 +56,9 @@ class TeacherFeature(SecondModel):
             _require_all(recipe, check_weights(described))
         with problems.collect():
             _columns(recipe, task, described.config)
-        parallel = recipe.parallel
         if plan.layout.ranks_per_row > 1:
             with problems.collect(), _naming_the_teacher():
-                check_split(model, parallel.tensor, parallel.context, parallel.sequence)
+                check_split(model, plan.layout.tp, plan.layout.cp, recipe.parallel.sequence)
         if preparation is not None:
             with problems.collect(), _naming_the_teacher():
                 _require_same_inputs(recipe, task, preparation, described)

@@ -15,7 +15,7 @@ from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import listed, size
 from trainer.models.configuration import load_config
-from trainer.models.context_split import context_notes
+from trainer.models.sequence_axis import axis_notes
 from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import COMPONENTS
 from trainer.tools.plan.recipe_plan import (
@@ -44,7 +44,7 @@ def plan_text(
     """
     plan, attention = made.plan, None
     if plan.layout.cp > 1:
-        (attention,) = context_notes(load_config(plan.recipe.model, {}), plan.recipe.parallel)
+        (attention,) = axis_notes(load_config(plan.recipe.model, {}), plan.layout)
     changes = None if made.fits else changes
     values = {"notes": _notes(plan), "attention": attention, "faster": _faster_types(made), "changes": changes}
     return text_of("plan", made=made, cost=cost, found=found, name=name, **values)

@@ -26,24 +26,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.helpers.families import VOCABULARY, build
 from tests.helpers.ranks import RankPools
-from trainer.base.errors import UsageError
-from trainer.features.ring_attention import attention, blocks  # noqa: F401  # registers its functions
-from trainer.features.ring_attention.blocks import Block, BlockAttention
-from trainer.models.attention import (
-    KEYED_ATTENTION,
-    RING_ATTENTION,
-    keyed_attention,
-    padding_known,
-    require_ring,
-    share_heads,
-)
+from trainer.features.context import blocks
+from trainer.features.context.attention import FLAT_HEADS_ATTENTION, HEADS_ATTENTION, RING_ATTENTION
+from trainer.features.context.blocks import Block, BlockAttention
+from trainer.features.context.cut import ContextCut, ContextSplit
+from trainer.models.attention import keyed_attention, padding_known
 from trainer.models.dropout import key_dropout, move_site
 from trainer.models.tensor_split import split_model
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
 from trainer.parallel.kernel_support import load
 from trainer.parallel.row_groups import RowGroups
-from trainer.parallel.sharded_sequence import ContextCut, ContextSplit
 
 LENGTH = 9
 KEY = MicrobatchKey(2, torch.tensor([5, 3, 8]))
@@ -129,12 +122,13 @@ def run(case: Case, cut: ContextCut | None) -> list[Tensor]:
             mask = case.masked(sdpa_mask)
             output, _ = keyed_attention(module, *states, mask, **options)
         else:
-            move_site(module, lambda site: replace(site, cut_dim=1, part=cut.head_part))
-            share_heads(module, cut)
+            move_site(module, lambda site: replace(site, cut_dim=1, part=cut.part_of_heads(0)))
+            cut.cut_attention(module)
             wholes = [tensor.transpose(1, 2).flatten(2) for tensor in states]
             parts = [cut.split(flat.join(whole) if flat else whole) for whole in wholes]
             parts = [part.unflatten(2, (-1, WIDTH)).transpose(1, 2) for part in parts]
-            name = RING_ATTENTION if cut.of_heads.ring > 1 else KEYED_ATTENTION
+            of_heads = FLAT_HEADS_ATTENTION if flat else HEADS_ATTENTION
+            name = RING_ATTENTION if cut.of_heads.ring > 1 else of_heads
             mask = case.masked(ALL_MASK_ATTENTION_FUNCTIONS[name])
             if case.mask == "window":
                 options |= {"sliding_window": 5, "is_causal": True}
@@ -284,9 +278,3 @@ class TestMasks:
         for is_padded in (False, True):
             with padding_known(is_padded):
                 assert (create_bidirectional_mask(config, embeddings, mask) is None) == (not is_padded)
-
-
-def test_a_ring_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.models.attention.registered", lambda kind: [])
-    with pytest.raises(UsageError, match="not installed, but is 4; use 2"):
-        require_ring(ContextSplit(2, 2))

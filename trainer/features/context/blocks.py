@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from trainer.parallel.communication import begin_shift
+from trainer.features.context.exchange import begin_shift
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.groups import Group
 from trainer.parallel.kernel_support import KERNELS

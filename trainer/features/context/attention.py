@@ -1,4 +1,4 @@
-"""The attention function of transformers' models around a ring of context ranks, and its masks."""
+"""The attention functions of context ranks for transformers' models, by heads and around a ring, and their masks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.base.errors import UsageError
-from trainer.features.ring_attention.blocks import BlockAttention, BlockMask, Ring, ring_attention
+from trainer.features.context.blocks import BlockAttention, BlockMask, Ring, ring_attention
+from trainer.features.context.cut import ContextCut, cut_of
 from trainer.models.attention import (
-    RING_ATTENTION,
-    cut_of,
+    FORMS,
+    KEYED_ATTENTION,
+    AttentionForm,
+    attention,
     hides_nothing,
     in_autocast_type,
     is_causal_call,
     next_row_keys,
+    notes_of_masks,
+    notes_of_rows,
     obstacle_of_states,
     scale_of,
     variant_of,
@@ -30,18 +36,26 @@ from trainer.parallel.kernel_support import missing
 
 if TYPE_CHECKING:
     from trainer.parallel.flat_rows import FlatRows
-    from trainer.parallel.sharded_sequence import ContextCut
+
+HEADS_ATTENTION = "trainer_heads"
+"""Keyed attention of this rank's heads to all positions."""
+FLAT_HEADS_ATTENTION = "trainer_packed_heads"
+"""The same function for rows that are always joined; the model makes no mask."""
+RING_ATTENTION = "trainer_ring"
+"""Keyed attention around a ring, with masks that are computed block by block."""
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, flat: FlatRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention after `share_heads`: states are this rank's positions, with all heads."""
+    """Compute attention of a module with a cut; states are this rank's positions, with all heads."""
     cut = cut_of(module)
-    assert cut is not None, "only context ranks form a ring"
     query, key, value = (cut.to_heads(states) for states in (query, key, value))
-    output = around_ring(cut, module, query, key, value, attention_mask, flat, **options)
+    if cut.of_heads.ring > 1:
+        output = around_ring(cut, module, query, key, value, attention_mask, flat, **options)
+    else:
+        output, _ = attention(module, query, key, value, attention_mask, flat, **options)
     # The exchanges expect heads before positions, attention returns positions before heads.
     return cut.to_positions(output.transpose(1, 2)).transpose(1, 2), None
 
@@ -137,5 +151,21 @@ def _block_mask(
     return blocks(None if hides_nothing() else attention_mask, options, of_tokens)
 
 
-ALL_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(RING_ATTENTION, _block_mask)
+def _notes_of_ring(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
+    if obstacle is None:
+        return ["attention around a ring runs in the fused kernel"]
+    return [f"attention around a ring computes its blocks by operations of torch, because {obstacle}"]
+
+
+for _name, _mask, _form in (
+    (
+        HEADS_ATTENTION,
+        ALL_MASK_ATTENTION_FUNCTIONS[KEYED_ATTENTION],
+        AttentionForm(notes_of_masks, FLAT_HEADS_ATTENTION),
+    ),
+    (FLAT_HEADS_ATTENTION, lambda *_, **__: None, AttentionForm(notes_of_rows, FLAT_HEADS_ATTENTION)),
+    (RING_ATTENTION, _block_mask, AttentionForm(_notes_of_ring, RING_ATTENTION)),
+):
+    ALL_ATTENTION_FUNCTIONS.register(_name, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _mask)
+    FORMS[_name] = _form

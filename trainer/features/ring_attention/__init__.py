@@ -1,1 +1,0 @@
-"""Attention around a ring of context ranks, where they are more than the heads can be shared by."""

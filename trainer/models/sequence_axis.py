@@ -1,0 +1,42 @@
+"""The axis over which a feature cuts sequences in whole layers, as the trunk uses it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainer.base.extensions import registered, resolved
+from trainer.parallel.row_groups import RowGroups
+from trainer.recipe.plan import Layout
+
+if TYPE_CHECKING:
+    from trainer.parallel.sharded_sequence import LayerCut
+
+
+class SequenceAxis(ABC):
+    """The cut of sequences over the context axis; a feature registers it by the key with the number of its ranks."""
+
+    @abstractmethod
+    def check(self, model_type: str) -> None:
+        """Refuse a family that it does not cut."""
+
+    @abstractmethod
+    def prepare(self, config: Any, groups: RowGroups) -> Callable[[], LayerCut]:
+        """Set the function of a model's attention, and return a function that makes the cut of a stack of layers."""
+
+    @abstractmethod
+    def notes(self, config: Any, layout: Layout) -> list[str]:
+        """Return notes for the user on the cut of a model."""
+
+
+def sequence_axis() -> SequenceAxis:
+    """Return the registered axis."""
+    (row,) = registered("axis")  # the mesh has one such axis
+    axis: SequenceAxis = resolved(row.value)()
+    return axis
+
+
+def axis_notes(config: Any, layout: Layout) -> list[str]:
+    """Return notes on the cut of sequences in whole layers; none for one rank."""
+    return sequence_axis().notes(config, layout) if layout.cp > 1 else []
