@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_layouts_train_alike_without_features(tmp_path: Path):
     assert re.search(r"\b2 passed", ended.stdout)
 
 
+def keys_of(schema: dict[str, Any]) -> set[str]:
+    """Return the keys of a recipe, those of sections with the name of the section before a dot."""
+    keys = set(schema["properties"])
+    for section, field in schema["properties"].items():
+        for kind in re.findall(r"#/\$defs/(\w+)", json.dumps(field)):
+            keys |= {f"{section}.{key}" for key in schema["$defs"][kind].get("properties", ())}
+    return keys
+
+
 @pytest.mark.slow
 def test_each_feature_can_be_deleted(tmp_path: Path):
     package = copied(tmp_path)
@@ -77,14 +87,15 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         away.rename(tmp_path / name)
         schema = run(tmp_path, "schema")
         rows = json.loads((tmp_path / name / "extension.json").read_text())
-        keys = [f'"{word.rpartition(".")[2]}": ' for word in rows.get("keys", ())]  # a metric may have the same name
+        keys = rows.get("keys", {}).keys()
         kinds = ("strategy", "optimizer", "schedule", "task", "format")
-        names = keys + [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
+        names = [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
         precisions = json.loads(schema)["properties"]["precision"]["enum"]  # a type of sent gradients has the same name
-        others = {"precision", "logging", "kernel", "axis", "observer", "recipe_format", "export", "warnings"}
-        assert names or rows.keys() & others
+        others = {"precision", "logging", "kernel", "observer", "recipe_format", "export", "warnings"}
+        assert names or keys or rows.keys() & others
         assert not any(word in schema for word in names)
+        assert keys.isdisjoint(keys_of(json.loads(schema)))
         assert rows.get("logging", {}).keys().isdisjoint(targets)
         assert rows.get("precision", {}).keys().isdisjoint(precisions)
         for task in rows.get("task", ()):

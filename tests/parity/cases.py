@@ -185,7 +185,8 @@ class Case:
                 else share
             },
             parallel=parallel_keys(self.strategy, data_ranks)
-            | {"tensor": self.tensor, "sequence": self.sequence, "context": self.context, "pipeline": pipeline}
+            | {"tensor": self.tensor, "sequence": self.sequence, "pipeline": pipeline}
+            | ({"context": self.context} if self.context > 1 else {})
             | {"communication": {"gradients": self.gradients}},
             optimizer={"name": self.optimizer},
             schedule={"name": "constant"} if self.optimizer == "schedule_free_adamw" else {},

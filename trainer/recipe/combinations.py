@@ -161,8 +161,8 @@ _WORDS: Mapping[str, Callable[[Any], bool]] = {
 
 def _of_tables() -> Iterator[Exclusion]:
     yield from _of_strategies({_STAGES: "above 1"}, lambda row: row.no_pipeline)
-    yield from _of_strategies({"parallel.tensor": "above 1"}, lambda row: row.no_tensor)
-    yield from _of_strategies({"parallel.context": "above 1"}, lambda row: row.no_tensor)
+    for key in ("parallel.tensor", *(row.name for row in registered("axis"))):
+        yield from _of_strategies({key: "above 1"}, lambda row: row.no_tensor)
     yield from _of_strategies({"parallel.load": ["broadcast"]}, lambda row: row.no_broadcast)
     yield from _of_strategies({"compile": [True]}, lambda row: row.no_compile)
     for group in json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.base.errors import RecipeError
-from trainer.base.extensions import resolved
+from trainer.base.extensions import registered, resolved
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule, stages_of_rank
 from trainer.recipe.schema import Parallel, Recipe
@@ -191,11 +191,18 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
     return replace(cut, dp_replicate=ranks // shard, dp_shard=shard)
 
 
+def axis_degree(parallel: Parallel) -> dict[str, int]:
+    """Return the registered key of `parallel` with the number of context ranks, and that number; {} without one."""
+    keys = [row.name.removeprefix("parallel.") for row in registered("axis")]
+    return {key: getattr(parallel, key) for key in keys}
+
+
 def _checked_cut(parallel: Parallel, world_size: int) -> Layout:
     """Return the layout of one data-parallel rank: its stages, context and tensor ranks. They must divide the ranks."""
-    cut = Layout(cp=parallel.context, tp=parallel.tensor, pp=parallel.pipeline.stages)
+    of_axis = axis_degree(parallel)
+    cut = Layout(cp=math.prod(of_axis.values()), tp=parallel.tensor, pp=parallel.pipeline.stages)
     if world_size % cut.world_size:
-        degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, "context": cut.cp}
+        degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, **of_axis}
         (key, degree), *others = [(key, degree) for key, degree in degrees.items() if degree > 1]
         product = "".join(f"times `parallel.{other}` {size} " for other, size in others)
         one = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"

@@ -7,12 +7,13 @@ fixed.
 from __future__ import annotations
 
 from contextlib import suppress
+from math import prod
 
 from trainer.base.errors import RecipeError, UsageError
 from trainer.features.elastic.section import axis_of
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.elastic_launch import ElasticLaunch
-from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.plan import RunPlan, axis_degree, plan_run
 from trainer.recipe.schema import Parallel, Recipe
 
 
@@ -24,7 +25,8 @@ class ElasticLayouts(ElasticLaunch):
     def fitted(self, parallel: Parallel, num_ranks: int) -> Parallel:
         if axis_of(parallel) != "shards" or parallel.shard == "auto":
             return parallel
-        num_data_ranks = max(1, num_ranks // (parallel.context * parallel.tensor * parallel.pipeline.stages))
+        ranks_per_row = prod(axis_degree(parallel).values()) * parallel.tensor
+        num_data_ranks = max(1, num_ranks // (ranks_per_row * parallel.pipeline.stages))
         return parallel.model_copy(update={"shard": min(parallel.shard, num_data_ranks)})
 
     def summary(self, recipe: Recipe, num_ranks: int) -> str:

@@ -12,7 +12,7 @@ from trainer.base.errors import UsageError
 from trainer.features.generation.generation import generate, set_generation
 from trainer.features.generation.prompts import ContinuingTask
 from trainer.features.generation.section import Generation
-from trainer.recipe.plan import RunPlan
+from trainer.recipe.plan import RunPlan, axis_degree
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.generated import TextGenerator
 from trainer.tasks.task import Task
@@ -27,14 +27,15 @@ class _Transformers(TextGenerator):
             raise UsageError(
                 "`data.padding_free` must be false to generate texts token by token, but is true; remove it"
             )
-        parallel = plan.recipe.parallel
+        parallel, of_positions = plan.recipe.parallel, "a rank needs the keys and values of all earlier positions"
         for key, degree, needed in (
-            ("parallel.pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),
-            ("parallel.context", parallel.context, "a rank needs the keys and values of all earlier positions"),
+            ("pipeline.stages", parallel.pipeline.stages, "a rank needs the whole model"),
+            *((key, degree, of_positions) for key, degree in axis_degree(parallel).items()),
         ):
             if degree > 1:
                 raise UsageError(
-                    f"`{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add {key}=1"
+                    f"`parallel.{key}` must be 1 to generate texts, for which {needed}, but is {degree}; add"
+                    f" parallel.{key}=1"
                 )
 
     def configure(self, model: nn.Module, task: Task, tokenizer: Tokenizer | None) -> None:

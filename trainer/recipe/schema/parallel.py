@@ -59,9 +59,6 @@ class Parallel(Section):
     """Tensor-parallel degree: ranks that shard each large matrix and process the same rows."""
     sequence: bool = False
     """Sequence parallelism: shard positions over tensor ranks between the matrices of a layer, for less memory."""
-    context: Annotated[int, Field(ge=1)] = 1
-    """Context-parallel degree: ranks that shard the positions of the same rows in all layers. They share heads
-    (DeepSpeed-Ulysses), and form rings (Ring Attention) where heads do not suffice."""
     pipeline: Pipeline = Pipeline()
     """Pipeline stages and their schedule."""
     reshard_after_forward: bool = True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.extensions import registered
 from trainer.base.text import dotted_leaves
 from trainer.checkpoint.identity import identity
 from trainer.recipe.reading.loading import load_recipe
@@ -125,10 +126,11 @@ def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
     for row, tensor, stages, words in layouts(processes, processes):
         if _is_compared(row, processes, tensor * stages):
             yield words
-    if processes % 2 == 0:
-        yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", "parallel.context=2")
-    if processes % 4 == 0:
-        yield ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline.stages=1", "parallel.context=2")
+    for axis in registered("axis"):
+        if processes % 2 == 0:
+            yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", f"{axis.name}=2")
+        if processes % 4 == 0:
+            yield ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline.stages=1", f"{axis.name}=2")
     if gpus > 1:
         yield ("parallel.strategy=dp",)
     yield ("activation_checkpointing=full",)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.extensions import registered
 from trainer.base.text import dotted_leaves
 from trainer.models.configuration import load_config, max_positions
 from trainer.ranks.environment import available_cores
@@ -101,7 +102,7 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                         f"parallel.strategy={row.name}",
                         f"parallel.tensor={tensor}",
                         f"parallel.sequence={sequence}",
-                        "parallel.context=1",
+                        *(f"{axis.name}=1" for axis in registered("axis")),
                         f"parallel.pipeline.stages={stages}",
                         # Tensor ranks are neighbours on one machine, so its other ranks shard, and the replicas are on
                         # other machines.

@@ -126,13 +126,13 @@ def _of_features(tool: str) -> Table:
 FSDP = _flat("fsdp")
 """Keys of `fsdp_config`, which accelerate writes with the prefix `fsdp_` and TrainingArguments without."""
 
-ACCELERATE = _flat("accelerate") | _prefixed("fsdp_config.fsdp_", FSDP)
+ACCELERATE = _flat("accelerate") | _prefixed("fsdp_config.fsdp_", FSDP) | _of_features("accelerate")
 """Keys of the YAML file of `accelerate config`."""
 
 DEEPSPEED = _flat("deepspeed") | _of_features("deepspeed")
 """Keys of a DeepSpeed JSON."""
 
-MEGATRON = _flat("megatron_lm")
+MEGATRON = _flat("megatron_lm") | _of_features("megatron_lm")
 """Flags of Megatron-LM."""
 
 LORA_CONFIG = _flat("lora_config")
