@@ -7,24 +7,12 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.base.disk import (
-    is_in_memory,
-    numbered_errors,
-    open_plain,
-    read_plain,
-    replace_folder,
-    replace_text,
-    save_tensors,
-    write_over,
-)
-from trainer.base.errors import UsageError
+from trainer.base.disk import numbered_errors, open_plain, read_plain, replace_folder, replace_text, save_tensors
 
 
 def test_an_error_in_rust_has_the_number_of_the_system(tmp_path):
@@ -44,15 +32,6 @@ def test_tensors_have_the_permissions_of_other_files(tmp_path, umask, mode):
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file.safetensors").stat().st_mode) == mode
     assert torch.equal(load_file(tmp_path / "file.safetensors")["weight"], torch.ones(2))
-
-
-def test_a_file_for_the_user_gets_its_folder_and_replaces_another(tmp_path):
-    file = tmp_path / "new" / "page.html"
-    for text in ("one", "two"):
-        write_over(file, text, "--output")
-        assert file.read_text() == text
-    with pytest.raises(UsageError, match=r"page.html/x cannot be written: .*; make room, or name another by --output"):
-        write_over(file / "x", "three", "--output")
 
 
 @pytest.mark.parametrize("was_there", [True, False])
@@ -96,21 +75,6 @@ def test_opens_regular_files_only_and_hard_links_read_only(tmp_path):
     for name, flags in (("hard", os.O_RDWR), ("link", os.O_RDONLY), ("pipe", os.O_RDONLY), ("folder", os.O_RDONLY)):
         with pytest.raises(OSError, match="it is a link or no regular file"):
             open_plain(tmp_path / name, flags)
-
-
-def test_a_link_and_a_relative_path_lead_to_memory(tmp_path, monkeypatch):
-    mounts = [
-        SimpleNamespace(mountpoint="/", fstype="ext4"),
-        SimpleNamespace(mountpoint=str(tmp_path / "shm"), fstype="tmpfs"),
-    ]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shm").mkdir()
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "shm" / "out").symlink_to(tmp_path / "disk")
-    (tmp_path / "in").symlink_to(tmp_path / "shm")
-    found = {name: is_in_memory(Path(name)) for name in ("shm", "in", "disk", "shm/out")}
-    assert found == {"shm": True, "in": True, "disk": False, "shm/out": False}
 
 
 def _write(folder: Path, text: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.base.text import for_terminal, has_secret, masked, without_repetitions, without_secrets
+from trainer.base.text import for_terminal, has_secret, masked, without_secrets
+from trainer.cli.options import without_repetitions
 
 
 def test_controls_are_escaped_and_lines_stay():

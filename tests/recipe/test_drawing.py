@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.recipe.drawing import MAX_LINES, StageContents, layers_text, layout_lines, stage_lines
+from trainer.cli.check import layout_lines, stage_lines
+from trainer.recipe.drawing import MAX_LINES, StageContents, layers_text
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import load_recipe
 

@@ -31,18 +31,3 @@ def end() -> None:
     """Free objects in cycles before the process ends, and spare the interpreter its passes over all modules."""
     gc.collect()
     gc.freeze()
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Keep Python's collector away, so that tensors in cycles do not end at moments that earlier work decides.
-
-    `gc.collect(0)` in this context looks only at objects made since the last pass, so it is short.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 from uuid import uuid4
 
-from trainer.base.errors import UsageError, storage_error
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -160,36 +158,6 @@ def move_over(new: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def write_over(path: Path, text: str, option: str) -> None:
-    """Write a file for the user, with its folder, in place of an old one; `option` of the command line names it.
-
-    Raises:
-        TrainerError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-    except OSError as error:
-        raise storage_error(
-            f"{path} cannot be written: {error.strerror}; make room, or name another by {option}", error
-        ) from error
-
-
-def write_new(path: Path, text: str, option: str) -> None:
-    """Write a new file for the user; `option` of the command line names it.
-
-    Raises:
-        UsageError: the file exists, or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(f"{option} must name a new file, but {path} exists; name another") from error
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be written: {error.strerror}; name another") from error
-
-
 def replace_folder(new: Path, place: Path) -> None:
     """Move the folder `new` to `place`, which may exist, once the disk has stored all files of `new`."""
     for path in (*new.rglob("*"), new):
@@ -212,16 +180,6 @@ def replace_folder(new: Path, place: Path) -> None:
         with suppress(OSError):
             remove(aside)
             break
-
-
-def is_in_memory(folder: Path) -> bool:
-    """Return whether a folder is on a memory file system."""
-    import psutil
-
-    folder = folder.resolve()
-    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    # The longest of these mount points is the innermost.
-    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")
 
 
 def within(seconds: float, question: Callable[[], Answer], otherwise: Answer) -> Answer:

@@ -51,18 +51,6 @@ def number_in(text: str) -> int | float | None:
         return float(text)
 
 
-def without_repetitions(messages: Sequence[str], most: int = 2) -> list[str]:
-    """Return messages; more than `most` that differ in quoted texts and numbers only become one with a count."""
-    alike: dict[str, list[str]] = {}
-    for message in messages:
-        alike.setdefault(re.sub(r"'[^']*'|\d[\d,]*", "", message), []).append(message)
-    return [
-        message
-        for group in alike.values()
-        for message in (group if len(group) <= most else [f"{group[0]} (and {len(group) - 1:,} more like it)"])
-    ]
-
-
 def size(num_bytes: float) -> str:
     """Return a size in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.base.terminal import say, say_styled
-from trainer.base.text import aligned, one_line, without_repetitions
-from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, count, flag, print_json, show_error
+from trainer.base.text import aligned, one_line
+from trainer.cli.options import (
+    JsonOption,
+    OverridesArgument,
+    RecipeArgument,
+    count,
+    flag,
+    print_json,
+    show_error,
+    without_repetitions,
+)
 
 if TYPE_CHECKING:
     from trainer.recipe.drawing import StageContents
@@ -128,7 +138,6 @@ def _print_everything(resolved: ResolvedRecipe) -> None:
 
 
 def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: bool) -> None:
-    from trainer.recipe.drawing import layout_lines, stage_lines
     from trainer.recipe.registered import asked_for
 
     axes = sum(size > 1 for size in plan.layout.sizes.values())
@@ -155,3 +164,46 @@ def _print_checked(plan: RunPlan, checked: CheckedParts) -> None:
         say(f"note      {note}")
     if not checked.problems.messages:
         say(f"checked   no problem was found{' in the other parts' if checked.local.unchecked else ''}")
+
+
+def layout_lines(plan: RunPlan) -> list[str]:
+    """Return the lines of a table of the ranks; empty for one process."""
+    from trainer.recipe.drawing import layout_table
+
+    table, folded = layout_table(plan)
+    return aligned(table) + ["(consecutive ranks differ in the rightmost column)"] * (folded > 1)
+
+
+def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[str]:
+    """Return a line for each pipeline stage, with sizes in fp32.
+
+    Args:
+        stages: The contents of each stage; None if the model is not loaded.
+    """
+    from trainer.recipe.drawing import layers_text
+
+    if plan.pipeline is None:
+        return []
+    if stages is None:
+        return ["layers are balanced over the stages when the model is loaded"]
+    layout, cuts = plan.layout, plan.strategy.cuts_parameters
+    shards = layout.dp_shard if cuts else 1
+    if layout.tp > 1:
+        scope = "before tensor and data-parallel sharding" if shards > 1 else "before tensor sharding"
+        shards = 1
+    else:
+        scope = "a rank"
+    rows = [
+        (
+            f"stage {number}",
+            layers_text(stage.layers),
+            f"{stage.num_parameters:,} parameters",
+            f"{4 * -(-stage.num_parameters // shards) / 2**20:,.1f} MiB",
+        )
+        for number, stage in enumerate(stages)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"{name:<{widths[0]}}  {layers:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}} {scope}"
+        for name, layers, count, size in rows
+    ]

@@ -29,10 +29,9 @@ def convert(
 
     The recipe goes to the standard output or a new file, a report on each key to the standard error.
     """
-    from trainer.base.disk import write_new
     from trainer.tools.convert.convert import convert as convert_files
     from trainer.tools.convert.sources import Tool
-    from trainer.tools.writing import check_new_recipe
+    from trainer.tools.writing import check_new_recipe, write_new
 
     if output is not None:
         check_new_recipe(output, "--output", (".json",))

@@ -51,7 +51,7 @@ def init(
     place = recipe_place(source, output)
     with importing():
         from trainer.tools.init.proposal import propose, take_default
-    from trainer.base.disk import write_new
+    from trainer.tools.writing import write_new
 
     proposal = propose(InitRequest(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
     write_new(place, proposal.text, "--output")

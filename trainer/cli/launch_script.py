@@ -55,8 +55,8 @@ def launch_script(
 
     The recipe is planned on N x M ranks first. Needs no cluster and no network.
     """
-    from trainer.base.disk import write_new
     from trainer.tools.script import Options, write_launch_script
+    from trainer.tools.writing import write_new
 
     options = Options(
         *(name, cpus, time, partition, account, container, venv, hosts, claim, folder_map or None, restarts),

@@ -14,7 +14,7 @@ import typer
 
 from trainer.base.errors import RecipeError, TrainerError
 from trainer.base.terminal import say, say_json
-from trainer.base.text import without_repetitions, without_secrets
+from trainer.base.text import without_secrets
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.trained import Trained
@@ -121,3 +121,15 @@ def trained_recipe(
         for note in trained.notes:
             say(note, err=True)
     return trained
+
+
+def without_repetitions(messages: Sequence[str], most: int = 2) -> list[str]:
+    """Return messages; more than `most` that differ in quoted texts and numbers only become one with a count."""
+    alike: dict[str, list[str]] = {}
+    for message in messages:
+        alike.setdefault(re.sub(r"'[^']*'|\d[\d,]*", "", message), []).append(message)
+    return [
+        message
+        for group in alike.values()
+        for message in (group if len(group) <= most else [f"{group[0]} (and {len(group) - 1:,} more like it)"])
+    ]

@@ -15,8 +15,8 @@ import typer
 
 from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
-from trainer.base.hub_retries import shorten_retries
 from trainer.base.terminal import say
+from trainer.cli.hub_retries import shorten_retries
 from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -54,20 +53,6 @@ def not_found(key: str, name: str, error: Exception) -> TrainerError:
         f"`{key}` is {name!r}, which could not be opened: {one_line(error)}; give a folder that holds it, or the name"
         " of a repository that this machine can reach or has in its cache"
     )
-
-
-@contextmanager
-def local_files_only() -> Iterator[None]:
-    """Read models and data sets of the hub from its caches alone, inside the block."""
-    import datasets
-
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    # Both packages read the variable of the environment once, when they are imported.
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def require_small_files(key: str, name: str, revision: str | None) -> None:

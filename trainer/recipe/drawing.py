@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from trainer.base.text import aligned
 from trainer.recipe.plan import RunPlan
 
 MAX_LINES = 16
@@ -29,17 +28,11 @@ class _Axis:
     size: int
 
 
-def layout_lines(plan: RunPlan) -> list[str]:
-    """Return a table of the ranks; empty for one process.
+def layout_table(plan: RunPlan) -> tuple[list[tuple[str, ...]], int]:
+    """Return the header and the rows of a table of the ranks, and the number of axes that rows stand for.
 
     With more than `MAX_LINES` ranks, one line stands for all ranks with the same coordinates on the outer axes.
     """
-    table, folded = layout_table(plan)
-    return aligned(table) + ["(consecutive ranks differ in the rightmost column)"] * (folded > 1)
-
-
-def layout_table(plan: RunPlan) -> tuple[list[tuple[str, ...]], int]:
-    """Return the header and the rows of the table of `layout_lines`, and the number of axes that rows stand for."""
     axes = _axes(plan)
     if not axes:
         return [], 0
@@ -71,39 +64,6 @@ def _rows(opened: Sequence[_Axis], folded: Sequence[_Axis]) -> Iterator[tuple[st
     for number, cells in enumerate(product(*(axis.cells for axis in opened))):
         first = number * many
         yield (f"{first}-{first + many - 1}" if many > 1 else str(first), *cells, *rest)
-
-
-def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[str]:
-    """Return a line for each pipeline stage, with sizes in fp32.
-
-    Args:
-        stages: The contents of each stage; None if the model is not loaded.
-    """
-    if plan.pipeline is None:
-        return []
-    if stages is None:
-        return ["layers are balanced over the stages when the model is loaded"]
-    layout, cuts = plan.layout, plan.strategy.cuts_parameters
-    shards = layout.dp_shard if cuts else 1
-    if layout.tp > 1:
-        scope = "before tensor and data-parallel sharding" if shards > 1 else "before tensor sharding"
-        shards = 1
-    else:
-        scope = "a rank"
-    rows = [
-        (
-            f"stage {number}",
-            layers_text(stage.layers),
-            f"{stage.num_parameters:,} parameters",
-            f"{4 * -(-stage.num_parameters // shards) / 2**20:,.1f} MiB",
-        )
-        for number, stage in enumerate(stages)
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"{name:<{widths[0]}}  {layers:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}} {scope}"
-        for name, layers, count, size in rows
-    ]
 
 
 def layers_text(names: Sequence[str]) -> str:

@@ -7,19 +7,20 @@ model, on the meta device. Nothing is trained, and nothing is written outside of
 from __future__ import annotations
 
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainer.base.errors import Problems
 from trainer.checkpoint.registered import registered_tiers
 from trainer.models.configuration import load_config
-from trainer.models.hub_files import local_files_only
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
@@ -31,6 +32,20 @@ from trainer.training.run_data import PreparedData, UnknownClassesError, prepare
 _MOST_BYTES_OF_A_TOKEN = 16  # on average over a row
 MOST_ROWS = 10_000
 """Rows of texts of each split that a check prepares."""
+
+
+@contextmanager
+def local_files_only() -> Iterator[None]:
+    """Read models and data sets of the hub from its caches alone, inside the block."""
+    import datasets
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    # Both packages read the variable of the environment once, when they are imported.
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 @local_files_only()

@@ -6,13 +6,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.base.errors import DataError, UsageError
+from trainer.base.errors import DataError, ExitCode, UsageError
 from trainer.base.terminal import say
 from trainer.data.loader import EvalLoader
 from trainer.data.sources import Split
@@ -21,7 +22,7 @@ from trainer.data.tokenised_split import MOST_UNKNOWN
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.plan import RunPlan
+from trainer.recipe.plan import RunPlan, plan_run
 from trainer.tasks.generated import required_generator
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
@@ -29,7 +30,7 @@ from trainer.tasks.types import EvaluatedSplit
 from trainer.tools.prediction_files import Chunk, InputRows, Output, Request, naming_resumption
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.preparation import Preparation
-from trainer.training.process_group import run_on_ranks
+from trainer.training.process_group import joined_ranks, open_mesh
 from trainer.training.row_encoding import fitted, load_preparation, require_fitting_rotations
 from trainer.training.run_data import PreparedData
 from trainer.training.whole_split import gathered_rows
@@ -53,7 +54,10 @@ class Prediction:
         Raises:
             TrainerError: a user error.
         """
-        return run_on_ranks(resolved, environment, self._prepare, self._predict)
+        plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
+        with joined_ranks(resolved, plan, environment, partial(self._prepare, plan)) as (device, prepared):
+            self._predict(plan, open_mesh(plan.layout, device), prepared)
+        return ExitCode.DONE
 
     def _prepare(self, plan: RunPlan) -> tuple[Preparation, Task]:
         recipe, columns = plan.recipe, self.request.columns

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned, for_terminal, one_line
 from trainer.observe.preview_records import Preview, ShownRow
@@ -21,6 +20,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tools.preview_rows import kinds, lengths_histogram, shown_rows, step_of_run
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table
+from trainer.tools.writing import write_over
 from trainer.training.assembly import batches_of
 from trainer.training.describing import describe_model
 from trainer.training.row_encoding import TextPreparation

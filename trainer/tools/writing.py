@@ -1,4 +1,4 @@
-"""Files of recipes that tools write: their endings, names and texts."""
+"""Files that tools write for the user, and those of recipes: their endings, names and texts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.base.disk import write_new
-from trainer.base.errors import UsageError
+from trainer.base.disk import replace_text
+from trainer.base.errors import UsageError, storage_error
 from trainer.base.extensions import resolved
 from trainer.recipe.reading.files import recipe_endings, recipe_formats
+
+
+def write_over(path: Path, text: str, option: str) -> None:
+    """Write a file for the user, with its folder, in place of an old one; `option` of the command line names it.
+
+    Raises:
+        TrainerError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+    except OSError as error:
+        raise storage_error(
+            f"{path} cannot be written: {error.strerror}; make room, or name another by {option}", error
+        ) from error
+
+
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a new file for the user; `option` of the command line names it.
+
+    Raises:
+        UsageError: the file exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{option} must name a new file, but {path} exists; name another") from error
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}; name another") from error
 
 
 def check_new_recipe(place: Path, option: str, endings: Sequence[str] = ()) -> None:

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from trainer.base.errors import ExitCode, LaunchError, LostPeerError
+from trainer.base.errors import LaunchError, LostPeerError
 from trainer.base.extensions import resolved
 from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
@@ -26,7 +25,7 @@ from trainer.observe.heartbeat import killed_ranks
 from trainer.observe.observer import Observer
 from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.plan import Layout, RunPlan, plan_run
+from trainer.recipe.plan import Layout, RunPlan
 from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -172,27 +171,6 @@ def joined_ranks(
     device = open_device(environment, plan.recipe.tf32)
     with process_group(plan, environment, device, rendezvous):
         yield device, prepared
-
-
-def run_on_ranks(
-    resolved: ResolvedRecipe,
-    environment: LaunchEnvironment,
-    prepare: Callable[[RunPlan], Result],
-    work: Callable[[RunPlan, ParallelMesh, Result], object],
-) -> ExitCode:
-    """Prepare and work as the rank of `environment`, and return the exit code.
-
-    Args:
-        prepare: runs before the ranks join.
-        work: gets the plan, the mesh and the result of `prepare`.
-
-    Raises:
-        TrainerError: ranks are missing, or the error of any rank.
-    """
-    plan = plan_run(resolved.recipe, environment.world_size, environment.local_world_size)
-    with joined_ranks(resolved, plan, environment, partial(prepare, plan)) as (device, prepared):
-        work(plan, open_mesh(plan.layout, device), prepared)
-    return ExitCode.DONE
 
 
 def _check_gpus(

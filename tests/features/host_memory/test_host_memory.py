@@ -9,9 +9,11 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -526,3 +528,18 @@ class TestSeveralHosts:
             assert (step, is_whole) == (2, True)
             assert "resumed from the checkpoint of step 2 in memory" in notes[0], "an incomplete one is not tried"
         assert not share_of(tmp_path, 0, 0, 2, 4).exists(), "it must not be mixed with a later one"
+
+
+def test_a_link_and_a_relative_path_lead_to_memory(tmp_path, monkeypatch):
+    mounts = [
+        SimpleNamespace(mountpoint="/", fstype="ext4"),
+        SimpleNamespace(mountpoint=str(tmp_path / "shm"), fstype="tmpfs"),
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "shm" / "out").symlink_to(tmp_path / "disk")
+    (tmp_path / "in").symlink_to(tmp_path / "shm")
+    found = {name: memory_folder.is_in_memory(Path(name)) for name in ("shm", "in", "disk", "shm/out")}
+    assert found == {"shm": True, "in": True, "disk": False, "shm/out": False}

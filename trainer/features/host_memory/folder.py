@@ -27,7 +27,7 @@ from typing import BinaryIO
 import psutil
 
 from trainer.base import cgroup
-from trainer.base.disk import is_in_memory, open_plain, read_plain, remove
+from trainer.base.disk import open_plain, read_plain, remove
 from trainer.checkpoint.store import CheckpointStore
 
 _PLACE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})")
@@ -201,3 +201,13 @@ def is_used(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):  # no run has opened it
         return False
     return False
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Return whether a folder is on a memory file system."""
+    import psutil
+
+    folder = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    # The longest of these mount points is the innermost.
+    return bool(mounts) and max(mounts, key=lambda part: len(part.mountpoint)).fstype in ("tmpfs", "ramfs")

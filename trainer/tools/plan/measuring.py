@@ -23,7 +23,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 from trainer.base.cgroup import machine_memory_bytes
-from trainer.base.disk import write_over
 from trainer.parallel.communication import all_gather_single, reduce_scatter_single
 from trainer.ranks.environment import available_cores
 from trainer.tools.plan import reference
@@ -32,6 +31,7 @@ from trainer.tools.plan.ledger import Ledger
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.timing import kernel_of, step_time
 from trainer.tools.plan.work import VIEW
+from trainer.tools.writing import write_over
 
 Points = list[tuple[float, float]]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 
-from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
 from trainer.base.templates import templates
 from trainer.base.text import listed, size
@@ -31,6 +30,7 @@ from trainer.tools.plan.recipe_plan import (
 from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
 from trainer.tools.plan.simulated_step import planned_model
 from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
+from trainer.tools.writing import write_over
 
 _MOST_FILES = 8  # on a line
 

@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from trainer.base.collector import without_collector
 from trainer.base.errors import UsageError
 from trainer.base.terminal import quiet
 from trainer.engine.builders import build_engine
@@ -103,6 +102,21 @@ def plan_step(plan: RunPlan, rank: int, length: int, cuda: bool = True, fused: b
         # Before `unfreeze_at_step` there are fewer states, but gradients without an update: the peak may differ.
         early = replace(whole, early=True).step(whole.build()) if _late(built) else None
         return replace(whole.step(built), loaded=loaded, saved=saved, early=early)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python's collector away, so that tensors in cycles do not end at moments that earlier work decides.
+
+    `gc.collect(0)` in this context looks only at objects made since the last pass, so it is short.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

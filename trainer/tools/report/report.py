@@ -16,7 +16,6 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from trainer.base.disk import write_over
 from trainer.base.errors import UsageError
 from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import leaves
@@ -35,6 +34,7 @@ from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
 from trainer.tools.run_metrics import Metrics, read_metrics
+from trainer.tools.writing import write_over
 
 MOST_STEPS = 20_000
 """The training lines of a run that a report shows; it leaves out every second one of more, again and again."""

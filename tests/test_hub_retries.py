@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import logging
 
-from trainer.base.hub_retries import OneLine
+from trainer.cli.hub_retries import OneLine
 
 
 def test_attempts_on_a_hub_become_one_line() -> None:
