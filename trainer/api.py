@@ -98,9 +98,9 @@ def run(
         UsageError: A callback is none, or cannot be made in another process.
         TrainerError: The run failed; its class is the kind of failure.
     """
-    from trainer.launch.apart import run_apart
     from trainer.launch.local import Training, join, plan_start
     from trainer.observe.callbacks import check_callbacks
+    from trainer.tools.apart import run_apart
 
     forbid_telemetry()
     callbacks = tuple(callbacks)

@@ -1,4 +1,4 @@
-"""The observer of a callback names it in errors, checks its requests, and makes it anew for other processes."""
+"""The observer of a callback names it in errors and checks its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import TrainerError, UsageError
-from trainer.observe.callbacks import Callback, CallbackObserver, check_callbacks, described, made
+from trainer.observe.callbacks import Callback, CallbackObserver, check_callbacks
 from trainer.observe.observer import Observer, Observers, Request
 from trainer.observe.records import EvaluationRecord
 
@@ -27,12 +27,6 @@ class Answer(Callback):
 
     def end(self, record):
         raise OSError("no such channel")
-
-
-class Plain(Callback):
-    def __init__(self, limit: float | None = None) -> None:
-        if limit is not None:
-            self.limit = limit
 
 
 class Notes(Observer):
@@ -152,45 +146,6 @@ def test_a_moment_that_cannot_ask_must_return_none(tmp_path):
 
     with pytest.raises(TrainerError, match=r"`Early` failed in `start`.*must return None"):
         CallbackObserver(Early(), print).start(run_info(tmp_path))
-
-
-class TestOtherProcesses:
-    def test_make_it_anew_from_its_fields(self):
-        callback = Answer([1, "two", {"three": [3.0]}])
-        (copy,) = made([described(callback)])
-        assert copy == callback
-        assert copy is not callback
-        assert type(made([described(Plain())])[0]) is Plain
-
-    def test_cannot_make_a_class_of_a_script(self, monkeypatch):
-        monkeypatch.setattr(Plain, "__module__", "__main__")
-        with pytest.raises(
-            UsageError, match=r"`Plain`.*its class is in this script or notebook.*move it into a module"
-        ):
-            described(Plain())
-
-    def test_cannot_make_a_class_inside_of_a_function(self):
-        class Inner(Callback):
-            pass
-
-        with pytest.raises(UsageError, match=r"`Inner`.*nested in another one.*move it to the top"):
-            described(Inner())
-
-    @pytest.mark.parametrize(
-        ("callback", "problem"),
-        [
-            (Plain(0.5), r"`Plain`.*has values \(limit\) and is no dataclass; make it a dataclass"),
-            (Answer([print]), r"`Answer`.*its field `answers` is \[<built-in function print>\]"),
-            (Answer([(1, 2)]), r"its field `answers` is \[\(1, 2\)\]"),
-        ],
-    )
-    def test_cannot_make_values_that_json_lacks(self, callback, problem):
-        with pytest.raises(UsageError, match=problem):
-            described(callback)
-
-    def test_name_a_class_that_they_cannot_import(self):
-        with pytest.raises(UsageError, match=r"`nowhere:Target` could not be created: ModuleNotFoundError"):
-            made([{"class": "nowhere:Target", "fields": {}}])
 
 
 def test_values_that_are_no_callbacks_are_refused():

@@ -1,22 +1,19 @@
 """Callbacks: classes of users that follow a run, and ask it to evaluate, save, stop or log numbers.
 
-To its run, a callback is one more observer. Ranks in other processes make it again from its class and its fields: a run
-unpickles nothing.
+To its run, a callback is one more observer.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.base.extensions import resolved
 from trainer.observe.observer import Observer, Request
 from trainer.observe.records import CheckpointRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
@@ -163,59 +160,3 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         if not isinstance(callback, Callback):
             hint = ", an instance and not the class" if isinstance(callback, type) else ""
             raise UsageError(f"`callbacks` must hold instances of `trainer.Callback`, but holds {callback!r}{hint}")
-
-
-def described(callback: Callback) -> dict[str, Any]:
-    """Return the class and the fields of a callback as JSON values, for ranks in other processes.
-
-    Raises:
-        UsageError: another process cannot make this callback.
-    """
-    kind = type(callback)
-    rule = f"the callback `{kind.__name__}` must be created again in the processes of the ranks, but"
-    if kind.__module__ == "__main__":
-        raise UsageError(
-            f"{rule} its class is in this script or notebook, which they cannot import; move it into a module and"
-            " import that, or start the script itself with torchrun"
-        )
-    if "." in kind.__qualname__:
-        raise UsageError(
-            f"{rule} its class is nested in another one ({kind.__qualname__}); move it to the top of its module"
-        )
-    names: list[str] = [one.name for one in fields(callback) if one.init] if is_dataclass(callback) else []
-    if not is_dataclass(callback) and vars(callback):
-        raise UsageError(f"{rule} it has values ({', '.join(vars(callback))}) and is no dataclass; make it a dataclass")
-    values = {name: getattr(callback, name) for name in names}
-    for name, value in values.items():
-        if not _is_json(value):
-            raise UsageError(
-                f"{rule} its field `{name}` is {value!r}; use numbers, texts, lists and objects, as JSON has them, or"
-                " start the script itself with torchrun"
-            )
-    return {"class": f"{kind.__module__}:{kind.__name__}", "fields": values}
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        # Values that JSON changes, such as tuples and keys that are numbers, come back as other ones.
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def made(rows: Sequence[Mapping[str, Any]]) -> list[Callback]:
-    """Return the callbacks of the results of `described`.
-
-    Raises:
-        UsageError: a module cannot be imported.
-    """
-    callbacks = []
-    for row in rows:
-        try:
-            callbacks.append(resolved(row["class"])(**row["fields"]))
-        except Exception as error:
-            raise UsageError(
-                f"the callback `{row['class']}` could not be created: {type(error).__name__}: {error}; its module must"
-                " be importable in every process"
-            ) from error
-    return callbacks

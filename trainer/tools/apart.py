@@ -1,7 +1,7 @@
 """A run in a process of its own, for a caller that is no command line: a script, a notebook, a thread.
 
-The process gets the recipe as a file and starts the ranks as `trainer run` does. It reports an error in a file, so that
-the caller raises the same exception.
+The process gets the recipe as a file and starts the ranks as `trainer run` does. It makes callbacks again from their
+classes and fields: a run unpickles nothing. It reports an error in a file, so that the caller raises the same one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.base import extensions
-from trainer.base.errors import ExitCode, TrainerError, error_of_values, error_to_values
+from trainer.base.errors import ExitCode, TrainerError, UsageError, error_of_values, error_to_values
 from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import write
-from trainer.observe.callbacks import described, made
 
 if TYPE_CHECKING:
     from trainer.observe.callbacks import Callback
@@ -55,7 +55,7 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callb
         # A notebook or a test replaces these streams. Then the output of the child passes through this process.
         shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
         child = subprocess.Popen(
-            [sys.executable, "-m", "trainer.launch.apart", str(folder)],
+            [sys.executable, "-m", "trainer.tools.apart", str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=None if shown else subprocess.PIPE,
             stderr=None if shown else subprocess.STDOUT,
@@ -112,6 +112,62 @@ def main(folder: Path) -> int:
     except TrainerError as error:
         (folder / "error.json").write_text(json.dumps(error_to_values(error)), encoding="utf-8")
         return error.exit_code
+
+
+def described(callback: Callback) -> dict[str, Any]:
+    """Return the class and the fields of a callback as JSON values, for ranks in other processes.
+
+    Raises:
+        UsageError: another process cannot make this callback.
+    """
+    kind = type(callback)
+    rule = f"the callback `{kind.__name__}` must be created again in the processes of the ranks, but"
+    if kind.__module__ == "__main__":
+        raise UsageError(
+            f"{rule} its class is in this script or notebook, which they cannot import; move it into a module and"
+            " import that, or start the script itself with torchrun"
+        )
+    if "." in kind.__qualname__:
+        raise UsageError(
+            f"{rule} its class is nested in another one ({kind.__qualname__}); move it to the top of its module"
+        )
+    names: list[str] = [one.name for one in fields(callback) if one.init] if is_dataclass(callback) else []
+    if not is_dataclass(callback) and vars(callback):
+        raise UsageError(f"{rule} it has values ({', '.join(vars(callback))}) and is no dataclass; make it a dataclass")
+    values = {name: getattr(callback, name) for name in names}
+    for name, value in values.items():
+        if not _is_json(value):
+            raise UsageError(
+                f"{rule} its field `{name}` is {value!r}; use numbers, texts, lists and objects, as JSON has them, or"
+                " start the script itself with torchrun"
+            )
+    return {"class": f"{kind.__module__}:{kind.__name__}", "fields": values}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        # Values that JSON changes, such as tuples and keys that are numbers, come back as other ones.
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def made(rows: Sequence[Mapping[str, Any]]) -> list[Callback]:
+    """Return the callbacks of the results of `described`.
+
+    Raises:
+        UsageError: a module cannot be imported.
+    """
+    callbacks = []
+    for row in rows:
+        try:
+            callbacks.append(extensions.resolved(row["class"])(**row["fields"]))
+        except Exception as error:
+            raise UsageError(
+                f"the callback `{row['class']}` could not be created: {type(error).__name__}: {error}; its module must"
+                " be importable in every process"
+            ) from error
+    return callbacks
 
 
 def _stop_with(caller: int) -> None:
