@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
 from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16, weights_dtype
-from trainer.engine.products import plain_products
 from trainer.engine.results import EvalResult
 from trainer.models.attention import FLAT, padding_known
 from trainer.models.dropout import RefuseUnkeyedDropout
@@ -26,7 +25,6 @@ from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
 from trainer.parallel.random import seed_generator, stream_key
-from trainer.parallel.rounded_inputs import share_rounded_inputs
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
@@ -73,8 +71,11 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         store_frozen(built, plan.recipe.precision)
     # A recomputation would keep the copies.
     if plan.recipe.precision != "fp32" and _runs_once(plan.recipe):
-        # Before `cast_forward`: in fp16 it replaces the classes that `plain_products` looks for.
-        share_rounded_inputs(plain_products(built.model))
+        from trainer.engine.rounded_weights import registered_casts
+
+        # Before `cast_forward`: in fp16 it replaces the classes of products.
+        if (casts := registered_casts()) is not None:
+            casts.share_inputs(built.model)
     cast_forward(built.model, plan.recipe.precision, mesh.device)
     return built
 

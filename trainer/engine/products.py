@@ -37,11 +37,3 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
 
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if is_product(type(module)))
-
-
-def plain_products(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that use their input in one matrix product only: those of one process without adapters."""
-    for _, module in products(model):
-        # Exact types: a subclass, or a layer with adapters inside, may read its input more than once.
-        if type(module) in (nn.Linear, Conv1D) and not any(module.children()):
-            yield module

@@ -17,10 +17,11 @@ from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, Curve, build_tiny, tiny_recipe, train_tiny
 from tests.parity.cases import Case
-from trainer.engine import forward
 from trainer.engine.ddp import GradientPlaces
-from trainer.engine.rounded_weights import RoundedWeights
-from trainer.parallel.rounded_inputs import after_products, share_rounded_inputs
+from trainer.features.shared_casts import casts as shared
+from trainer.features.shared_casts.inputs import share_rounded_inputs
+from trainer.features.shared_casts.weights import StepWeights
+from trainer.parallel.rounded_inputs import after_products
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger
@@ -38,7 +39,7 @@ def built(by_autocast: bool, **sections: Any) -> Any:
     if not by_autocast:
         return build_tiny(tiny_recipe(**sections))
     with (
-        mock.patch.object(forward, "share_rounded_inputs", list),
+        mock.patch.object(shared, "share_rounded_inputs", list),
         mock.patch("trainer.engine.rounded_weights.rounded_weights") as none,
     ):
         none.return_value = None
@@ -88,7 +89,7 @@ def test_numbers_equal_autocast(sections):
 def test_copies_of_frozen_weights_stay_until_the_weights_change():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
     layer = model[0]
-    rounded = RoundedWeights([model], torch.bfloat16)
+    rounded = StepWeights([model], torch.bfloat16)
     seen = []
     for _ in range(2):
         with rounded.use():
@@ -103,7 +104,7 @@ def test_copies_of_frozen_weights_stay_until_the_weights_change():
 
 def test_an_error_in_a_pass_leaves_the_weights():
     layer = nn.Linear(4, 4)
-    with pytest.raises(ZeroDivisionError), RoundedWeights([layer], torch.bfloat16).use():
+    with pytest.raises(ZeroDivisionError), StepWeights([layer], torch.bfloat16).use():
         raise ZeroDivisionError
     assert isinstance(layer.weight, nn.Parameter)
 
@@ -158,7 +159,7 @@ def test_products_of_sharded_layers_share_a_rounded_input():
     plan = plan_run(tiny_recipe(precision="bf16", parallel={"strategy": "fsdp"}), 2)
     found = []
     for share in (share_rounded_inputs, list):
-        with mock.patch.object(forward, "share_rounded_inputs", share):
+        with mock.patch.object(shared, "share_rounded_inputs", share):
             work = plan_step(plan, 0, 12).totals.work
         found.append(sum(amount.number for kind, amount in work.items() if kind.name == "_to_copy"))
     assert found[1] - found[0] == 2 * (2 + 4)
