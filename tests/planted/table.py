@@ -1345,7 +1345,7 @@ _TRAINING = [
     Defect(
         "reference_of_the_trained_model",
         "An evaluation compares a trained model with itself.",
-        "use/evaluate.py",
+        "tools/evaluate.py",
         'plan.recipe.model_copy(update={"model": start})',
         "plan.recipe",
         ("features/preferences/test_runs.py",),
@@ -1433,10 +1433,10 @@ _TRAINING = [
     Defect(
         "export_drops_the_type",
         "An export in half precision says fp32 in its configuration.",
-        "use/export.py",
+        "tools/export/exporting.py",
         '| {"dtype": dtype}',
         '| {"dtype": "float32"}',
-        ("use/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
+        ("tools/export/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
     ),
     Defect(
         "predictions_in_the_order_of_batches",

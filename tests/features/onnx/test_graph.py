@@ -27,7 +27,7 @@ from trainer.features.onnx.opener import open_folder
 from trainer.recipe.reading.trained import load_trained
 from trainer.tools.certify import verifying
 from trainer.tools.certify.comparing import NotTheTrainedModelError
-from trainer.use.export import export
+from trainer.tools.export.exporting import export
 
 
 @pytest.fixture

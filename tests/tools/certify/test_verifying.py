@@ -21,9 +21,9 @@ from trainer.tools.certify import folder_reader, verifying
 from trainer.tools.certify.comparing import NotTheTrainedModelError
 from trainer.tools.certify.run_end import ComparedRows
 from trainer.tools.certify.verifying import FolderCheck, Verification
+from trainer.tools.export.checkpoint_model import CheckpointModel
+from trainer.tools.export.exporting import export
 from trainer.training.run import run
-from trainer.use.checkpoint_model import CheckpointModel
-from trainer.use.export import export
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
 EMBEDDING = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}

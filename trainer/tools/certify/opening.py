@@ -20,7 +20,7 @@ from trainer.models.freezing import adapt
 from trainer.models.quantized_parts import quantized_in
 from trainer.models.statistics import persistent_buffers
 from trainer.tasks.exported import ExportFormat, Program
-from trainer.use.checkpoint_model import CheckpointModel
+from trainer.tools.export.checkpoint_model import CheckpointModel
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from trainer.tools.certify.comparing import (
     require_same_tokens,
     texts_of,
 )
+from trainer.tools.export.refused import REFUSED
 from trainer.training.assembly import Assembly
-from trainer.training.export_check import REFUSED, Certificate, ExportCheck
+from trainer.training.export_check import Certificate, ExportCheck
 from trainer.training.run_data import PreparedData
 from trainer.training.run_tool import RunTool
 

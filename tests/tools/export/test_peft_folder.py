@@ -20,8 +20,8 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.trained import load_trained
+from trainer.tools.export.exporting import export
 from trainer.training.run import run
-from trainer.use.export import export
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}
 TOKENS = {**LORA, "trainable_tokens": [*range(20, 90)]}

@@ -26,12 +26,13 @@ from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.added import added_of, without_added, write_added
 from trainer.models.merged_weights import MergedWeights
-from trainer.models.peft_folder import write_adapter
 from trainer.models.weight_files import UnknownModelError, plan_files
 from trainer.tasks.exported import ExportFormat
-from trainer.training.export_check import Certificate, ExportCheck, require_not_refused
+from trainer.tools.export.checkpoint_model import CheckpointModel, open_checkpoint
+from trainer.tools.export.peft_folder import write_adapter
+from trainer.tools.export.refused import require_not_refused
+from trainer.training.export_check import Certificate, ExportCheck
 from trainer.training.model_card import CARD_NAME, complete_folder
-from trainer.use.checkpoint_model import CheckpointModel, open_checkpoint
 
 SAFETENSORS = "safetensors"
 

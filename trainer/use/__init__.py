@@ -1,1 +1,0 @@
-"""The use of a trained model: evaluation and export."""
