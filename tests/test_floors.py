@@ -92,7 +92,17 @@ def test_each_feature_can_be_deleted(tmp_path: Path):
         names = [f'"{word}"' for kind in kinds for word in rows.get(kind, ())]
         targets = json.loads(schema)["$defs"]["Logging"]["properties"]["to"]["items"]["enum"]
         precisions = json.loads(schema)["properties"]["precision"]["enum"]  # a type of sent gradients has the same name
-        others = {"precision", "casts", "logging", "kernel", "observer", "recipe_format", "export", "warnings"}
+        others = {
+            "precision",
+            "casts",
+            "logging",
+            "kernel",
+            "observer",
+            "callbacks",
+            "recipe_format",
+            "export",
+            "warnings",
+        }
         assert names or keys or rows.keys() & others
         assert not any(word in schema for word in names)
         assert keys.isdisjoint(keys_of(json.loads(schema)))

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         TrainerError,
         UsageError,
     )
+    from trainer.features.callbacks.callbacks import Callback
     from trainer.features.vision.section import ImageKeys
-    from trainer.observe.callbacks import Callback
     from trainer.observe.observer import Request
     from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.recipe.schema import ClassificationKeys, OptimizerKeys, ScheduleKeys, TextKeys, Traits
@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "observe.callbacks",
+    "Callback": "features.callbacks.callbacks",
     "ImageKeys": "features.vision.section",
     "Request": "observe.observer",
     "ResolvedRecipe": "recipe.reading.loading",

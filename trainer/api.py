@@ -28,8 +28,8 @@ from trainer.recipe.registered import optimizer_name, schedule_name, strategy_na
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer import Callback
     from trainer.models.families.family import ModelFamily
-    from trainer.observe.callbacks import Callback
     from trainer.observe.preview_records import Preview
     from trainer.observe.records import BestMetric, EvaluationRecord, LoggedRecord, StepRecord
     from trainer.recipe.schema import OptimizerKeys, ScheduleKeys, TaskKeys
@@ -99,12 +99,12 @@ def run(
         TrainerError: The run failed; its class is the kind of failure.
     """
     from trainer.launch.local import Training, join, plan_start
-    from trainer.observe.callbacks import check_callbacks
+    from trainer.observe.observer import callbacks_of
     from trainer.tools.apart import run_apart
 
     forbid_telemetry()
     callbacks = tuple(callbacks)
-    check_callbacks(callbacks)
+    of_ranks = callbacks_of(callbacks)
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
     environment, number = plan_start(resolved, processes, max_restarts)
     in_thread = threading.current_thread() is not threading.main_thread()
@@ -113,7 +113,7 @@ def run(
     if number is None and in_thread:
         number = 1
     if number is None:
-        code = join(resolved, environment, Training(callbacks))
+        code = join(resolved, environment, Training(of_ranks))
     else:
         code = run_apart(resolved, number, max_restarts, callbacks)
     return _result(Path(resolved.recipe.checkpoint.folder), code)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainer import Callback
 from trainer.base.errors import UsageError
-from trainer.observe.callbacks import Callback
 from trainer.tools.apart import described, made
 
 

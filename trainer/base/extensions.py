@@ -61,6 +61,7 @@ Kind = Literal[
     "generator",
     "logging",
     "observer",
+    "callbacks",
     "warnings",
     "run",
     "launch",
@@ -79,6 +80,7 @@ runs in 16 bits (`engine/rounded_weights.py`).
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `generator`: the generator of texts (`tasks/generated.py`);
 `logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
+`callbacks`: the `Callbacks` of the objects that `trainer.run` gets;
 `warnings`: a function that returns warnings on prepared data;
 `run` and `launch`: context managers for `around`;
 `kernel`: a module of Triton kernels, by its use; `axis`: the `SequenceAxis`, which cuts sequences in whole layers, by

@@ -29,6 +29,7 @@ from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import say
 from trainer.base.text import one_line
 from trainer.observe.heartbeat import Status, read_statuses
+from trainer.observe.observer import NO_CALLBACKS, Callbacks
 from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
@@ -38,7 +39,6 @@ from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
     from trainer.launch.processes import Ended, StartMethod, Stop
-    from trainer.observe.callbacks import Callback
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
@@ -49,7 +49,7 @@ Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
 class Training:
     """The job that trains, with the callbacks of all ranks."""
 
-    callbacks: Sequence[Callback] = ()
+    callbacks: Callbacks = NO_CALLBACKS
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         """Train as this rank, and return the exit code."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
+from trainer.base.extensions import registered, resolved
 from trainer.observe.records import (
     BadStepRecord,
     CheckpointRecord,
@@ -148,6 +149,38 @@ def _in_turn(event: str) -> Callable[..., Request | None]:
 for _event in vars(Observer):
     if not _event.startswith("_") and _event not in vars(Observers):
         setattr(Observers, _event, _in_turn(_event))
+
+
+class Callbacks:
+    """The callbacks of a run, the same on every rank; those of this class are none."""
+
+    def __bool__(self) -> bool:
+        """Return whether there are callbacks on any rank, so that the ranks must agree on requests."""
+        return False
+
+    def __str__(self) -> str:
+        return "empty"
+
+    def observers(self, rank: int, note: Callable[[str], None]) -> Sequence[Observer]:
+        """Return the observers of a rank that call them; `note` shows a note to the user."""
+        return ()
+
+
+NO_CALLBACKS = Callbacks()
+
+
+def callbacks_of(objects: Sequence[Any]) -> Callbacks:
+    """Return the callbacks of the objects that `trainer.run` gets.
+
+    Raises:
+        UsageError: No folder registers callbacks, or an object is none.
+    """
+    if not objects:
+        return NO_CALLBACKS
+    for row in registered("callbacks"):
+        callbacks: Callbacks = resolved(row.value)(objects)
+        return callbacks
+    raise UsageError("`callbacks` must be empty, because this installation lacks the folder of callbacks; remove them")
 
 
 class NumberObserver(Observer):

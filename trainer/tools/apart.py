@@ -22,9 +22,10 @@ from trainer.base.errors import ExitCode, TrainerError, UsageError, error_of_val
 from trainer.base.processes import child_variables
 from trainer.base.scratch import scratch_folder
 from trainer.base.terminal import write
+from trainer.observe.observer import callbacks_of
 
 if TYPE_CHECKING:
-    from trainer.observe.callbacks import Callback
+    from trainer import Callback
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -107,7 +108,7 @@ def main(folder: Path) -> int:
     try:
         extensions.load()
         extensions.repeat(job["registered"])
-        training, recipe = Training(made(job["callbacks"])), load_recipe(str(folder / "recipe.json"))
+        training, recipe = Training(callbacks_of(made(job["callbacks"]))), load_recipe(str(folder / "recipe.json"))
         return run_or_join(recipe, job["processes"], job["max_restarts"], training)
     except TrainerError as error:
         (folder / "error.json").write_text(json.dumps(error_to_values(error)), encoding="utf-8")

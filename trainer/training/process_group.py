@@ -6,7 +6,7 @@ import gc
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +22,13 @@ from trainer.base.heap import keep_freed_memory
 from trainer.base.text import listed
 from trainer.engine.precision import set_precision
 from trainer.observe.heartbeat import killed_ranks
-from trainer.observe.observer import Observer
+from trainer.observe.observer import NO_CALLBACKS, Callbacks, Observer
 from trainer.parallel.mesh import ParallelMesh, collectives_within, init_process_group
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
@@ -45,7 +44,7 @@ def meet_ranks(
     plan: RunPlan,
     environment: LaunchEnvironment,
     observer: Observer | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> Rendezvous | None:
     """Meet the other ranks, and check that all run the same and reach each other; None without others.
 
@@ -60,13 +59,12 @@ def meet_ranks(
     if observer is not None:
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
-    from trainer.observe.callbacks import names_of
     from trainer.ranks.joining import join_ranks
     from trainer.training.agreement import check_agreement, run_facts
 
     rendezvous = join_ranks(environment, timeout)
     # Callbacks too: agreements on their answers are collectives, which all ranks must have.
-    facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": names_of(callbacks) or "empty"}
+    facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": str(callbacks)}
     check_agreement(facts, rendezvous, timeout)
     rendezvous.check_network(timeout)
     return rendezvous

@@ -5,14 +5,13 @@ An `ElasticLaunch` surrounds it if nodes may join and leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from trainer.base import extensions
 from trainer.base.errors import StoppedError
-from trainer.observe.observer import Observer
+from trainer.observe.observer import NO_CALLBACKS, Callbacks, Observer
 from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
@@ -29,12 +28,11 @@ from trainer.training.run_tool import RunTools
 from trainer.training.session import Results, Session, is_complete, open_session
 
 if TYPE_CHECKING:
-    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 
-def run(resolved: ResolvedRecipe, environment: LaunchEnvironment, callbacks: Sequence[Callback] = ()) -> int:
+def run(resolved: ResolvedRecipe, environment: LaunchEnvironment, callbacks: Callbacks = NO_CALLBACKS) -> int:
     """Train the recipe as the rank of `environment`, and return the exit code; the errors are those of `train`."""
     with StopRequest() as stop:
         return train(resolved, environment, stop, callbacks=callbacks).exit_code
@@ -47,7 +45,7 @@ def train(
     meeting: Rendezvous | None = None,
     saves: bool = True,
     observer: Observer | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> EndRecord:
     """Train the recipe as the rank of `environment`, and return how it ended.
 

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trainer.base.errors import ExitCode, TrainerError
 from trainer.checkpoint.counters import Progress
@@ -18,7 +18,7 @@ from trainer.checkpoint.saving import Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.builders import ObserverParts, build_observers, registered_observers
 from trainer.observe.heartbeat import Heartbeat, forget_statuses
-from trainer.observe.observer import Observer, Observers
+from trainer.observe.observer import Callbacks, Observer, Observers
 from trainer.observe.outcome import Outcome
 from trainer.observe.records import Compilation, EndRecord, Idling, RunInfo
 from trainer.parallel.mesh import ParallelMesh
@@ -26,9 +26,6 @@ from trainer.ranks.command import command_line
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 from trainer.training.loop import Ending
-
-if TYPE_CHECKING:
-    from trainer.observe.callbacks import Callback
 
 _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
@@ -83,7 +80,7 @@ class Session:
         environment: LaunchEnvironment,
         owner: FolderOwner,
         observer: Observer | None,
-        callbacks: Sequence[Callback],
+        callbacks: Callbacks,
     ) -> None:
         self.folder = Path(recipe.checkpoint.folder)
         self.environment = environment
@@ -95,11 +92,7 @@ class Session:
         self.has_callbacks = bool(callbacks)
         # The observers until now: a note of a callback must not call callbacks again.
         note = Observers(shown).note
-        own = [callback for callback in callbacks if callback.every_rank or environment.rank == 0]
-        if own:
-            from trainer.observe.callbacks import CallbackObserver
-
-            shown += [CallbackObserver(callback, note) for callback in own]
+        shown += callbacks.observers(environment.rank, note)
         shown += [] if observer is None else [observer]
         self._outcome = Outcome()
         shown.append(self._outcome)
@@ -193,7 +186,7 @@ class Session:
 
 @contextmanager
 def open_session(
-    recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None, callbacks: Sequence[Callback]
+    recipe: Recipe, environment: LaunchEnvironment, observer: Observer | None, callbacks: Callbacks
 ) -> Iterator[Session]:
     """Open the session of a rank; its observers show an error that leaves the block, and are closed at its end."""
     with FolderOwner(Path(recipe.checkpoint.folder)) as owner:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from trainer.base.terminal import say
 from trainer.checkpoint.registered import registered_tiers
 from trainer.features.elastic.layouts import plan_elastic
 from trainer.features.elastic.spares import dismiss, dismissed, meeting_of_first
+from trainer.observe.observer import NO_CALLBACKS, Callbacks
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
@@ -24,14 +24,13 @@ from trainer.training.process_group import collective_timeout, meet_ranks
 from trainer.training.run import train
 
 if TYPE_CHECKING:
-    from trainer.observe.callbacks import Callback
     from trainer.ranks.joining import Rendezvous
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _AGENT_SECONDS = 5.0  # until the agent of this node sees the change that others have seen; it looks ten times a second
 
 
-def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks: Sequence[Callback] = ()) -> int:
+def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks: Callbacks = NO_CALLBACKS) -> int:
     """Train on the most ranks that the recipe fits, while the others wait; return the exit code of the training.
 
     Args:
@@ -69,7 +68,7 @@ def run_elastic(resolved: ResolvedRecipe, everyone: LaunchEnvironment, callbacks
 
 
 def _meet(
-    resolved: ResolvedRecipe, plan: RunPlan, everyone: LaunchEnvironment, callbacks: Sequence[Callback]
+    resolved: ResolvedRecipe, plan: RunPlan, everyone: LaunchEnvironment, callbacks: Callbacks
 ) -> Rendezvous | None:
     """Meet all ranks, and move the checkpoints in the memory of spare ranks to those that train."""
     recipe, size = resolved.recipe, plan.layout.world_size

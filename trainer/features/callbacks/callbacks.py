@@ -10,11 +10,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.observe.observer import Observer, Request
+from trainer.observe.observer import Callbacks, Observer, Request
 from trainer.observe.records import CheckpointRecord, EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*", re.ASCII)  # what every tracking service accepts
@@ -149,14 +149,27 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"`{name}` must be a number, but is {value!r}") from error
 
 
-def names_of(callbacks: Sequence[Callback]) -> str:
-    """Return the names of the classes, for a comparison of the ranks."""
-    return ", ".join(type(callback).__name__ for callback in callbacks)
+@dataclass(frozen=True)
+class UserCallbacks(Callbacks):
+    """The callbacks that a user passes to a run.
 
+    Raises:
+        UsageError: a value is no callback.
+    """
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse values that are no callbacks."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            hint = ", an instance and not the class" if isinstance(callback, type) else ""
-            raise UsageError(f"`callbacks` must hold instances of `trainer.Callback`, but holds {callback!r}{hint}")
+    callbacks: Sequence[Callback]
+
+    def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                hint = ", an instance and not the class" if isinstance(callback, type) else ""
+                raise UsageError(f"`callbacks` must hold instances of `trainer.Callback`, but holds {callback!r}{hint}")
+
+    def __bool__(self) -> bool:
+        return bool(self.callbacks)
+
+    def __str__(self) -> str:
+        return ", ".join(type(callback).__name__ for callback in self.callbacks)
+
+    def observers(self, rank: int, note: Callable[[str], None]) -> Sequence[Observer]:
+        return [CallbackObserver(callback, note) for callback in self.callbacks if callback.every_rank or rank == 0]

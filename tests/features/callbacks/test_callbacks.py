@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import TrainerError, UsageError
-from trainer.observe.callbacks import Callback, CallbackObserver, check_callbacks
+from trainer.features.callbacks.callbacks import Callback, CallbackObserver, UserCallbacks
 from trainer.observe.observer import Observer, Observers, Request
 from trainer.observe.records import EvaluationRecord
 
@@ -149,8 +149,8 @@ def test_a_moment_that_cannot_ask_must_return_none(tmp_path):
 
 
 def test_values_that_are_no_callbacks_are_refused():
-    check_callbacks([Answer()])
+    UserCallbacks([Answer()])
     with pytest.raises(UsageError, match=r"instances of `trainer.Callback`, but holds 3"):
-        check_callbacks([3])
+        UserCallbacks([3])
     with pytest.raises(UsageError, match="an instance and not the class"):
-        check_callbacks([Answer])
+        UserCallbacks([Answer])

@@ -1,0 +1,1 @@
+"""Callbacks of Python: objects that follow a run and make requests."""
