@@ -31,7 +31,7 @@ from trainer.tools.prediction_files import Request
 from trainer.training.row_encoding import model_folder
 
 if TYPE_CHECKING:
-    from trainer.recipe.reading.trained import Trained
+    from trainer.tools.trained import Trained
 
 _QUERIES_AT_ONCE = 1024  # a block of similarities with 200,000 documents then takes 0.8 GB
 

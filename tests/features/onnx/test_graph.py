@@ -24,10 +24,10 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.features.onnx import graph as graph_module
 from trainer.features.onnx.graph import Onnx, _sample, to_onnx
 from trainer.features.onnx.opener import open_folder
-from trainer.recipe.reading.trained import load_trained
 from trainer.tools.certify import verifying
 from trainer.tools.certify.comparing import NotTheTrainedModelError
 from trainer.tools.export.exporting import export
+from trainer.tools.trained import load_trained
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.reading.trained import load_trained
 from trainer.tools.export.exporting import export
+from trainer.tools.trained import load_trained
 from trainer.training.run import run
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}

@@ -34,7 +34,6 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.models.added import add_module, is_added, write_added
 from trainer.parallel.microbatch import POOLED, Microbatch
 from trainer.recipe.reading.files import RECIPE_FILE
-from trainer.recipe.reading.trained import load_trained
 from trainer.recipe.schema import Recipe
 from trainer.tasks.exported import OUTPUTS, ExportFormat
 from trainer.tasks.task import Task
@@ -50,6 +49,7 @@ from trainer.tools.certify.comparing import (
 from trainer.tools.certify.opening import Opened, opened_by, trained_model
 from trainer.tools.evaluate import with_class_names
 from trainer.tools.export.checkpoint_model import CheckpointModel
+from trainer.tools.trained import load_trained
 from trainer.training.export_check import Certificate
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
