@@ -9,6 +9,7 @@ import yaml
 
 from trainer.checkpoint.counters import Progress
 from trainer.observe.records import BestMetric
+from trainer.tasks.exported import CardForm
 from trainer.training.model_card import write_card
 
 ORIGIN: dict[str, Any] = {
@@ -26,10 +27,12 @@ ORIGIN: dict[str, Any] = {
 PROGRESS = Progress(1200, 9600, 123456, BestMetric("accuracy", 0.8765, 900))
 
 
-def card(folder: Path, origin: Any = ORIGIN, progress: Progress = PROGRESS) -> tuple[dict[str, Any], str]:
+def card(
+    folder: Path, origin: Any = ORIGIN, progress: Progress = PROGRESS, form: CardForm | None = None
+) -> tuple[dict[str, Any], str]:
     """Its head as the hub reads it, and the rest."""
     (folder / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"], "dtype": "float32"}))
-    write_card(folder, origin, progress)
+    write_card(folder, origin, progress, form=form)
     empty, head, rest = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     assert empty == ""
     return yaml.safe_load(head), rest
@@ -48,6 +51,18 @@ def test_the_head_is_valid_metadata_of_the_hub(tmp_path):
         "pipeline_tag": "text-classification",
         "tags": ["sequence-classification"],
     }
+
+
+def test_a_folder_without_the_whole_weights_has_texts_of_its_own(tmp_path):
+    form = CardForm("A part of a `ARCHITECTURE` in `DTYPE`", "ARCHITECTURE.from_pretrained(BASE)", "other")
+    origin = changed("model", name_or_path="me/DTYPE-bert", revision="v1")
+    head, rest = card(tmp_path, origin, form=form)
+    assert head["library_name"] == "other"
+    assert "\nA part of a `BertForMaskedLM` in `float32`, trained with `trainer`.\n" in rest
+    assert 'BertForMaskedLM.from_pretrained("me/DTYPE-bert", revision="v1")' in rest
+    assert (
+        'from_pretrained("path/to/the/base/model")' in card(tmp_path, changed("model", name_or_path="/x"), form=form)[1]
+    )
 
 
 def test_names_task_steps_metrics_and_data(tmp_path):

@@ -40,8 +40,8 @@ class Program:
 class Card:
     """The facts of a task for model cards and adapters; the defaults suit a head of transformers.
 
-    In `usage` and `graph`, ARCHITECTURE, PROMPT and FIRST_TOKEN stand for the class of the model, for an example of its
-    input, and for the first token of a decoder.
+    In `usage` and `graph`, ARCHITECTURE, DTYPE, PROMPT, FIRST_TOKEN and BASE stand for the class of the model, the type
+    of its weights, an example of its input, the first token of a decoder, and arguments that load the first model.
 
     Attributes:
         pipeline_tag: the name of the task on the hub; None: it has none.
@@ -65,6 +65,15 @@ class Card:
     @property
     def library(self) -> str:
         return next(iter(self.program.packages), "transformers")
+
+
+@dataclass(frozen=True)
+class CardForm:
+    """The texts of a model card for a folder without the whole weights; names stand for facts as in `Card`."""
+
+    title: str  # "A `ARCHITECTURE` as a graph in `DTYPE`"
+    usage: str  # lines of Python that use the folder
+    library: str | None = None  # on the hub; None: that of the task
 
 
 GENERATION = Card("text-generation", peft_type="CAUSAL_LM")
@@ -105,7 +114,6 @@ class ExportedFolder:
 class ExportFormat(ABC):
     """A format of exported models beside weights; registered under `export`, by its name for `trainer export --to`."""
 
-    form: str  # for the model card: "A `BertModel` as a graph"
     program: Program
 
     @abstractmethod
@@ -128,5 +136,5 @@ class ExportFormat(ABC):
         """
 
     @abstractmethod
-    def usage(self, card: Card) -> str:
-        """Return lines of Python for the model card that use the folder; see `Card`."""
+    def card_form(self, card: Card) -> CardForm:
+        """Return the texts of the model card for a task."""

@@ -15,14 +15,14 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not in its `__all__`
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME
 
 from trainer.base.disk import replace_folder
 from trainer.base.extensions import registered
 from trainer.base.text import for_terminal, masked
 from trainer.checkpoint.counters import Progress
 from trainer.recipe.reading.files import RECIPE_FILE
-from trainer.tasks.exported import Card, ExportFormat
+from trainer.tasks.exported import Card, CardForm
 from trainer.tasks.registry import card_of
 from trainer.training.export_check import Certificate
 
@@ -35,20 +35,20 @@ def complete_folder(
     origin: Mapping[str, Any],
     progress: Progress,
     certificate: Certificate | None = None,
-    export_format: ExportFormat | None = None,
+    form: CardForm | None = None,
 ) -> None:
     """Add card and recipe to a new Hugging Face folder, and put the folder in its place.
 
     Args:
         temporary: The folder with the model, beside `place`.
         place: The final folder, which is replaced as a whole.
-        export_format: The format of the model; None: weights.
+        form: The texts of the card for a folder without the whole weights.
 
     Raises:
         OSError: It cannot be written.
     """
     origin = masked(origin)  # an earlier version could save an address with a password
-    write_card(temporary, origin, progress, certificate, export_format)
+    write_card(temporary, origin, progress, certificate, form)
     if recipe := _part(origin, "recipe"):  # for `trainer evaluate` and `trainer predict`
         (temporary / RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     replace_folder(temporary, place)
@@ -59,26 +59,16 @@ def write_card(
     origin: Mapping[str, Any],
     progress: Progress,
     certificate: Certificate | None = None,
-    export_format: ExportFormat | None = None,
+    form: CardForm | None = None,
 ) -> None:
     """Write the card of a Hugging Face folder; arguments and errors are those of `complete_folder`."""
-    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    file = folder / ADAPTER_CONFIG_NAME
-    adapter = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    card = _card(folder, config, adapter, origin, progress, export_format)
+    card = _card(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")), origin, progress, form)
     if certificate is not None:
         card += "\n" + "\n".join(["## Verification", "", *certificate.lines()]) + "\n"
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
 
 
-def _card(
-    folder: Path,
-    config: Mapping[str, Any],
-    adapter: Mapping[str, Any] | None,
-    origin: Mapping[str, Any],
-    progress: Progress,
-    export_format: ExportFormat | None,
-) -> str:
+def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progress, form: CardForm | None) -> str:
     recipe, best = _part(origin, "recipe"), progress.best
     task = _part(recipe, "task")
     task_type = str(task.get("type"))
@@ -86,25 +76,19 @@ def _card(
     tag, architecture = facts.pipeline_tag, config["architectures"][0]
     names = {
         "ARCHITECTURE": architecture,
+        "DTYPE": config["dtype"],
         "PROMPT": json.dumps(f"{task.get('prefix') or ''}..."),
         "FIRST_TOKEN": _plain(config.get("decoder_start_token_id")),
+        "BASE": _base(_part(recipe, "model")),  # the last, because its name may hold the others
     }
-    base: list[str] = []
-    if adapter is not None:
-        base = [json.dumps(_hub_name(adapter["base_model_name_or_path"]) or "path/to/the/base/model")]
-        base += [f"revision={json.dumps(adapter['revision'])}"] if adapter["revision"] else []
     text: str = _template().render(
-        head=_head(recipe, task_type, facts, adapter is not None).to_yaml().strip(),
+        head=_head(recipe, task_type, facts, (form and form.library) or facts.library).to_yaml().strip(),
         recipe=recipe,
         # JSON leaves the control character DEL as it is.
         as_json=json.dumps(recipe, indent=2).replace("\x7f", "\\u007f"),
         architecture=architecture,
-        dtype=config["dtype"],
-        adapter=adapter,
-        base=base,
-        generates=(folder / GENERATION_CONFIG_NAME).is_file(),
-        form=export_format.form if export_format else "",
-        usage=_filled(export_format.usage(facts) if export_format else facts.usage, names),
+        title=_filled(form.title if form else "A `ARCHITECTURE` in `DTYPE`", names),
+        usage=_filled(form.usage if form else facts.usage, names),
         task=task_type,
         tag=tag,
         has_pipeline=tag is not None and facts.has_pipeline,
@@ -115,6 +99,12 @@ def _card(
         versions=sorted(_part(origin, "versions").items()),
     )
     return text.rstrip() + "\n"
+
+
+def _base(model: Mapping[str, Any]) -> str:
+    """Return the arguments of `from_pretrained` for the model at the start of the training."""
+    name = json.dumps(_hub_name(model.get("name_or_path")) or "path/to/the/base/model")
+    return f"{name}, revision={json.dumps(model['revision'])}" if model.get("revision") else name
 
 
 def _filled(code: str, names: Mapping[str, str]) -> str:
@@ -155,12 +145,12 @@ def _plain(value: Any) -> str:
     return text
 
 
-def _head(recipe: Mapping[str, Any], task_type: str, facts: Card, is_adapter: bool) -> ModelCardData:
+def _head(recipe: Mapping[str, Any], task_type: str, facts: Card, library: str) -> ModelCardData:
     """Return the metadata for the hub; it leaves out keys that are None."""
     data = _part(recipe, "data")
     dataset = _hub_name(data.get("name")) if data.get("source") == "hub" else None
     return ModelCardData(
-        library_name="peft" if is_adapter else facts.library,
+        library_name=library,
         base_model=_hub_name(_part(recipe, "model").get("name_or_path")),
         datasets=[dataset] if dataset else None,
         pipeline_tag=facts.pipeline_tag,

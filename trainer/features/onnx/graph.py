@@ -25,7 +25,7 @@ from trainer.models.fill import without_report
 from trainer.models.input_samples import samples_of
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import Model, Recipe
-from trainer.tasks.exported import OUTPUTS, Card, ExportFormat, Program
+from trainer.tasks.exported import OUTPUTS, Card, CardForm, ExportFormat, Program
 from trainer.tasks.registry import build_task
 from trainer.training.row_encoding import model_folder
 
@@ -66,7 +66,6 @@ print(dict(zip([one.name for one in session.get_outputs()], outputs)))"""
 class Onnx(ExportFormat):
     """A graph for ONNX Runtime, in fp32."""
 
-    form = "as a graph of ONNX"
     program = Program("ONNX Runtime", ("onnxruntime",), "trainer.features.onnx.opener")
 
     def require(self, dtype: str, adapter: bool) -> None:
@@ -85,9 +84,10 @@ class Onnx(ExportFormat):
     def convert(self, folder: Path, model_class: type[Any], recipe: Recipe | None) -> Path:
         return to_onnx(folder, model_class, recipe)
 
-    def usage(self, card: Card) -> str:
+    def card_form(self, card: Card) -> CardForm:
         completed = f"{card.graph}\n" if card.graph else ""
-        return _USAGE.format(processor=card.processor, rows=card.rows, completed=completed, file=FILE)
+        usage = _USAGE.format(processor=card.processor, rows=card.rows, completed=completed, file=FILE)
+        return CardForm("A `ARCHITECTURE` as a graph of ONNX in `DTYPE`", usage)
 
 
 def to_onnx(folder: Path, model_class: type[PreTrainedModel], recipe: Recipe | None) -> Path:

@@ -29,7 +29,7 @@ from trainer.models.merged_weights import MergedWeights
 from trainer.models.weight_files import UnknownModelError, plan_files
 from trainer.tasks.exported import ExportFormat
 from trainer.tools.export.checkpoint_model import CheckpointModel, open_checkpoint
-from trainer.tools.export.peft_folder import write_adapter
+from trainer.tools.export.peft_folder import card_form, write_adapter
 from trainer.tools.export.refused import require_not_refused
 from trainer.training.export_check import Certificate, ExportCheck
 from trainer.training.model_card import CARD_NAME, complete_folder
@@ -121,7 +121,8 @@ def export(
             recipe = model.recipe if model.task_type else None
             weights = [export_format.convert(temporary, type(model.described), recipe)]
         certificate = check.compare(temporary) if check else None
-        complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate, export_format)
+        form = export_format.card_form(model.card) if export_format else card_form(temporary) if adapter else None
+        complete_folder(temporary, place, state.facts.origin, state.facts.progress, certificate, form)
     except UnknownModelError as error:
         raise UsageError(
             f"`CHECKPOINT` must hold a model of transformers, but {model.preparation / CONFIG_NAME} describes"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
@@ -22,6 +22,7 @@ from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes
 from trainer.models.weight_files import transformers_class
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.recipe.schema import Model
+from trainer.tasks.exported import CardForm
 
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's wrapper
@@ -155,6 +156,24 @@ def _config(
         "use_dora": adapter.type == "dora",
         "use_rslora": adapter.rank_stabilised,
     }
+
+
+def card_form(folder: Path) -> CardForm:
+    """Return the texts of the model card for the folder of an adapter."""
+    generates = (folder / GENERATION_CONFIG_NAME).is_file()
+    usage = [
+        "from peft import PeftModel",
+        f"from transformers import AutoConfig, {'GenerationConfig, ' if generates else ''}ARCHITECTURE",
+        "",
+        'folder = "path/to/this/folder"',
+        "base = ARCHITECTURE.from_pretrained(BASE, config=AutoConfig.from_pretrained(folder))",
+        "model = PeftModel.from_pretrained(base, folder)",
+    ]
+    if generates:
+        ends = "  # with the tokens that end a text"
+        usage.insert(-1, f"base.generation_config = GenerationConfig.from_pretrained(folder){ends}")
+    title = "A LoRA adapter of PEFT in `DTYPE` for the `ARCHITECTURE` of its base model"
+    return CardForm(title, "\n".join(usage), "peft")
 
 
 def _most_frequent(values: Iterable[Number]) -> Number:
