@@ -22,6 +22,7 @@ from trainer.models.adapter_starts import require_package
 from trainer.models.adapters import left_out_notes
 from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
+from trainer.models.weight_forms import form_of
 from trainer.parallel.tensor.kinds import ROWS, is_start
 from trainer.recipe.schema import Adapter, Model, Recipe
 
@@ -210,8 +211,9 @@ def test_experts_that_an_adapter_does_not_reach_are_named_with_their_share(quant
     experts = sum(p.numel() for name, p in model.named_parameters() if "experts" in name or "gate." in name)
     reached = sum(p.numel() for name, p in model.named_parameters() if "_proj" in name and "experts" not in name)
     keys = {"config": {"model_type": "mixtral"}, "tokenizer": "none", "quantization": quantization}
-    adapt(model, Model.model_validate({**keys, "adapter": {"type": "lora", "targets": "all-linear"}}), 0)
-    (note,) = left_out_notes(model, quantization)
+    recipe = Model.model_validate({**keys, "adapter": {"type": "lora", "targets": "all-linear"}})
+    adapt(model, recipe, 0)
+    (note,) = left_out_notes(model, form_of(recipe))
     assert note.startswith(
         f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
         f" {experts / total:.1%} are no linear layers, such as model.layers.0.mlp.experts (MixtralExperts)"

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from tests.features.quantization.test_quantizing import assert_same_steps, quantized_folder
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import (
@@ -29,7 +30,6 @@ from tests.helpers.training import (
     weights_of,
 )
 from tests.models.test_adapters import _name_in_peft
-from tests.models.test_quantizing import assert_same_steps, quantized_folder
 from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
 from tests.parity.test_adapters import ADAPTER_LAYOUTS
 from tests.tools.export.test_peft_folder import CAUSAL, assert_same_logits, train

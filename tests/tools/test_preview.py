@@ -15,8 +15,8 @@ from tests.helpers.browser import needs_browser, open_page
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import tiny_recipe, tiny_training
 from trainer.cli import main
-from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.preview_records import ShownText
+from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import plan_run
 from trainer.tools import preview as tools_preview
 from trainer.tools.preview_rows import kinds, lengths_histogram
@@ -143,7 +143,7 @@ def kinds_of(keys: dict[str, Any]) -> tuple[Any, dict[tuple[str, str], int]]:
     recipe = tiny_recipe(**keys)
     with tiny_training(recipe) as training:
         shown = kinds(plan_run(recipe, 1), describe_model(recipe, training.parts.task))
-        whole = weights_of_parts([training.model])
+        whole = sizes_of_parts([training.model])
         counted: dict[tuple[str, str], int] = {}
         for name, parameter in training.model.named_parameters():
             held = "nf4" if name in whole else {torch.float32: "fp32", torch.bfloat16: "bf16"}[parameter.dtype]

@@ -18,11 +18,10 @@ from trainer.models.adapter_starts import Start, joined_starts, product_start, r
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
 from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
-from trainer.models.quantized_parts import quantized_in
-from trainer.models.quantizing import quantize_layers
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
-from trainer.parallel.quantized_linear import QuantizedWeight
+from trainer.models.weight_forms import WeightForm, form_of
+from trainer.parallel.stored_in_parts import StoredInParts, weights_in_parts
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of
 from trainer.parallel.tensor.trained_rows import TrainedLogits, TrainedRows, TrainedVectors, attach_rows, rows_of
@@ -34,37 +33,29 @@ _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LM
 
 
 def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
-    """Add the products and trained rows of an adapter, and quantise; see `adapt` of `models/freezing.py`."""
+    """Add the products and trained rows of an adapter; see `adapt` of `models/freezing.py`.
+
+    Frozen weights get the form that the recipe asks for.
+    """
     _add_products(model, adapter, seed, drawn)
     if adapter.trainable_tokens is not None or recipe.new_tokens is not None:
         _train_rows(model, recipe, adapter.trainable_tokens or ())
-    # The order matters. Quantisation replaces the weights, so their exact values are held by `weights` before it;
+    # The order matters. Another form replaces the weights, so their exact values are held by `weights` before it;
     # starts need both values, so they are computed after it.
     starts = starts_of(model, adapter, seed)
     weights = {name: model.get_parameter(name) for name in starts}
-    if recipe.quantization is not None:
-        _quantize(model, recipe.quantization)
+    if (form := form_of(recipe)) is not None:
+        form.replace_layers(model)
     for name, start in starts.items():
         if not weights[name].is_meta:
             _begin(model, name, weights[name].detach(), start)
 
 
-def _quantize(model: nn.Module, kind: str) -> None:
-    """Quantise the frozen layers, which keep their products."""
-    # Quantisation replaces the layers, so products are taken from the old and attached to the new ones.
-    products = {name: product for name, layer in model.named_modules() if (product := product_of(layer))}
-    quantize_layers(model, kind)
-    for name, product in products.items():
-        layer = model.get_submodule(name)
-        if product_of(layer) is None:
-            attach(layer, product)
-
-
 @torch.no_grad()
 def _begin(model: nn.Module, name: str, weight: Tensor, start: Start) -> None:
     """Give the parameters of an adapter the values that they begin with, from the weight `name`."""
-    quantized = quantized_in(model).get(name)
-    for own, value in start(weight, quantized.rounded(weight) if quantized else weight).items():
+    in_parts = weights_in_parts(model).get(name)
+    for own, value in start(weight, in_parts.rounded(weight) if in_parts else weight).items():
         model.get_parameter(own).copy_(value)
 
 
@@ -309,26 +300,26 @@ def _shortest_patterns(names: Collection[str], others: Collection[str]) -> list[
     return list(found)
 
 
-def left_out_notes(model: nn.Module, quantization: str | None) -> list[str]:
+def left_out_notes(model: nn.Module, form: WeightForm | None) -> list[str]:
     """Return a note on the matrices of an adapted model that are no linear layers, such as those of experts."""
     total = reached = 0
     left: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, LowRank | TrainedRows):
             continue
-        sizes = [prod(module.shape)] if isinstance(module, QuantizedWeight) else []
+        sizes = [prod(module.shape)] if isinstance(module, StoredInParts) else []
         sizes = sizes or [parameter.numel() for parameter in module.parameters(recurse=False)]
         total += sum(sizes)
         if product_of(module) is not None:
             weight: Any = module.weight
             reached += prod(weight.shape)
-        elif not isinstance(module, nn.Linear | Conv1D | nn.Embedding | QuantizedWeight):
+        elif not isinstance(module, nn.Linear | Conv1D | nn.Embedding | StoredInParts):
             matrices = [p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and not p.requires_grad]
             left |= {f"{name} ({type(module).__name__})": sum(matrices)} if matrices else {}
     if sum(left.values()) < _LEAST_LEFT_OUT * total:
         return []
     share, largest = sum(left.values()) / total, max(left, key=lambda name: left[name])
-    whole = "" if quantization is None else f", and `model.quantization` {quantization} leaves them whole"
+    whole = "" if form is None else f", and {form} leaves them whole"
     return [
         f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
         f" {share:.1%} are no linear layers, such as {largest}, which it cannot adapt{whole}"

@@ -26,6 +26,7 @@ from trainer.models.dropout import set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.hub_files import CANNOT_READ, not_found, one_line, require_small_files
 from trainer.models.tokenizer import load_tokenizer
+from trainer.models.weight_forms import require_readable
 from trainer.recipe.schema import Model
 
 _LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
@@ -367,7 +368,7 @@ def _require_plain(recipe: Model, config: Any) -> None:
     place = "`model.config`" if recipe.name_or_path is None else f"the configuration of {str(recipe.name_or_path)!r}"
     _require_sizes(vars(config), place, "correct its config.json")
     if quantised := getattr(config, "quantization_config", None):
-        _require_format(recipe, place, quantised)
+        require_readable(recipe, place, quantised)
     for key in ("hidden_act", "hidden_activation", "activation_function", "activation", "dense_act_fn"):
         name = getattr(config, key, None)
         if isinstance(name, str) and name not in ACT2FN:
@@ -380,33 +381,6 @@ def _require_plain(recipe: Model, config: Any) -> None:
         raise UsageError(f"{place} has a text model, which a {config.model_type} cannot have; correct its config.json")
     if not is_shallow(vars(config), _MOST_LEVELS + 1):
         raise UsageError(f"{place} is nested deeper than {_MOST_LEVELS} levels; flatten it")
-
-
-def _require_format(recipe: Model, place: str, quantised: object) -> None:
-    """Refuse quantised weights that are not in the format of the recipe's `model.quantization`."""
-    keys = quantised if isinstance(quantised, Mapping) else {}
-    kind, form = str(keys.get("quant_method", "")), None
-    if kind == "bitsandbytes" and keys.get("load_in_8bit"):
-        form = "int8"
-    elif kind == "bitsandbytes" and keys.get("load_in_4bit"):
-        kind = f"bitsandbytes, {keys.get('bnb_4bit_quant_type')}"
-        if kind == "bitsandbytes, nf4" and keys.get("bnb_4bit_quant_storage", "uint8") == "uint8":
-            form = "nf4" if keys.get("bnb_4bit_use_double_quant") else "nf4_single"
-    if form is None:
-        raise UsageError(
-            f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which cannot be read; name the model"
-            " that they were made from, and set `model.quantization`"
-        )
-    if recipe.quantization != form:
-        raise UsageError(
-            f"`model.quantization` must be {form}, the format of the weights in {str(recipe.name_or_path)!r}, but is"
-            f" {recipe.quantization or 'null'}; set it, and `model.adapter`"
-        )
-    if recipe.adapter is not None and recipe.adapter.start == "loftq":
-        raise UsageError(
-            '`model.adapter.start` is "loftq", which needs the weights before their quantisation, but'
-            f" {str(recipe.name_or_path)!r} holds them in {form}; set it to null"
-        )
 
 
 def require_head(recipe: Model, config: Any, auto_class: Any) -> None:

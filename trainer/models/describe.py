@@ -25,6 +25,7 @@ from trainer.models.freezing import adapt
 from trainer.models.hub_files import not_found, one_line, pretrained_files
 from trainer.models.parameter_rules import ParameterGroups, parameter_groups
 from trainer.models.statistics import fix_statistics
+from trainer.models.weight_forms import form_of, without_form
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, OptimizerKeys, Training
 
@@ -106,12 +107,12 @@ class ModelDescription:
             _require_learned(model)
 
     def adapter_notes(self, model: nn.Module) -> list[str]:
-        """Return notes on the weights that the adapter and the quantisation of a whole model leave out."""
+        """Return notes on the weights of a whole model that its adapter and another form of weights leave out."""
         if self.recipe.adapter is None:
             return []
         from trainer.models.adapters import left_out_notes
 
-        return left_out_notes(model, self.recipe.quantization)
+        return left_out_notes(model, form_of(self.recipe))
 
     def groups(self, model: nn.Module) -> ParameterGroups:
         """Return the groups of the parameters of a whole model after `adapt`; see `parameter_groups`."""
@@ -179,7 +180,7 @@ class ModelDescription:
             # The vocabulary of the sample is small, and its weights have no meaning.
             adapter = self.recipe.adapter.model_copy(update={"trainable_tokens": None, "start": None})
             adapted = self.recipe.model_copy(
-                update={"freeze": None, "quantization": None, "adapter": adapter, "new_tokens": None}
+                update={"freeze": None, "adapter": adapter, "new_tokens": None, **without_form()}
             )
             try:
                 adapt(sample, adapted, self.seed)

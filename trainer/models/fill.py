@@ -44,16 +44,15 @@ from trainer.models.draw import draw_weights
 from trainer.models.hub_files import CannotLoadPartsError, is_adapter, not_found, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
-from trainer.models.quantized_parts import quantized_in
 from trainer.models.stored_weights import (
     CountedWeights,
     EnlargedWeights,
-    QuantizedFiles,
     SharedWeights,
     StoredWeights,
-    quantized_keys,
 )
+from trainer.models.weight_forms import form_of
 from trainer.parallel.placement import ParameterPlacement
+from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.recipe.schema import Model
 
 if TYPE_CHECKING:
@@ -136,14 +135,14 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
 
 
 def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
-    recipe = described.recipe
-    if recipe.new_tokens is None and recipe.quantization is None:
+    recipe, form = described.recipe, form_of(described.recipe)
+    if recipe.new_tokens is None and form is None:
         return None
     try:
         plain = StoredWeights(described.files())
         stored = _fitted(described, plain)
     except CannotLoadPartsError as error:
-        key = "model.quantization" if recipe.new_tokens is None else "model.new_tokens"
+        key = form.key if form is not None and recipe.new_tokens is None else "model.new_tokens"
         raise UsageError(
             f"`{key}` needs weights in safetensors files of the model itself, but {error}; save the model"
             " again with `save_pretrained` of transformers"
@@ -162,7 +161,7 @@ def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[st
     """Build the model of a recipe as it was before the training, without adapter, whole and in fp32 on the CPU.
 
     The second result names the weights that are not loaded, but drawn from the seed. The third has the tensors of
-    weights that the files hold quantised.
+    weights that the files hold in the form of the recipe.
 
     Args:
         model: the model on `meta`, from `described_model`.
@@ -177,18 +176,18 @@ def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[st
     # Weights depend neither on the attention function nor on keyed dropout, so any choice gives the same ones.
     described = ModelDescription(recipe, ModelUse(model_class.__name__), seed, config, model_class, "eager", False)
     try:
-        return *load_whole(described)[:2], _quantized_already(described)
+        return *load_whole(described)[:2], _encoded_already(described)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
 
 
-def _quantized_already(described: ModelDescription) -> dict[str, Mapping[str, Tensor]]:
-    """Return the tensors of the weights that files hold quantised, by the names of the weights."""
-    if described.recipe.is_random or described.recipe.quantization is None:
+def _encoded_already(described: ModelDescription) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors of the weights that files hold in the form of the recipe, by the names of the weights."""
+    if described.recipe.is_random or form_of(described.recipe) is None:
         return {}
     stored = _fitted(described, StoredWeights(described.files()))
     renamed = _renamed(described.on_meta(), stored)[0]
-    return {name: parts for name, key in renamed.items() if (parts := stored.quantized(key)) is not None}
+    return {name: parts for name, key in renamed.items() if (parts := stored.parts(key)) is not None}
 
 
 def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
@@ -372,22 +371,17 @@ def without_report() -> Iterator[None]:
 
 
 def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
-    """Return stored weights as they were before their quantisation, with the rows that new tokens need."""
-    quantized = quantized_keys(stored.shapes)
-    if described.recipe.is_random or not (quantized or described.recipe.new_tokens):
+    """Return stored weights by the names of whole ones, with the rows that new tokens need."""
+    form = form_of(described.recipe)
+    encoded = form is not None and form.stored_in(stored.shapes)
+    if described.recipe.is_random or not (encoded or described.recipe.new_tokens):
         return stored
     model = described.on_meta()
     renamed = _renamed(model, stored)[0]
     shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
-    if quantized:
+    if form is not None and encoded:
         described.adapt(model)
-        if exact := [name for name in quantized_in(model) if renamed.get(name) not in quantized]:
-            raise UsageError(
-                f"`model.name_or_path` is {str(described.recipe.name_or_path)!r}, with weights in"
-                f" {described.recipe.quantization}, but holds {exact[0]} exactly; quantise all linear layers of its"
-                " repeated layers, or name the model that it was made of"
-            )
-        stored = QuantizedFiles(stored, {key: shape for key, shape in shapes.items() if key in quantized})
+        stored = form.opened(described.recipe, stored, model, renamed, shapes)
     if not described.recipe.new_tokens:
         return stored
     size = vocabulary_size(described.config)
@@ -501,9 +495,9 @@ class _Parts:
         self.shards: dict[str, Tensor] | None = None if placed.cut.shard is None else {}
         self._placements = placed.placements
         first = {name: names[0] for names in tied for name in names}  # in the whole model
-        self._quantized = quantized_in(self.model)
-        for name, weight in self._quantized.items():
-            # A quantised weight is no parameter of this model; its codes and scales stand for it under its name.
+        self._in_parts = weights_in_parts(self.model)
+        for name, weight in self._in_parts.items():
+            # A weight in parts is no parameter of this model; its codes and scales stand for it under its name.
             first |= {f"{name}.{part}": name for part, _ in weight.named_parameters()}
         # A stage may hold a copy of a parameter under another name than the whole model.
         origins = placed.stage.origins if placed.stage else {}
@@ -521,13 +515,13 @@ class _Parts:
         # One rank of a node may read for all: every rank then walks through the same keys in the same order.
         wanted = stored.wanted([self.holds(name) or name in self._buffers for name in renamed])
         for (name, key), is_wanted in zip(renamed.items(), wanted, strict=True):
-            quantized = stored.quantized(key) if name in self._quantized else None
-            if quantized is not None:
-                self._fill_quantized(name, quantized)
-            elif name in self._quantized or (self.holds(name) and name in self.starts):
+            parts = stored.parts(key) if name in self._in_parts else None
+            if parts is not None:
+                self._fill_encoded(name, parts)
+            elif name in self._in_parts or (self.holds(name) and name in self.starts):
                 self.fill_whole(name, stored.read(key))  # a scale belongs to elements of several shards
             elif self.holds(name):
-                self._fill(name, stored.read(key, self._placement(name), self.placed.cut))
+                self._set(self._own[name], stored.read(key, self._placement(name), self.placed.cut))
             elif name in self._buffers:
                 self.model.get_buffer(name).copy_(stored.read(key))
             elif is_wanted:
@@ -587,14 +581,14 @@ class _Parts:
         """
         if not self.holds(name):
             return
-        quantized = self._quantized.get(name)
+        in_parts = self._in_parts.get(name)
         if name in self.starts:
-            for own, value in self.starts[name](whole, quantized.rounded(whole) if quantized else whole).items():
+            for own, value in self.starts[name](whole, in_parts.rounded(whole) if in_parts else whole).items():
                 self.fill_whole(own, value)
-        if quantized is not None:
-            self._fill(name, whole)
+        if in_parts is not None:
+            self._set_parts(name, in_parts.encoded(whole))
         else:
-            self._fill(name, self._shard(self.placed.cut.part(whole, self._placement(name))))
+            self._set(self._own[name], self._shard(self.placed.cut.part(whole, self._placement(name))))
 
     def _shard(self, part: Tensor) -> Tensor:
         shard = self.placed.cut.shard
@@ -607,21 +601,15 @@ class _Parts:
     def _placement(self, name: str) -> ParameterPlacement:
         return next(self._placements[own] for own in self._own[name] if own in self._placements)
 
-    def _fill(self, name: str, part: Tensor) -> None:
-        if name not in self._quantized:
-            self._set(self._own[name], part)
-            return
-        self._set_quantized(name, self._quantized[name].quantize(part))
-
-    def _fill_quantized(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        """Fill a weight that is quantised already, and the parameters of its adapter."""
+    def _fill_encoded(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Fill a weight that is encoded already, and the parameters of its adapter."""
         if name in self.starts:
-            whole = self._quantized[name].dequantized(torch.float32, parts)
+            whole = self._in_parts[name].decoded(torch.float32, parts)
             for own, value in self.starts[name](whole, whole).items():
                 self.fill_whole(own, value)
-        self._set_quantized(name, parts)
+        self._set_parts(name, parts)
 
-    def _set_quantized(self, name: str, parts: Mapping[str, Tensor]) -> None:
+    def _set_parts(self, name: str, parts: Mapping[str, Tensor]) -> None:
         for own, part in parts.items():
             self._set([f"{name}.{own}"], self._shard(part))
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models.names import parts_of_layers
-from trainer.parallel.stored_in_parts import CODES
+from trainer.models.weight_forms import encoded_weights
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.recipe.schema import Adapter
-
-if TYPE_CHECKING:
-    from trainer.models.quantizing import StoredParts
 
 
 class MergedWeights:
@@ -33,28 +29,24 @@ class MergedWeights:
             {f"{layer}.weight": parts for layer, parts in parts_of_layers(shapes, attribute).items()}
             for attribute in (ATTRIBUTE, ROWS)
         )
-        self._quantized: dict[str, StoredParts] = {}
-        if any(name.rpartition(".")[2] == CODES for name in shapes):
-            from trainer.models.quantizing import quantized_weights
-
-            self._quantized = quantized_weights(shapes)
-        stored = [weight.parts for weight in self._quantized.values()]
+        self._encoded = encoded_weights(shapes)
+        stored = [weight.parts for weight in self._encoded.values()]
         inside = {
             part for parts in (*stored, *self._products.values(), *self._rows.values()) for part in parts.values()
         }
         self.shapes: dict[str, Sequence[int]] = {name: shape for name, shape in shapes.items() if name not in inside}
-        for name in self._quantized:
+        for name in self._encoded:
             self.shapes[name] = tuple(model.get_parameter(name).shape)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors from which a weight is made: its own, and those of its adapter."""
-        own = tuple(self._quantized[name].parts.values()) if name in self._quantized else (name,)
+        own = tuple(self._encoded[name].parts.values()) if name in self._encoded else (name,)
         return (*own, *self._products.get(name, {}).values(), *self._rows.get(name, {}).values())
 
     def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return a weight, from tensors that `read` returns by their names."""
-        if name in self._quantized:
-            weight = self._quantized[name].dequantized(self.shapes[name], read)
+        if name in self._encoded:
+            weight = self._encoded[name].decoded(self.shapes[name], read)
         else:
             weight = read(name)
         if self._adapter is not None and name in self._products:

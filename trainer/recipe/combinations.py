@@ -2,7 +2,8 @@
 
 Reasons against a strategy are in `strategies.py`, those against an optimizer in its section, those against the key of
 a feature in its `extension.json`. The other rows are in `exclusions.json`: a first condition, and for each other one a
-reason and a remedy, in which `{able}`, `{one}` and `{all}` are the other strategies or schedules.
+reason and a remedy, in which `{able}`, `{one}` and `{all}` are the other strategies or schedules. A group with `torch`
+is for these versions of it only.
 Rules with more than two conditions are in `recipe/reading/rules.py`.
 """
 
@@ -16,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from trainer.base.extensions import Registration, consume, registered, resolved
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
@@ -98,12 +99,6 @@ def _of_strategies(described: Mapping[str, Any], reason_of: Callable[[Strategy],
         yield Exclusion(first, _is(_STRATEGY, *unable), reason, f"use {', '.join(able)}")
 
 
-def _of_old_torch(first: Condition, torch: str) -> Iterator[Exclusion]:
-    if Version(torch) < Version("2.12"):
-        reason = f"FSDP of torch {torch} asks for gradients of every tensor, and codes are integers"
-        yield Exclusion(first, _is(_STRATEGY, "fsdp", "hsdp"), reason, "install torch 2.12 or newer, or use ddp")
-
-
 def _condition(described: Mapping[str, Any]) -> Condition:
     """Return the condition of an object with one key: a list of values, the name of strategies, or a word."""
     ((key, values),) = described.items()
@@ -116,7 +111,10 @@ def _condition(described: Mapping[str, Any]) -> Condition:
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
+    torch = version("torch")
     for group in groups:
+        if torch not in SpecifierSet(group.get("torch", ""), prereleases=True):
+            continue
         first = _condition(group["first"])
         for described, *texts in group["others"]:
             second = _condition(described)
@@ -125,6 +123,7 @@ def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
             both = [*([", ".join(able[:-1])] if able[1:] else []), *able[-1:]]
             words = {"{able}": ", ".join(able), "{one}": " or ".join(able), "{all}": " and ".join(both)}
             words = words if able else {"{able}, or ": ""} | words
+            words["{torch}"] = torch
             for word, names in words.items():
                 *texts, form = (text.replace(word, names) for text in (*texts, form))
             reason, remedy = texts
@@ -167,8 +166,6 @@ def _of_tables() -> Iterator[Exclusion]:
     yield from _of_strategies({"compile": [True]}, lambda row: row.no_compile)
     for group in json.loads((Path(__file__).parent / "exclusions.json").read_text(encoding="utf-8")):
         yield from _of_groups([group])
-        if "model.quantization" in group["first"]:
-            yield from _of_old_torch(_condition(group["first"]), version("torch"))
 
 
 def _of_optimizer(row: Registration) -> Iterator[Exclusion]:

@@ -21,9 +21,10 @@ from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit
 from trainer.engine.products import rounded_by_autocast
 from trainer.models.describe import ModelDescription
-from trainer.models.quantized_parts import weights_of_parts
+from trainer.models.weight_forms import form_of
 from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
+from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
 from trainer.tasks.preview import ShownToken, has_token_labels
@@ -220,10 +221,10 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
 def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool, str]]:
     """Count trained and frozen parameters by the type that holds them; `narrow` is that of trained matrices."""
     recipe, counted = plan.recipe, Counter[tuple[bool, str]]()
-    rounded, whole = rounded_by_autocast(model), weights_of_parts([model])
+    rounded, whole, form = rounded_by_autocast(model), sizes_of_parts([model]), form_of(recipe.model)
     for name, parameter in model.named_parameters():
-        if name in whole:
-            held = str(recipe.model.quantization)
+        if form is not None and name in whole:
+            held = str(form.value)
         elif parameter.requires_grad:
             held = narrow if name in rounded else "fp32"
         else:  # as `store_frozen` does

@@ -19,12 +19,12 @@ from trainer.base.distribution import versions
 from trainer.data.split import EncodedSplit
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
-from trainer.models.quantized_parts import weights_of_parts
 from trainer.observe.meter import ModelSize, peak_flops
 from trainer.observe.records import Kind, MajorityClass, ParameterGroup, RunInfo
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import ParameterPlacement, Placements
 from trainer.parallel.state_bytes import StateBytes, state_bytes
+from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.parallel.tensor.kinds import ShardedEmbedding, ShardedLinear
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.drawing import layout_table
@@ -46,7 +46,7 @@ def _own_parameter_groups(
     names = Counter(id(p) for model in models for _, p in model.named_parameters(remove_duplicate=False))
     tied = {name for model in models for name, p in model.named_parameters() if names[id(p)] > 1}
     weight_bytes, sizes = _weight_bytes(models), mesh.sizes
-    quantized = weights_of_parts(models)
+    quantized = sizes_of_parts(models)
     groups = []
     for name in get_args(Kind):
         labels = [label for label, placement in placements.items() if name in _kinds(placement, label in tied)]
@@ -153,7 +153,7 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
     embeddings = _weights_of(models, nn.Embedding, ShardedEmbedding)
     # An embedding that is tied to a head counts, because of the head's products.
     embeddings -= _weights_of(models, nn.Linear, ShardedLinear)
-    quantized = weights_of_parts(models)
+    quantized = sizes_of_parts(models)
     counted = [
         (quantized.get(name, prod(placements[name].shape)), parameter.requires_grad)
         for model in models

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainer.parallel.communication import in_product_type, reduce_from_group
 from trainer.parallel.groups import Group
-from trainer.parallel.quantized_linear import QuantizedLinear
 from trainer.parallel.random import stream_key
+from trainer.parallel.stored_in_parts import LinearInParts
 from trainer.parallel.tensor.kinds import ATTRIBUTE, START, MatrixProduct
 
 
@@ -161,8 +161,8 @@ def product_of(layer: nn.Module) -> LowRank | None:
 def _add(layer: Any, args: Any, output: Tensor, transposed: bool) -> Tensor:
     product = product_of(layer)
     assert product is not None, "the hook belongs to a layer with a product"
-    if isinstance(layer, QuantizedLinear):
-        base = Base(lambda: layer.weight.dequantized(output.dtype), layer.product, layer.bias)
+    if isinstance(layer, LinearInParts):
+        base = Base(lambda: layer.weight.decoded(output.dtype), layer.product, layer.bias)
     else:
         base = Base.of(layer.weight.t() if transposed else layer.weight, layer.bias)
     adapted: Tensor = product(args[0], output, base)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.base.extensions import registered
 from trainer.recipe.schema.fields import HubOrPathField, Name, NameKey, Patterns, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
@@ -32,7 +33,7 @@ class Adapter(Section):
     """Other values of `alpha`, as in `rank_pattern`."""
     start: Literal["pissa", "pissa_niter_16", "loftq"] | None = None
     """Begin with the largest singular values of each weight (`pissa`), approximately (`pissa_niter_16`), or of the
-    errors of `model.quantization` (`loftq`); null: with zero."""
+    errors of its quantisation (`loftq`); null: with zero."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the input of each product."""
     targets: Patterns | Literal["all-linear"] | None = None
@@ -84,8 +85,6 @@ class Model(Section):
     """Step after which the weights of `freeze` are trained too; null: never."""
     adapter: Adapter | None = None
     """An adapter to train beside frozen weights; null: none."""
-    quantization: Literal["nf4", "nf4_single", "int8"] | None = None
-    """Frozen weights beneath an adapter in 4 bits (NormalFloat; `nf4_single`: scales in fp32) or 8 bits; null: not."""
 
     @property
     def is_partly_frozen(self) -> bool:
@@ -106,16 +105,9 @@ class Model(Section):
             yield clash(text, "model.freeze", "model.adapter")
         if self.unfreeze_at_step is not None and self.freeze is None:
             yield clash("has no effect without `model.freeze`; remove it", "model.unfreeze_at_step", "model.freeze")
-        start, keys = self.adapter and self.adapter.start, ("model.adapter.start", "model.quantization")
-        if start == "loftq" and self.quantization is None:
-            yield clash(
-                'is "loftq", which begins with the errors of `model.quantization`; set that too, or null', *keys
-            )
-        if start in ("pissa", "pissa_niter_16") and self.quantization is not None:
-            yield clash(f'is "{start}", which quantises other weights than those of the model; use "loftq"', *keys)
-        if self.quantization is not None and self.adapter is None:
-            text = f"is {self.quantization}, but quantised weights cannot be trained; set `model.adapter` too"
-            yield clash(text, "model.quantization", "model.adapter")
+        if self.adapter is not None and self.adapter.start == "loftq" and not registered("weight_form"):
+            text = 'is "loftq", which begins with errors of quantised weights, but no key quantises any; set it to null'
+            yield clash(text, "model.adapter.start")
 
     def _contradictions_of_origin(self) -> Iterator[Contradiction]:
         name, config = "model.name_or_path", "model.config"

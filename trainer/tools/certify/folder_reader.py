@@ -32,7 +32,7 @@ def _open_model(request: dict[str, Any], reply: dict[str, Any]) -> Any:
         if hasattr(of_base, "quantization_config"):
             config.quantization_config = of_base.quantization_config
         elif request["quantization"]:
-            keys["quantization_config"] = transformers.BitsAndBytesConfig(**request["quantization"])
+            keys["quantization_config"] = request["quantization"]
         base = auto.from_pretrained(request["base"], **keys, config=config, dtype=torch.float32, device_map="cpu")
         # The comparison needs the numbers of fp32.
         for module in base.modules():  # for evaluations, bitsandbytes would round scales to bf16

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from trainer.base.errors import UsageError
@@ -17,8 +16,8 @@ from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.added import is_added
 from trainer.models.fill import build_base
 from trainer.models.freezing import adapt
-from trainer.models.quantized_parts import quantized_in
 from trainer.models.statistics import persistent_buffers
+from trainer.models.weight_forms import PartsByName, form_of
 from trainer.tasks.exported import ExportFormat, Program
 from trainer.tools.export.checkpoint_model import CheckpointModel
 
@@ -27,8 +26,8 @@ from trainer.tools.export.checkpoint_model import CheckpointModel
 class Opened:
     """How another program opens the exported folder.
 
-    `dtype` is the type of the weights. `base` and `revision` are the model below an adapter, and `quantization` has the
-    keys with which transformers quantises it.
+    `dtype` is the type of the weights. `base` and `revision` are the model below an adapter, and `quantization` is its
+    `quantization_config` in transformers.
     """
 
     program: Program
@@ -52,30 +51,17 @@ def opened_by(
         return Opened(model.card.program, dtype)
     origin, described = model.recipe.model, model.described
     assert origin.name_or_path is not None, "it was checked"
-    quantization: dict[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
     if any(is_added(key.removeprefix(MODEL_PREFIX)) for key in model.state.shapes):
         raise UsageError(
             "`--verify` with `--adapter` opens the folder with PEFT, which has no dense layers and no temperature of"
             " embeddings; leave one of them out"
         )
-    if origin.quantization == "int8":
-        raise UsageError(
-            "`--verify` with `--adapter` compares logits of PEFT, but over `model.quantization` int8 other programs"
-            " round the inputs of layers too; leave one of them out"
-        )
-    if origin.quantization is not None:
+    if (form := form_of(origin)) is not None:
         adapted = copy.deepcopy(described)
         # On `meta`, adapters have shapes only, so any seed gives the same ones.
         adapt(adapted, origin, 0, [])
-        layers = {name for name, module in described.named_modules() if isinstance(module, torch.nn.Linear)}
-        # PEFT must leave exact the layers that the training left exact.
-        whole = layers - {name.rpartition(".")[0] for name in quantized_in(adapted)}
-        quantization = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": origin.quantization == "nf4",
-            "llm_int8_skip_modules": sorted(whole),
-        }
+        quantization = form.peft_config(described, adapted)
     return Opened(Program("PEFT", ("peft",)), dtype, origin.name_or_path, origin.revision, quantization)
 
 
@@ -85,7 +71,7 @@ def trained_model(checkpoint: CheckpointModel) -> Any:
     Raises:
         UsageError: the base of an adapter is missing.
     """
-    quantized: Mapping[str, Mapping[str, Tensor]] = {}
+    encoded: PartsByName = {}
     described = checkpoint.described
     if checkpoint.frozen_digest is None:
         # Each tensor is copied from the checkpoint below, so none needs a first value.
@@ -94,12 +80,12 @@ def trained_model(checkpoint: CheckpointModel) -> Any:
         model.tie_weights()  # which the flag above leaves out
     else:
         recipe, seed = checkpoint.recipe.model, checkpoint.seed
-        model, drawn, quantized = build_base(described, recipe, seed)
+        model, drawn, encoded = build_base(described, recipe, seed)
         adapt(model, recipe, seed, drawn)
     tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.named_parameters()}
     tensors |= {f"{BUFFER_PREFIX}{name}": tensor for name, tensor in persistent_buffers(model).items()}
     with torch.no_grad():
-        for name, parts in quantized.items():
+        for name, parts in encoded.items():
             for part, tensor in parts.items():
                 tensors[f"{MODEL_PREFIX}{name}.{part}"].copy_(tensor.view_as(tensors[f"{MODEL_PREFIX}{name}.{part}"]))
         for key in checkpoint.state.shapes:

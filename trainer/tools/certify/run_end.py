@@ -21,6 +21,7 @@ from trainer.data.collate import collate
 from trainer.engine.engine import Engine
 from trainer.engine.forward import without_cache
 from trainer.models.fill import without_report
+from trainer.models.weight_forms import form_of
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
@@ -143,7 +144,7 @@ class ComparedRows:
 
     @property
     def _tolerances(self) -> tuple[float, float]:
-        rounds = (self.recipe.tf32 and torch.cuda.is_available()) or self.recipe.model.quantization is not None
+        rounds = (self.recipe.tf32 and torch.cuda.is_available()) or form_of(self.recipe.model) is not None
         return _CLOSE[self.recipe.precision == "fp32" and not rounds]
 
     def _compare_tokens(self, folder: Path) -> int:

@@ -25,8 +25,8 @@ from trainer.engine.state import MODEL_PREFIX
 from trainer.models.added import values_of
 from trainer.models.fill import build_base
 from trainer.models.freezing import adapt
-from trainer.models.quantizing import quantized_base
 from trainer.models.weight_files import described_model
+from trainer.models.weight_forms import form_of
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Recipe
@@ -125,15 +125,15 @@ class CheckpointModel:
         if self.frozen_digest is None:
             return {}, set()
         keys, seed = self.recipe.model, self.seed
-        model, drawn, quantized = build_base(self.described, keys, seed)
+        model, drawn, encoded = build_base(self.described, keys, seed)
         # Only weights that the checkpoint lacks; the others would hide the trained values.
         base = {name: p.detach() for name, p in model.named_parameters() if name not in saved}
-        # Before the quantisation, which replaces the names of weights by those of their parts.
+        # Before another form, which replaces the names of weights by those of their parts.
         found_drawn = base.keys() & drawn
-        if keys.quantization is not None:
+        if (form := form_of(keys)) is not None:
             adapted = copy.deepcopy(self.described)
             adapt(adapted, keys, seed, drawn)
-            base = quantized_base(adapted, base, quantized)
+            base = form.encoded(adapted, base, encoded)
         added = values_of(with_folder(build_task(self.recipe.task), self.recipe).added_module())
         base |= {name: value for name, value in added.items() if name not in saved}
         parts = [

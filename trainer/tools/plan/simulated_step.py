@@ -30,10 +30,10 @@ from trainer.models.fill import is_loaded_whole
 from trainer.models.hub_files import one_line
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
-from trainer.models.quantized_parts import weights_of_parts
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, positions
 from trainer.parallel.placement import PIPELINE_AXIS, ROWS_AXIS
+from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
 from trainer.tasks.registry import build_task
@@ -330,7 +330,7 @@ def _share(engine: Engine) -> int:
 
 
 def _saved(built: PlacedModel) -> int:
-    quantized = weights_of_parts([built.model])
+    quantized = sizes_of_parts([built.model])
     saved = {name: p for name, p in built.placements.items() if not p.is_copy}
     return sum(quantized.get(name, prod(p.shape)) for name, p in saved.items()) * _FP32_BYTES
 

@@ -133,7 +133,7 @@ def test_loftq_begins_with_the_closest_weights(tmp_path: Path):
     keys = {"config": None, "name_or_path": str(base), "adapter": STARTED, "quantization": "nf4"}
     with tiny_training(tiny_recipe(task={"type": "causal_lm", "text": "text"}, model=keys)) as training:
         layer = training.model.get_submodule("model.layers.1.mlp.up_proj")
-        product, quantized = layer.lora, layer.weight.dequantized(torch.float32)
+        product, quantized = layer.lora, layer.weight.decoded(torch.float32)
     whole = AutoModelForCausalLM.from_pretrained(base).model.layers[1].mlp.up_proj.weight.detach()
     begun = quantized + 16.0 / 4 * product.B @ product.A
     least = torch.linalg.svdvals(whole - quantized)[4:].square().sum().sqrt()  # Eckart and Young
@@ -203,7 +203,7 @@ def test_layers_without_quantisation_are_refused_by_name(tmp_path: Path):
     with pytest.raises(UsageError, match=r"`model.quantization` is nf4, which does not support.*c_attn is a Conv1D"):
         build_tiny(tiny_recipe(task=task, model=gpt2))
     llama = {**gpt2, "config": TINY_DECODERS["llama"]}
-    missing = mock.patch("trainer.models.quantizing.load_package", side_effect=ImportError("no module"))
+    missing = mock.patch("trainer.features.quantization.form.load_package", side_effect=ImportError("no module"))
     with missing, pytest.raises(UsageError, match=r"needs the package bitsandbytes; install it.*\[quantization\]"):
         build_tiny(tiny_recipe(task=task, model=llama))
 

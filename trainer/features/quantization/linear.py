@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer.parallel.stored_in_parts import CODES, StoredInParts
+from trainer.parallel.stored_in_parts import CODES, LinearInParts, StoredInParts
 
 _BLOCK, _NESTED_BLOCK = 64, 256  # elements of a scale, and scales of a scale: the defaults of the package
 
@@ -115,25 +115,25 @@ class QuantizedWeight(StoredInParts):
         super().__init__()
         self.kind = kind
         self.shape = tuple(weight.shape)
-        for name, part in self.quantize(weight).items():
+        for name, part in self.encoded(weight).items():
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
     @torch.no_grad()
-    def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
+    def encoded(self, weight: Tensor) -> Mapping[str, Tensor]:
         return FORMATS[self.kind].quantize(weight.detach())
 
     @torch.no_grad()
     def rounded(self, weight: Tensor) -> Tensor:
-        return FORMATS[self.kind].dequantize(self.quantize(weight), self.shape, torch.float32)
+        return FORMATS[self.kind].dequantize(self.encoded(weight), self.shape, torch.float32)
 
-    def dequantized(self, dtype: torch.dtype, parts: Mapping[str, Tensor] | None = None) -> Tensor:
+    def decoded(self, dtype: torch.dtype, parts: Mapping[str, Tensor] | None = None) -> Tensor:
         return FORMATS[self.kind].dequantize(parts or dict(self.named_parameters()), self.shape, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.shape}"
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(LinearInParts):
     """A linear layer with a quantised weight, `[..., in] -> [..., out]`."""
 
     def __init__(self, layer: nn.Linear, kind: str) -> None:
@@ -148,7 +148,6 @@ class QuantizedLinear(nn.Module):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the product of the weight with `x`, and the sum with a bias."""
         kind = x.device.type
         # Autocast does not look into `_Product`, so the type that it would choose is passed on.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

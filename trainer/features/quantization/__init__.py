@@ -1,0 +1,1 @@
+"""Frozen weights beneath adapters in 4 or 8 bits, by bitsandbytes: QLoRA."""

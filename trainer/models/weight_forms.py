@@ -1,0 +1,137 @@
+"""Forms of frozen weights beneath an adapter, such as codes with scales; a feature registers each under its key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.base.errors import UsageError
+from trainer.base.extensions import registered, resolved
+from trainer.parallel.stored_in_parts import CODES
+from trainer.recipe.schema import Model
+
+
+@dataclass(frozen=True)
+class EncodedWeight:
+    """The tensors of a checkpoint that stand for a weight: their names, by their names in its form."""
+
+    parts: Mapping[str, str]
+
+    def decoded(self, shape: Sequence[int], read: Callable[[str], Tensor]) -> Tensor:
+        """Return the weight in fp32, from tensors that `read` returns, also in fp32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form of frozen weights, with its key in a recipe and the value of the key."""
+
+    key: str  # dotted, in the section `model`
+    value: Any
+
+    def __str__(self) -> str:
+        return f"`{self.key}` {self.value}"
+
+    def replace_layers(self, model: nn.Module) -> None:
+        """Replace frozen linear layers, perhaps on `meta`, by those of the form (`LinearInParts`), with their products.
+
+        Raises:
+            UsageError: the model has no such layer, or the form does not support a layer.
+        """
+        raise NotImplementedError
+
+    def encoded(self, model: nn.Module, weights: Mapping[str, Tensor], already: PartsByName) -> dict[str, Tensor]:
+        """Return weights by name, with those encoded that are so in `model`; `already` has those encoded before."""
+        raise NotImplementedError
+
+    def peft_config(self, plain: nn.Module, model: nn.Module) -> Mapping[str, Any]:
+        """Return the `quantization_config` of transformers with which PEFT computes as `model`, made of `plain`.
+
+        Raises:
+            UsageError: there is none.
+        """
+        raise NotImplementedError
+
+    def stored_in(self, keys: Collection[str]) -> Collection[str]:
+        """Return the tensors of files that are in a form already, by the names of all tensors."""
+        raise NotImplementedError
+
+    def opened(
+        self,
+        recipe: Model,
+        stored: Any,
+        model: nn.Module,
+        renamed: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> Any:
+        """Return the tensors of files (`StoredWeights`) with those that are in the form already.
+
+        Args:
+            stored: the tensors of files, as they are.
+            model: the model with its layers replaced, on `meta`.
+            renamed: the tensors of the files, by the names of the parameters.
+            shapes: the shapes of the parameters, by the tensors of the files.
+
+        Raises:
+            UsageError: the files hold other weights in the form than the model.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def reads(recipe: Model, place: str, described: Mapping[str, Any]) -> bool:
+        """Return whether it reads files with this `quantization_config`.
+
+        Raises:
+            UsageError: the recipe does not ask for this form, or no form reads such files.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def weights_in(names: Iterable[str]) -> Mapping[str, EncodedWeight]:
+        """Return the weights that tensors of a model stand for, by the names of the tensors."""
+        raise NotImplementedError
+
+
+PartsByName = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of encoded weights, by the names of the weights."""
+
+
+def form_of(recipe: Model) -> WeightForm | None:
+    """Return the form of frozen weights that a recipe asks for, or None."""
+    for row in registered("weight_form"):
+        if (value := getattr(recipe, row.name.removeprefix("model."))) is not None:
+            form: WeightForm = resolved(row.value)(row.name, value)
+            return form
+    return None
+
+
+def without_form() -> dict[str, None]:
+    """Return the values of the keys of forms in a recipe that asks for none."""
+    return dict.fromkeys(row.name.removeprefix("model.") for row in registered("weight_form"))
+
+
+def encoded_weights(names: Collection[str]) -> dict[str, EncodedWeight]:
+    """Return the weights that tensors of a model stand for, by the names of the weights."""
+    if not any(name.rpartition(".")[2] == CODES for name in names):
+        return {}
+    forms = [resolved(row.value) for row in registered("weight_form")]
+    return {name: weight for form in forms for name, weight in form.weights_in(names).items()}
+
+
+def require_readable(recipe: Model, place: str, described: object) -> None:
+    """Refuse files of weights that no form reads, by the `quantization_config` of their configuration."""
+    keys = described if isinstance(described, Mapping) else {}
+    if not any(resolved(row.value).reads(recipe, place, keys) for row in registered("weight_form")):
+        raise unreadable(place, str(keys.get("quant_method", "")))
+
+
+def unreadable(place: str, kind: str) -> UsageError:
+    """Return the error of quantised files that cannot be read."""
+    use = "".join(f", and set `{row.name}`" for row in registered("weight_form"))
+    return UsageError(
+        f"{place} is that of quantised weights{f' ({kind})' if kind else ''}, which cannot be read; name the model that"
+        f" they were made from{use}"
+    )
