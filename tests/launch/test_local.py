@@ -188,9 +188,6 @@ def test_ranks_leave_in_silence_when_their_parent_is_killed_before_the_first_ste
             ["--processes is 3", "started 2 ranks"],
         ),
         ([], {"RANK": "0"}, ["RANK set", "WORLD_SIZE"]),
-        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASK_PID": "7"}, ["4 tasks", "srun", "--processes"]),
-        ([], {"ACCELERATE_USE_CPU": "True"}, ["number is unknown", "--processes"]),
-        ([], {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "bf16"}, ["`precision` is fp32", "bf16"]),
     ],
 )
 def test_contradictions_are_refused_before_any_start(arguments, variables, words):
@@ -199,34 +196,6 @@ def test_contradictions_are_refused_before_any_start(arguments, variables, words
     assert ended.stdout == ""
     for word in words:
         assert word in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        (["--num_processes", "2"], 2),
-        pytest.param(["--num-processes=2"], 2, marks=pytest.mark.nightly),
-        pytest.param(["--num_processes", "1"], 1, marks=pytest.mark.nightly),
-        ([], 1),
-    ],
-)
-@pytest.mark.slow
-def test_accelerate_on_cpu_gets_the_ranks_it_was_asked_for(flags, ranks):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *flags]
-    ended = processes.run([*launch, ROOT / "tests" / "launch" / "program.py", "report"])
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(f" of {ranks}, started by") == ranks
-    assert ("starting them here" in ended.stderr) == (ranks == 2)
-
-
-@pytest.mark.slow
-def test_accelerate_on_several_machines_without_ranks_is_refused():
-    flags = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "0"]
-    meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *flags, *meeting]
-    ended = processes.run([*launch, ROOT / "tests" / "launch" / "program.py", "report"])
-    assert ended.returncode != 0
-    assert "several machines; add --multi_gpu" in ended.stderr
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):

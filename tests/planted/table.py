@@ -59,18 +59,18 @@ _RANKS = [
     Defect(
         "host_list_loses_its_suffix",
         "The first host of a Slurm node list loses what stands behind the brackets.",
-        "ranks/environment.py",
+        "features/slurm/launcher.py",
         'return match[1] + (match[2] or "") + (match[3] or "")',
         'return match[1] + (match[2] or "")',
-        ("ranks/test_environment.py",),
+        ("features/slurm/test_launcher.py",),
     ),
     Defect(
         "tasks_of_repeated_nodes_ignored",
         "The count of nodes in `2(x3)` is ignored.",
-        "ranks/environment.py",
+        "features/slurm/launcher.py",
         "per_node += [int(match[1])] * int(match[2] or 1)",
         "per_node += [int(match[1])]",
-        ("ranks/test_environment.py",),
+        ("features/slurm/test_launcher.py",),
     ),
     Defect(
         "stop_signal_ignored",

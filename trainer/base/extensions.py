@@ -66,6 +66,7 @@ Kind = Literal[
     "warnings",
     "run",
     "launch",
+    "launcher",
 ]
 """`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
 keys of other tools. Paths of a folder of this project are relative to `trainer/`. `recipe_format`: by its ending.
@@ -85,6 +86,7 @@ runs in 16 bits (`engine/rounded_weights.py`).
 `callbacks`: the `Callbacks` of the objects that `trainer.run` gets;
 `warnings`: a function that returns warnings on prepared data;
 `run` and `launch`: context managers for `around`;
+`launcher`: a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables;
 `kernel`: a module of Triton kernels, by its use; `axis`: the `SequenceAxis`, which cuts sequences in whole layers, by
 the key with the number of its ranks; `export`: an `ExportFormat`, by its name for `trainer export --to`."""
 

@@ -14,12 +14,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
-
-import psutil
 
 from trainer.base import extensions
 from trainer.base.collector import importing
@@ -30,7 +27,7 @@ from trainer.base.terminal import say
 from trainer.base.text import one_line
 from trainer.observe.heartbeat import Status, read_statuses
 from trainer.observe.observer import NO_CALLBACKS, Callbacks
-from trainer.ranks.environment import LaunchEnvironment, check_agrees, detect, threads_per_rank
+from trainer.ranks.environment import LaunchEnvironment, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
 from trainer.recipe.elastic_launch import elastic_launch
@@ -112,8 +109,9 @@ def plan_start(
     """
     environment = detect()
     recipe = resolved.recipe
-    packages = {name: row.package for name, row in STRATEGIES.items()}
-    check_agrees(environment, precision=recipe.precision, strategy=recipe.parallel.strategy, packages=packages)
+    if environment.feature is not None:
+        packages = {name: row.package for name, row in STRATEGIES.items()}
+        environment.feature.check(recipe.precision, recipe.parallel.strategy, packages)
     if environment.has_ranks:
         if processes not in (None, environment.world_size):
             raise LaunchError(
@@ -144,13 +142,8 @@ def _number_of_processes(environment: LaunchEnvironment, processes: int | None, 
         if processes < 1:
             raise LaunchError(f"--processes must be at least 1, but is {processes}")
         return processes
-    if environment.launcher == "sbatch":
-        raise LaunchError(
-            f"the batch job has {environment.world_size} tasks, but no srun started this process;"
-            " use `srun trainer run ...`, or pass --processes for ranks on this node only"
-        )
-    if environment.launcher == "accelerate-single":
-        return _asked_of_accelerate()
+    if environment.is_alone and environment.feature is not None:
+        return environment.feature.local_ranks(environment)
     return strategy.local_ranks(_num_gpus())
 
 
@@ -169,49 +162,6 @@ def _check_devices(local_ranks: int) -> None:
             f"{local_ranks} processes need {local_ranks} GPUs, but this machine shows {gpus};"
             f" use at most {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
         )
-
-
-def _asked_of_accelerate() -> int:
-    """Return the number of processes that was requested from `accelerate launch --cpu`.
-
-    accelerate starts a single process without that number, so it is read from the command line and configuration file
-    of accelerate.
-    """
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
-    arguments = _arguments_of_accelerate()
-    if arguments is None:
-        raise LaunchError(
-            "`accelerate launch` started one process, but the requested number is unknown here;"
-            " pass --processes to `trainer run`, or --multi_gpu to `accelerate launch`, which starts all, on CPU too"
-        )
-    asked = launch_command_parser().parse_args(arguments)
-    number, machines = asked.num_processes, asked.num_machines
-    if asked.config_file is not None or not asked.cpu:
-        with suppress(FileNotFoundError):  # no file: accelerate uses its defaults
-            config = load_config_from_file(asked.config_file)
-            number, machines = number or config.num_processes, machines or config.num_machines
-    if (machines or 1) > 1:
-        raise LaunchError(
-            "`accelerate launch` on CPU gives no ranks to several machines; add --multi_gpu, which does, on CPU too"
-        )
-    if (number or 1) > 1:
-        say(f"accelerate started one of the {number} requested processes: starting them here", err=True)
-    return number or 1
-
-
-def _arguments_of_accelerate() -> list[str] | None:
-    names = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
-    for ancestor in psutil.Process().parents():
-        with suppress(psutil.Error):
-            command: list[str] = ancestor.cmdline()
-            # with `python -m` the command line holds the module's name or, after a re-exec, its file
-            for index, word in enumerate(command[:4]):
-                if Path(word).name in names or word.endswith(("accelerate/commands/launch.py", "accelerate_cli.py")):
-                    rest = command[index + 1 :]
-                    return rest[1:] if rest[:1] == ["launch"] else rest
-    return None
 
 
 def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job = _TRAINING) -> int:

@@ -15,23 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Literal
 
 from trainer.base.errors import LaunchError, RecipeError, UsageError
+from trainer.base.extensions import resolved, rows_of
 from trainer.base.logging_targets import logging_targets
-
-Launcher = Literal[
-    "none",
-    "trainer",  # `trainer run`, see `launch/processes.py`
-    "torchrun",
-    "accelerate",
-    "accelerate-single",  # `accelerate launch --cpu` starts one process, however many it was asked for
-    "deepspeed",
-    "mpirun",  # through `accelerate launch --mpirun_hostfile`
-    "srun",
-    "sbatch",  # a batch script with several tasks, outside `srun`
-    "variables",  # RANK, WORLD_SIZE and the others, without a mark of any launcher
-]
 
 _NO_TELEMETRY: Mapping[str, str] = {
     "DO_NOT_TRACK": "true",  # donottrack.sh; huggingface_hub reads it
@@ -42,28 +29,20 @@ _NO_TELEMETRY: Mapping[str, str] = {
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable with the network interface for gloo."""
 
-_ACCELERATE_ENGINES: Mapping[str, tuple[str, ...]] = {
-    "FSDP": ("fsdp", "hsdp"),
-    "DEEPSPEED": (),
-    "MEGATRON_LM": (),
-}
-"""Our strategies for each engine of `accelerate launch`, by its `distributed_type`, without those of packages."""
-
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # Slurm numbers steps without `srun` (batch, extern, interactive) from here up
-
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
     """The place of this process among the ranks that a launcher started; a lone process is rank 0 of 1."""
 
-    launcher: Launcher
+    launcher: str  # its name; "none": none; "variables": RANK, WORLD_SIZE and the others, without a mark of a launcher
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0 for a lone process
-    accelerate: Mapping[str, str] = field(default_factory=dict)  # the `ACCELERATE_*` variables, see `check_agrees`
+    feature: LauncherFeature | None = field(default=None, compare=False)  # the launcher, if it is registered
+    is_alone: bool = False  # whether the launcher started this process only, without a rank
     error_file: Path | None = None  # where a rank that `trainer run` started leaves its error
     listen_fd: int | None = None  # the socket on which rank 0 serves the store, where `trainer run` has opened it
     has_agent_store: bool = False  # whether torch's elastic agent has opened the port where the ranks meet
@@ -72,7 +51,7 @@ class LaunchEnvironment:
     @property
     def has_ranks(self) -> bool:
         """Whether a launcher gave this process its rank; such a process joins and starts no ranks."""
-        return self.launcher not in ("none", "accelerate-single", "sbatch")
+        return self.launcher != "none" and not self.is_alone
 
     @property
     def num_nodes(self) -> int:
@@ -83,19 +62,70 @@ class LaunchEnvironment:
         return f"rank {self.rank} of {self.world_size}, started by {self.launcher}"
 
 
+class LauncherFeature:
+    """A launcher with variables or flags of its own."""
+
+    def detect(self, environ: Mapping[str, str], known: LaunchEnvironment | None) -> LaunchEnvironment | None:
+        """Return the place of this process; None: no launcher started it.
+
+        Args:
+            known: the place by RANK, WORLD_SIZE and LOCAL_RANK, or by another launcher; None: there is none yet.
+
+        Raises:
+            LaunchError: variables are missing, are not numbers, or contradict each other.
+        """
+        raise NotImplementedError
+
+    def check(self, precision: str, strategy: str, packages: Mapping[str, str]) -> None:
+        """Refuse a flag that contradicts the recipe; defaults of the launcher contradict nothing.
+
+        Args:
+            packages: the package of each strategy with another engine.
+
+        Raises:
+            UsageError: a flag contradicts it.
+        """
+
+    def local_ranks(self, environment: LaunchEnvironment) -> int:
+        """Return the number of ranks to start for a process that `is_alone`.
+
+        Raises:
+            LaunchError: the number is unknown, or the ranks cannot be started here.
+        """
+        raise NotImplementedError
+
+    def cores_per_rank(self, environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
+        """Return the cores that the launcher gave to each rank; None: the ranks share those of the machine."""
+        return None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of `launcher` in an `extension.json`."""
+
+    prefix: str  # of the variables of the launcher
+    feature: str  # the text "module:name" of its `LauncherFeature`
+
+
+def _features(environ: Mapping[str, str]) -> Iterator[LauncherFeature]:
+    """Yield the registered launchers that have set variables; others are not imported."""
+    for row in rows_of("launcher", _Row).values():
+        if any(name.startswith(row.prefix) for name in environ):
+            yield resolved(row.feature)()
+
+
 def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Find the launcher and the rank of this process.
 
     Raises:
         LaunchError: variables are missing, are not numbers, or contradict each other.
     """
-    accelerate = {name: value for name, value in environ.items() if name.startswith("ACCELERATE_")}
-    # Other launchers may run inside of a Slurm job, so their variables count before those of Slurm.
-    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _from_rank_variables(environ, accelerate)
-    if "ACCELERATE_USE_CPU" in environ:  # set by the launcher that starts a single process, or one `mpirun`
-        return _from_mpi(environ, accelerate) or LaunchEnvironment("accelerate-single", accelerate=accelerate)
-    return _from_slurm(environ) or LaunchEnvironment("none")
+    has_rank = any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # Other launchers may run inside of a batch job, so their variables count before those of registered launchers.
+    environment = _from_rank_variables(environ) if has_rank else None
+    for feature in _features(environ):
+        environment = feature.detect(environ, environment)
+    return environment or LaunchEnvironment("none")
 
 
 @contextmanager
@@ -115,42 +145,13 @@ def problems_name_the_machine() -> Iterator[None]:
         raise RecipeError(*(f"{place}: {problem}" for problem in error.problems)) from error
 
 
-def check_agrees(
-    environment: LaunchEnvironment, *, precision: str, strategy: str, packages: Mapping[str, str] | None = None
-) -> None:
-    """Refuse a launcher flag that contradicts the recipe; the defaults of launchers contradict nothing.
-
-    Args:
-        packages: the package of each strategy with another engine.
-    """
-    flags = environment.accelerate
-    mixed = flags.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    # The launcher sets "no" by default too, so this value asks for nothing.
-    if mixed not in ("no", precision):
-        raise UsageError(
-            f"`precision` is {precision}, but `accelerate launch` got --mixed_precision {mixed};"
-            f" the recipe decides: drop the flag, or set `precision` in the recipe"
-        )
-    dynamo = flags.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if dynamo != "no":
-        raise UsageError(f"`accelerate launch` got --dynamo_backend {dynamo}; the recipe decides: drop the flag")
-    for engine, own in _ACCELERATE_ENGINES.items():
-        strategies = [*own, *(name for name, package in (packages or {}).items() if package == engine.lower())]
-        if flags.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and strategy not in strategies:
-            raise UsageError(
-                f"`parallel.strategy` is {strategy}, but `accelerate launch` got --use_{engine.lower()};"
-                f" the recipe decides: drop the flag"
-                + (f", or set `parallel.strategy` to one of {', '.join(strategies)}" if strategies else "")
-            )
-
-
 def threads_per_rank(environment: LaunchEnvironment, environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the compute threads for each rank: cores divided by ranks; None if the user or launcher set them."""
     if "OMP_NUM_THREADS" in environ:
         return None
-    # A task of Slurm may be one rank, or a launcher that starts the ranks of its machine and shares its cores.
-    if (per_task := environ.get("SLURM_CPUS_PER_TASK")) and _slurm_tasks(environ)[1] == environment.world_size:
-        return _number(environ, "SLURM_CPUS_PER_TASK", per_task)
+    for feature in _features(environ):
+        if (cores := feature.cores_per_rank(environ, environment)) is not None:
+            return cores
     return max(1, available_cores() // environment.local_world_size)
 
 
@@ -255,11 +256,9 @@ def library_settings(*names: str, defaults: Mapping[str, str]) -> list[str]:
     return [os.environ.get(name, "") for name in names]
 
 
-def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment:
-    launcher: Launcher
+def _from_rank_variables(environ: Mapping[str, str]) -> LaunchEnvironment:
     if "TORCHELASTIC_RUN_ID" in environ:
-        # `accelerate launch` starts its ranks by torchrun's agent, and adds variables of its own.
-        launcher = "accelerate" if accelerate else "torchrun"
+        launcher = "torchrun"
     # Of these launchers, only deepspeed sets these two.
     elif "LOCAL_SIZE" in environ and "CROSS_SIZE" in environ:
         launcher = "deepspeed"
@@ -267,7 +266,7 @@ def _from_rank_variables(environ: Mapping[str, str], accelerate: Mapping[str, st
         launcher = "variables"
     local_size = "LOCAL_SIZE" if launcher == "deepspeed" else "LOCAL_WORLD_SIZE"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", local_size)
-    environment = _environment(launcher, environ, names, accelerate)
+    environment = environment_of(launcher, environ, names)
     if "TORCHELASTIC_RUN_ID" not in environ:
         return environment
     # torch writes the text of a Python boolean.
@@ -308,51 +307,22 @@ def _nnodes(words: Sequence[str]) -> str | None:
     return found
 
 
-def _from_mpi(environ: Mapping[str, str], accelerate: Mapping[str, str]) -> LaunchEnvironment | None:
-    families = (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    )
-    for names in families:
-        if names[0] in environ:
-            return _environment("mpirun", environ, names, accelerate)
-    return None
-
-
-def _from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    if "SLURM_PROCID" not in environ:
-        return None
-    tasks_name, tasks = _slurm_tasks(environ)
-    step = environ.get("SLURM_STEP_ID")
-    # the batch script itself is task 0 of the job, and has a task's process id, but no step
-    in_batch_script = step is None and "SLURM_TASK_PID" in environ
-    if in_batch_script:
-        return LaunchEnvironment("sbatch", world_size=tasks) if tasks > 1 else None
-    reserved = step is not None and _number(environ, "SLURM_STEP_ID", step) >= _FIRST_RESERVED_STEP
-    if reserved or "SLURM_PTY_PORT" in environ or tasks == 1:  # a terminal; or one task, which may start its own ranks
-        return None
-    names = ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, None)
-    local_size, address = _slurm_local_size(environ, tasks), _slurm_address(environ, step)
-    return _environment("srun", environ, names, {}, local_size, address)
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the variable with the number of tasks, and the number."""
-    # The numbers of the step come first: a step may have fewer tasks than its job.
-    name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    return name, _number(environ, name, environ.get(name, "1"))
-
-
-def _environment(
-    launcher: Launcher,
+def environment_of(
+    launcher: str,
     environ: Mapping[str, str],
     names: tuple[str, str, str, str | None],
-    accelerate: Mapping[str, str],
     local_world_size: int = 1,
     address: tuple[str, int] | None = None,
 ) -> LaunchEnvironment:
-    """Read rank, local rank, world size and local world size from the variables `names`, and check them together."""
+    """Read rank, local rank, world size and local world size from the variables `names`, and check them together.
+
+    Args:
+        names: the last one may be None, and `local_world_size` is given instead.
+        address: host and port of rank 0; None: those of MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        LaunchError: variables are missing, are not numbers, or contradict each other.
+    """
     missing = [name for name in names if name is not None and name not in environ]
     if missing:
         present = [name for name in names if name is not None and name in environ]
@@ -361,26 +331,32 @@ def _environment(
             f" or unset all of {', '.join(filter(None, names))}"
         )
     rank_name, local_rank_name, size_name, local_size_name = names
-    rank, local_rank, size = (_number(environ, name, environ[name]) for name in (rank_name, local_rank_name, size_name))
+    rank, local_rank, size = (whole_number(name, environ[name]) for name in (rank_name, local_rank_name, size_name))
     if local_size_name is not None:
-        local_world_size = _number(environ, local_size_name, environ[local_size_name])
-    _check_below(rank_name, rank, size_name, size)
-    _check_below(local_rank_name, local_rank, local_size_name or "the tasks of this node", local_world_size)
+        local_world_size = whole_number(local_size_name, environ[local_size_name])
+    check_below(rank_name, rank, size_name, size)
+    check_below(local_rank_name, local_rank, local_size_name or "the tasks of this node", local_world_size)
     if local_world_size > size:
         raise LaunchError(
             f"{local_size_name} must be at most {size_name}, which is {size}, but is {local_world_size}; unset the"
             " variables of another launcher"
         )
     host, port = address or _address(environ)
-    return LaunchEnvironment(launcher, rank, local_rank, size, local_world_size, host, port, accelerate)
+    return LaunchEnvironment(launcher, rank, local_rank, size, local_world_size, host, port)
 
 
-def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+def check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    """Refuse a number that is not below a limit."""
     if value >= limit:
         raise LaunchError(f"{name} must be below {limit_name}, which is {limit}, but is {value}")
 
 
-def _number(environ: Mapping[str, str], name: str, value: str) -> int:
+def whole_number(name: str, value: str) -> int:
+    """Return the number in a variable.
+
+    Raises:
+        LaunchError: it is no whole number.
+    """
     if not re.fullmatch(r"[0-9]{1,10}", value):
         raise LaunchError(f"{name} must be a whole number, but is {value!r}; is it left over from another launcher?")
     return int(value)
@@ -393,65 +369,16 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
             "MASTER_ADDR and MASTER_PORT must be the address and a free port of rank 0, but"
             f" {' and '.join(missing)} not set; set them, or unset RANK, WORLD_SIZE and LOCAL_RANK to run alone"
         )
-    return environ["MASTER_ADDR"], _port(environ)
+    return environ["MASTER_ADDR"], port_of(environ)
 
 
-def _port(environ: Mapping[str, str]) -> int:
-    port = _number(environ, "MASTER_PORT", environ["MASTER_PORT"])
+def port_of(environ: Mapping[str, str]) -> int:
+    """Return MASTER_PORT, which must be set.
+
+    Raises:
+        LaunchError: it is no port.
+    """
+    port = whole_number("MASTER_PORT", environ["MASTER_PORT"])
     if not 0 < port < 2**16:
         raise LaunchError(f"MASTER_PORT must be between 1 and 65535, but is {port}")
     return port
-
-
-def _slurm_address(environ: Mapping[str, str], step: str | None) -> tuple[str, int]:
-    """Return the first host of the step, and a port from the numbers of job and step, rarely shared by two jobs."""
-    if "MASTER_ADDR" in environ:
-        host = environ["MASTER_ADDR"]
-    else:
-        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-        if not nodes:
-            raise LaunchError("SLURM_PROCID is set, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is; set MASTER_ADDR")
-        # By the usual distributions of Slurm, the first host of the list has rank 0.
-        host = first_host(nodes)
-        if host == nodes:  # one node, possibly unable to resolve its own name
-            host = "127.0.0.1"
-    if "MASTER_PORT" in environ:
-        return host, _port(environ)
-    job = _number(environ, "SLURM_JOB_ID", environ.get("SLURM_JOB_ID", "0"))
-    # 15000 to 29999: above the ports of services, below the ephemeral ports
-    return host, 15000 + (job + 997 * int(step or 0)) % 15000
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: `gpu[07-09,12],login` gives `gpu07`.
-
-    Raises:
-        LaunchError: brackets that do not match, or an empty list.
-    """
-    match = re.match(r"([^\[\],\s]+)(?:\[([0-9]+)[0-9,-]*\]([^\[\],\s]*))?(?:,|$)", nodes)
-    if match is None:
-        raise LaunchError(f"SLURM_JOB_NODELIST must be a Slurm node list such as gpu[01-03,07], but is {nodes!r}")
-    return match[1] + (match[2] or "") + (match[3] or "")
-
-
-def _slurm_local_size(environ: Mapping[str, str], tasks: int) -> int:
-    """Return the number of tasks on this node: its entry in a list such as `2(x3),1`."""
-    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
-    counts = environ.get(name)
-    if counts is None:
-        nodes = _number(environ, "SLURM_NNODES", environ.get("SLURM_NNODES", "1"))
-        return -(-tasks // max(1, nodes))
-    per_node: list[int] = []
-    for entry in counts.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", entry)
-        if match is None:
-            raise LaunchError(f"{name} must be a list such as 2(x3),1, but is {counts!r}")
-        per_node += [int(match[1])] * int(match[2] or 1)
-    if name.startswith("SLURM_STEP") and "SLURM_STEP_NUM_TASKS" in environ and sum(per_node) != tasks:
-        raise LaunchError(
-            f"{name} must add up to SLURM_STEP_NUM_TASKS, which is {tasks}, but is {counts!r}; unset the variables of"
-            " another step"
-        )
-    node = _number(environ, "SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
-    _check_below("SLURM_NODEID", node, f"the nodes of {name}", len(per_node))
-    return per_node[node]

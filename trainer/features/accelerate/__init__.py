@@ -1,0 +1,1 @@
+"""Ranks that `accelerate launch` starts, and its flags."""
