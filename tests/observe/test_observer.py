@@ -1,8 +1,10 @@
 import pytest
 
 from tests.observe.samples import end_record, run_info, step_record
-from trainer.observe.observer import Observer, Observers
-from trainer.observe.records import EvaluationRecord
+from trainer.base.errors import UsageError
+from trainer.observe import observer
+from trainer.observe.observer import NO_CALLBACKS, Observer, Observers, callbacks_of
+from trainer.observe.records import EvaluationRecord, SummaryRow
 
 
 class Recorder(Observer):
@@ -73,3 +75,20 @@ def test_the_end_reaches_all_where_one_fails(tmp_path, moment, failing):
     with pytest.raises(OSError, match="disk full"):
         observers.end(end_record(tmp_path)) if moment == "end" else observers.close()
     assert [recorder.told[0][0] for recorder in recorders] == [moment, moment]
+
+
+class Rows(Observer):
+    def finish(self, step):
+        return [SummaryRow("profile", f"{step} steps")]
+
+
+def test_the_rows_of_the_summary_are_those_of_all_observers():
+    assert Observers([Rows(), Observers([Observer(), Rows()])]).finish(7) == [SummaryRow("profile", "7 steps")] * 2
+
+
+def test_callbacks_without_their_folder_are_refused(monkeypatch):
+    monkeypatch.setattr(observer, "registered", lambda kind: [])
+    assert callbacks_of([]) is NO_CALLBACKS
+    assert (bool(NO_CALLBACKS), str(NO_CALLBACKS), NO_CALLBACKS.observers(0, print)) == (False, "empty", ())
+    with pytest.raises(UsageError, match="lacks the folder of callbacks"):
+        callbacks_of([object()])
