@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import pipeline
+from transformers import AutoModelForSequenceClassification, pipeline
 
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import NUM_CLASSES
+from tests.training.test_plain_loops import assert_plain_loop
 from trainer.cli import main
 
 
@@ -40,3 +42,8 @@ def test_a_run_and_its_predictions(tmp_path: Path, capfd: pytest.CaptureFixture[
         expected = {found["label"]: found["score"] for found in classify([row["text"]])[0]}
         assert row["probabilities"] == pytest.approx(expected, abs=2e-6)
         assert row["prediction"] == [name for name in "abc" if expected[name] > 0.45]
+
+
+def test_losses_equal_a_plain_loop() -> None:
+    options = {"num_labels": NUM_CLASSES, "problem_type": "multi_label_classification"}
+    assert_plain_loop({"multi_label": True}, AutoModelForSequenceClassification, **options)

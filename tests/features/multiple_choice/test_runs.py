@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMultipleChoice
 
+from tests.helpers.plain_loops import losses_of_both, mean_of_rows
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import RecipeError
 from trainer.cli import main
+from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.reading.loading import load_recipe
 
 
@@ -27,28 +30,21 @@ def test_losses_equal_a_plain_loop():
         training={"max_steps": 6, "global_batch_size": 12, "micro_batch_size": 5, "max_grad_norm": None},
         **sgd_sections(learning_rate=0.1),
     )
+    model = AutoModelForMultipleChoice.from_config(
+        AutoConfig.for_model(**config, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
+
+    def losses_of(microbatch: Microbatch) -> Iterator[torch.Tensor]:
+        inputs = microbatch.inputs
+        for ids, mask, count, label in zip(
+            inputs["input_ids"], inputs["attention_mask"], inputs["num_choices"], microbatch.labels, strict=True
+        ):
+            longest = int(mask[:count].sum(-1).max())
+            row = {"input_ids": ids[None, :count, :longest], "attention_mask": mask[None, :count, :longest]}
+            yield model(**row, labels=label[None]).loss
+
     with tiny_training(recipe) as training:
-        model = AutoModelForMultipleChoice.from_config(
-            AutoConfig.for_model(**config, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        )
-        model.load_state_dict(training.model.state_dict())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in training.loader:
-            losses = []
-            for microbatch in batch.microbatches:
-                inputs = microbatch.inputs
-                for ids, mask, count, label in zip(
-                    inputs["input_ids"], inputs["attention_mask"], inputs["num_choices"], microbatch.labels, strict=True
-                ):
-                    longest = int(mask[:count].sum(-1).max())
-                    own = {"input_ids": ids[None, :count, :longest], "attention_mask": mask[None, :count, :longest]}
-                    losses.append(model(**own, labels=label[None]).loss)
-            assert len(losses) == batch.num_rows
-            loss = torch.stack(losses).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            assert training.engine.train_step(batch).loss == pytest.approx(loss.item(), abs=1e-5)
+        losses_of_both(training, model, mean_of_rows(losses_of), 0.1, abs=1e-5)
 
 
 def test_the_code_of_the_model_card_predicts_as_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
+from tests.helpers.plain_loops import losses_of_both, mean_of_rows
 from tests.helpers.ranks import RankPools
 from tests.helpers.remade import assert_makes_again
 from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import ExitCode, RecipeError
 from trainer.features.question_answering.squad import exact_match, token_f1
+from trainer.parallel.microbatch import Microbatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
@@ -38,25 +41,19 @@ def test_losses_equal_a_plain_loop():
         training={"max_steps": 6, "global_batch_size": 12, "micro_batch_size": 5, "max_grad_norm": None},
         **sgd_sections(learning_rate=0.1),
     )
+    config = AutoConfig.for_model(**TINY_BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = AutoModelForQuestionAnswering.from_config(config)
+
+    def losses_of(microbatch: Microbatch) -> Iterator[torch.Tensor]:
+        inputs = microbatch.inputs
+        for ids, mask, (start, end) in zip(
+            inputs["input_ids"], inputs["attention_mask"], microbatch.labels, strict=True
+        ):
+            row = ids[None, : int(mask.sum())]
+            yield model(row, start_positions=start[None], end_positions=end[None]).loss
+
     with tiny_training(recipe) as training:
-        config = AutoConfig.for_model(**TINY_BERT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model = AutoModelForQuestionAnswering.from_config(config)
-        model.load_state_dict(training.model.state_dict())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in training.loader:
-            losses = []
-            for microbatch in batch.microbatches:
-                for ids, mask, (start, end) in zip(
-                    microbatch.inputs["input_ids"], microbatch.inputs["attention_mask"], microbatch.labels, strict=True
-                ):
-                    ids = ids[None, : int(mask.sum())]
-                    losses.append(model(ids, start_positions=start[None], end_positions=end[None]).loss)
-            assert len(losses) == batch.num_rows
-            loss = torch.stack(losses).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            assert training.engine.train_step(batch).loss == pytest.approx(loss.item(), abs=1e-5)
+        losses_of_both(training, model, mean_of_rows(losses_of), 0.1, abs=1e-5)
 
 
 def write_questions(folder: Path, **sections: Any) -> Path:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from tests.helpers.plain_loops import losses_of_both, mean_of_batch
 from tests.helpers.seq2seq import multilingual_tokenizer, write_seq2seq_run
-from tests.helpers.training import tiny_recipe, tiny_training
+from tests.helpers.training import sgd_sections, tiny_recipe, tiny_training
 from trainer.base.errors import DataError, ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
@@ -135,26 +136,8 @@ def test_a_plain_loop_learns_the_same():
         task={"type": "seq2seq_lm"},
         model={"dropout": 0.0},
         training={"max_steps": 8, "micro_batch_size": 5, "max_grad_norm": None},
-        schedule={"name": "constant", "warmup": 0},
-        optimizer={"weight_decay": 0.0},
+        **sgd_sections(learning_rate=0.1),
     )
     with tiny_training(recipe) as training:
         model: Any = AutoModelForSeq2SeqLM.from_config(training.model.config, attn_implementation="eager")
-        model.load_state_dict(training.model.state_dict())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        for batch in training.loader:
-            rows = torch.cat([microbatch.rows for microbatch in batch.microbatches])
-            parts = [(m.inputs, m.labels) for m in batch.microbatches]
-            assert len(rows) == batch.num_rows
-            found = training.engine.train_step(batch).loss
-            inputs = {name: stacked([part[name] for part, _ in parts], 0) for name in ("input_ids", "attention_mask")}
-            loss = model(**inputs, labels=stacked([labels for _, labels in parts], -100)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            assert found == pytest.approx(loss.item(), abs=1e-5)
-
-
-def stacked(tensors: list[torch.Tensor], fill: int) -> torch.Tensor:
-    width = max(tensor.shape[1] for tensor in tensors)
-    return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=fill) for tensor in tensors])
+        losses_of_both(training, model, mean_of_batch(model), 0.1, abs=1e-5)
