@@ -9,6 +9,7 @@ import re
 import datasets
 import pytest
 
+from tests.helpers.rows import load_files, write_rows
 from trainer.base.errors import DataError, ExitCode, TrainerError, UsageError
 from trainer.data import readers
 from trainer.data.sources import load_splits
@@ -17,23 +18,8 @@ from trainer.recipe.schema import FileData, FolderData, HubData
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
 
 
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def load_files(train, validation=None, file_format=None, **options):
-    return load_splits(FileData(source="files", train=train, validation=validation, format=file_format, **options))
-
-
-def write(folder, name, content):
-    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return name
 
 
 @pytest.mark.parametrize(
@@ -46,7 +32,7 @@ def write(folder, name, content):
     ],
 )
 def test_text_formats(in_folder, name, content):
-    splits = load_files(write(in_folder, name, content))
+    splits = load_files(write_rows(in_folder, name, content))
     assert splits.train.rows.to_list() == ROWS
     assert splits.train.where == f"`{name}`"
     assert splits.validation is None
@@ -62,7 +48,7 @@ def test_a_fault_of_the_disk_may_pass(in_folder, monkeypatch, filename):
     def fail(path, key):
         raise OSError(errno.ESTALE, "Stale file handle", filename)
 
-    write(in_folder, "train.jsonl", lines([{"text": "a"}]))
+    write_rows(in_folder, "train.jsonl", lines([{"text": "a"}]))
     monkeypatch.setattr(readers, "_require_file", fail)
     named = f"`{filename}`" if filename else "one of them"
     message = f"`data.train` must name files that can be read, but {named} cannot be: Stale file handle"
@@ -81,13 +67,13 @@ def test_parquet_and_a_list_of_files(in_folder):
 
 
 def test_a_recipe_can_name_the_format(in_folder):
-    assert load_files(write(in_folder, "rows.txt", lines(ROWS)), file_format="json").train.rows.to_list() == ROWS
+    assert load_files(write_rows(in_folder, "rows.txt", lines(ROWS)), file_format="json").train.rows.to_list() == ROWS
 
 
 def test_a_file_that_changed_is_read_again(in_folder):
-    name = write(in_folder, "rows.jsonl", lines(ROWS))
+    name = write_rows(in_folder, "rows.jsonl", lines(ROWS))
     assert len(load_files(name).train.rows) == 2
-    write(in_folder, name, lines(ROWS * 2))
+    write_rows(in_folder, name, lines(ROWS * 2))
     assert len(load_files(name).train.rows) == 4
 
 
@@ -112,12 +98,15 @@ def test_a_file_that_changed_is_read_again(in_folder):
 )
 def test_an_error_of_a_file_names_its_line(in_folder, capfd, name, content, message):
     with pytest.raises(DataError, match=re.escape(message)):
-        load_files(write(in_folder, name, content))
+        load_files(write_rows(in_folder, name, content))
     assert capfd.readouterr() == ("", ""), "the message is told once, by us"
 
 
 def test_files_with_different_columns_are_refused(in_folder):
-    names = [write(in_folder, "a.jsonl", lines(ROWS)), write(in_folder, "b.jsonl", lines([ROWS[0] | {"extra": 1}]))]
+    names = [
+        write_rows(in_folder, "a.jsonl", lines(ROWS)),
+        write_rows(in_folder, "b.jsonl", lines([ROWS[0] | {"extra": 1}])),
+    ]
     with pytest.raises(DataError, match=r"`a.jsonl`, `b.jsonl` cannot be read: later rows .*: `extra` is new; `data"):
         load_files(names)
 
@@ -126,26 +115,26 @@ def test_missing_files(in_folder):
     with pytest.raises(DataError, match=r"`data.train` must name files, but `none.jsonl` does not exist"):
         load_files("none.jsonl")
     with pytest.raises(DataError, match=r"`data.validation` must name files, but `\.` is a folder"):
-        load_files(write(in_folder, "rows.jsonl", lines(ROWS)), ".")
+        load_files(write_rows(in_folder, "rows.jsonl", lines(ROWS)), ".")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_a_file_without_permission(in_folder):
-    name = write(in_folder, "rows.jsonl", lines(ROWS))
+    name = write_rows(in_folder, "rows.jsonl", lines(ROWS))
     (in_folder / name).chmod(0)
     with pytest.raises(DataError, match=r"`data.train` must name files that can be read"):
         load_files(name)
 
 
 def test_endings_must_agree(in_folder):
-    json_file = write(in_folder, "a.jsonl", lines(ROWS))
-    csv_file = write(in_folder, "b.csv", "text,label\none,a\n")
+    json_file = write_rows(in_folder, "a.jsonl", lines(ROWS))
+    csv_file = write_rows(in_folder, "b.csv", "text,label\none,a\n")
     with pytest.raises(UsageError, match=r"files of one format, but `a.jsonl` is json and `b.csv` is csv"):
         load_files(json_file, csv_file)
     with pytest.raises(UsageError, match=r"`data.format` must be set .* `c.rows`; known endings are .json,"):
-        load_files(write(in_folder, "c.rows", "text\tlabel\n"))
+        load_files(write_rows(in_folder, "c.rows", "text\tlabel\n"))
     with pytest.raises(UsageError, match=r"token files of nanotron and datatrove \(.ds\) are not read; write"):
-        load_files(write(in_folder, "c.ds", "tokens"))
+        load_files(write_rows(in_folder, "c.ds", "tokens"))
 
 
 @pytest.fixture
@@ -206,7 +195,7 @@ def test_an_unreachable_hub_has_a_remedy(in_folder, monkeypatch):
 
 def test_code_that_comes_with_a_data_set_is_not_run(in_folder):
     (in_folder / "evil").mkdir()
-    write(in_folder, "evil/evil.py", f"open({str(in_folder / 'ran')!r}, 'w')")
+    write_rows(in_folder, "evil/evil.py", f"open({str(in_folder / 'ran')!r}, 'w')")
     with pytest.raises(DataError, match="cannot be read"):
         load_hub("evil")
     with pytest.raises(DataError, match="cannot be read"):
@@ -270,24 +259,24 @@ def test_an_empty_split_of_a_saved_folder(in_folder):
     ],
 )
 def test_delimiters_are_found_and_named_and_gzip_is_opened(in_folder, name, content, note):
-    splits = load_files(write(in_folder, name, content))
+    splits = load_files(write_rows(in_folder, name, content))
     assert splits.train.rows.select_columns(["text", "label"]).to_list() == ROWS
     assert len(splits.notes) == len(note)
     assert all(found.startswith(start) for found, start in zip(splits.notes, note, strict=True))
 
 
 def test_a_comma_wins_where_texts_hold_other_delimiters(in_folder):
-    name = write(in_folder, "rows.csv", 'text,label\n"a; b; c",x\n"d; e; f",y\n')
+    name = write_rows(in_folder, "rows.csv", 'text,label\n"a; b; c",x\n"d; e; f",y\n')
     expected = [{"text": "a; b; c", "label": "x"}, {"text": "d; e; f", "label": "y"}]
     assert load_files(name).train.rows.to_list() == expected
 
 
 def test_a_delimiter_and_an_encoding_can_be_set(in_folder):
-    write(in_folder, "rows.csv", "text:label\ncafé:a\n".encode("latin-1"))
+    write_rows(in_folder, "rows.csv", "text:label\ncafé:a\n".encode("latin-1"))
     keys = {"source": "files", "train": "rows.csv", "delimiter": ":"}
     with pytest.raises(DataError, match=r"encoding utf-8, but `rows.csv` does not; save it as UTF-8, or .*latin-1"):
         load_splits(FileData(**keys))
-    write(in_folder, "utf8.csv", "text:label\ncafé:a\n")
+    write_rows(in_folder, "utf8.csv", "text:label\ncafé:a\n")
     with pytest.raises(DataError, match=r"encoding iso8859-1, but `utf8.csv` is in UTF-8; set `data.encoding` to utf"):
         load_splits(FileData(**{**keys, "train": "utf8.csv"}, encoding="latin-1"))
     splits = load_splits(FileData(**keys, encoding="latin-1"))
@@ -295,24 +284,24 @@ def test_a_delimiter_and_an_encoding_can_be_set(in_folder):
 
 
 def test_names_that_mean_nothing_elsewhere_are_texts(in_folder):
-    name = write(in_folder, "rows.csv", "text,label\none,None\ntwo,NA\nthree,null\nfour,\n")
+    name = write_rows(in_folder, "rows.csv", "text,label\none,None\ntwo,NA\nthree,null\nfour,\n")
     assert load_files(name).train.rows["label"][:] == ["None", "NA", "null", None]
 
 
 def test_patterns_and_pointers_of_git_lfs(in_folder):
     for name in ("part-2.jsonl", "part-1.jsonl"):
-        write(in_folder, name, lines([{"text": name}]))
+        write_rows(in_folder, name, lines([{"text": name}]))
     assert load_files("part-*.jsonl").train.rows["text"][:] == ["part-1.jsonl", "part-2.jsonl"]
     with pytest.raises(DataError, match=r"no file matches `none-\*.jsonl`"):
         load_files("none-*.jsonl")
-    write(in_folder, "rows.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    write_rows(in_folder, "rows.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(DataError, match=r"`rows.jsonl` is a pointer of Git LFS; run `git lfs pull`"):
         load_files("rows.jsonl")
 
 
 def test_a_share_is_held_out_of_each_class(in_folder):
     rows = [{"text": f"text {row}", "label": "rare" if row % 10 == 0 else "usual"} for row in range(200)]
-    data = FileData(source="files", train=write(in_folder, "rows.jsonl", lines(rows)), validation=0.1)
+    data = FileData(source="files", train=write_rows(in_folder, "rows.jsonl", lines(rows)), validation=0.1)
     splits, again = load_splits(data, "label"), load_splits(data, "label")
     held = splits.validation.rows["text"][:]
     assert held == again.validation.rows["text"][:]
@@ -321,7 +310,7 @@ def test_a_share_is_held_out_of_each_class(in_folder):
     assert len(held) == 20
     assert splits.notes == ("validation: 20 of the 200 rows of `rows.jsonl` are held out",)
     many = [{"text": f"text {row}", "label": f"class {row % 50}"} for row in range(200)]
-    data = FileData(source="files", train=write(in_folder, "many.jsonl", lines(many)), validation=0.2)
+    data = FileData(source="files", train=write_rows(in_folder, "many.jsonl", lines(many)), validation=0.2)
     splits = load_splits(data, "label")
     assert len(splits.validation.rows) == 40
     assert len(set(splits.train.rows["label"])) == 50, "training has each class"
@@ -333,7 +322,7 @@ class TestMixture:
     def load(self, folder, **keys):
         for name, number in (("a", 12), ("b-1", 5), ("b-2", 3)):
             rows = [{"text": f"{name} {row}", "label": ["x", "y"][row % 2]} for row in range(number)]
-            write(folder, f"{name}.jsonl", lines(rows))
+            write_rows(folder, f"{name}.jsonl", lines(rows))
         data = {"source": "files", "train": ["a.jsonl", "b-*.jsonl"], "mixture": [0.7, 0.3], **keys}
         return load_splits(FileData(**data), "label")
 
@@ -356,16 +345,16 @@ class TestMixture:
         ],
     )
     def test_different_columns_are_refused(self, in_folder, row, message):
-        write(in_folder, "c.jsonl", lines([row]))
+        write_rows(in_folder, "c.jsonl", lines([row]))
         with pytest.raises(DataError, match=message):
             self.load(in_folder, train=["a.jsonl", "c.jsonl"])
 
     def test_numbers_are_converted_as_in_one_file(self, in_folder):
-        write(in_folder, "one.csv", "text,label\na,1.5\n")
-        write(in_folder, "two.csv", "text,label\na,1\n")
+        write_rows(in_folder, "one.csv", "text,label\na,1.5\n")
+        write_rows(in_folder, "two.csv", "text,label\na,1\n")
         train = self.load(in_folder, train=["one.csv", "two.csv"]).train
         assert train.rows["label"][:] == [1.5, 1.0]
 
     def test_a_source_may_be_held_out_whole(self, in_folder):
-        write(in_folder, "one.jsonl", lines([{"text": "x", "label": "x"}]))
+        write_rows(in_folder, "one.jsonl", lines([{"text": "x", "label": "x"}]))
         assert self.load(in_folder, train=["one.jsonl", "b-*.jsonl"], validation=0.8).train.sources[0] == 0

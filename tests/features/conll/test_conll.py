@@ -5,26 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.rows import load_files, write_rows
 from trainer.base.errors import DataError
-from trainer.data.sources import load_splits
-from trainer.recipe.schema import FileData
 from trainer.tools.chunked_rows import input_format, read_chunks
-
-
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def load_files(train, file_format=None, **options):
-    return load_splits(FileData(source="files", train=train, format=file_format, **options))
-
-
-def write(folder, name, content):
-    (folder / name).write_text(content)
-    return name
-
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"
 CONLL_ROWS = [
@@ -46,17 +29,17 @@ def test_conll(in_folder, name):
 
 
 def test_conll_without_tags_and_with_wrong_lines(in_folder):
-    assert load_files(write(in_folder, "words.conll", "Ada\nruns\n\nso\n")).train.rows.to_list() == [
+    assert load_files(write_rows(in_folder, "words.conll", "Ada\nruns\n\nso\n")).train.rows.to_list() == [
         {"words": ["Ada", "runs"]},
         {"words": ["so"]},
     ]
     message = r"line 3 of `rows.conll` must have 2 columns, as line 1 has, but has 3: '# id 7'; correct or remove it"
     with pytest.raises(DataError, match=message):
-        load_files(write(in_folder, "rows.conll", "Ada B-PER\n\n# id 7\nBob B-PER\n"))
+        load_files(write_rows(in_folder, "rows.conll", "Ada B-PER\n\n# id 7\nBob B-PER\n"))
     with pytest.raises(DataError, match=r"line 1 of `rows.conll` must have a word and a tag, but one is empty"):
-        load_files(write(in_folder, "rows.conll", "Ada\t\n"))
+        load_files(write_rows(in_folder, "rows.conll", "Ada\t\n"))
     with pytest.raises(DataError, match="must hold at least one row"):
-        load_files(write(in_folder, "rows.conll", "\n\n"))
+        load_files(write_rows(in_folder, "rows.conll", "\n\n"))
     Path("rows.conll").write_bytes("Zoë B-PER\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"in the encoding utf-8, but `rows\.conll` does not"):
         load_files("rows.conll")

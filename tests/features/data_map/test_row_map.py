@@ -26,12 +26,6 @@ ROWS = [
 LABELS = {"column": "stars", "values": {"1": "bad", "3": "fair", "5": "good"}}
 
 
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write(name: str, rows: list[dict[str, Any]]) -> str:
     with open(name, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

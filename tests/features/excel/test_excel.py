@@ -7,6 +7,7 @@ import openpyxl
 import pandas
 import pytest
 
+from tests.helpers.rows import load_files
 from trainer.base.errors import DataError
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
@@ -14,14 +15,9 @@ from trainer.recipe.schema import FileData
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
 
 
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def load_files(train, file_format=None, **options):
-    return load_splits(FileData(source="files", train=train, format=file_format, **options))
+def rows_with_classes(path):
+    data = FileData(source="files", train=str(path))
+    return load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
 
 
 def test_excel(in_folder):
@@ -57,8 +53,7 @@ def test_excel_cells_of_several_types(tmp_path):
         "day": [datetime.datetime(2024, 1, 2), "x", None, 3],
     }
     pandas.DataFrame(columns).to_excel(tmp_path / "a.xlsx", index=False)
-    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
-    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
+    rows = rows_with_classes(tmp_path / "a.xlsx")
     assert rows["text"][:] == ["a", "7", "1.5", None]
     assert rows["label"][:] == ["007", "10", "1.10", "True"]
     assert rows["score"][:] == [1.0, 2.5, None, 10.0]
@@ -72,7 +67,6 @@ def test_excel_numbers_that_are_shown_with_zeros(tmp_path):
     for row in range(2, 6):
         book.active.cell(row, 2).number_format = "000"
     book.save(tmp_path / "a.xlsx")
-    data = FileData(source="files", train=str(tmp_path / "a.xlsx"))
-    rows = load_splits(data, columns=("text", "label"), kinds={"text": "text", "label": "class"}).train.rows
+    rows = rows_with_classes(tmp_path / "a.xlsx")
     assert rows["label"][:] == ["007", "010", None, "1200"]
     assert rows["text"][-1] == "7"
