@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     RANK_STRATEGIES,
-    TINY_BERT,
-    TINY_TASKS,
     Curve,
     TinyTraining,
     parallel_keys,
@@ -22,7 +19,7 @@ from tests.helpers.training import (
     whole_state,
 )
 from tests.helpers.turns import once
-from tests.parity.cases import FEW_ROWS, GLOBAL_BATCH_SIZE, WIDE, assert_same_curve, largest_difference
+from tests.parity.cases import FEW_ROWS, GLOBAL_BATCH_SIZE, assert_same_curve, largest_difference
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.saving import Saved, Saver
@@ -105,7 +102,11 @@ def tail(curve: Curve) -> Curve:
     ],
 )
 def test_the_same_layout_goes_on_bit_for_bit(ranks: RankPools, tmp_path, strategy, precision):
-    recipe = recipe_of(strategy, 2, precision)
+    assert_goes_on_bit_for_bit(ranks, tmp_path, recipe_of(strategy, 2, precision))
+
+
+def assert_goes_on_bit_for_bit(ranks: RankPools, tmp_path: Path, recipe: Recipe) -> None:
+    """Stop and resume a training of two ranks in the same layout."""
     expected = tail(ranks(2).run(all_steps, recipe)[0])
     ranks(2).run(first_steps, recipe, tmp_path)
     for curve in ranks(2).run(last_steps, recipe, tmp_path):
@@ -165,22 +166,13 @@ def test_another_layout_goes_on(ranks: RankPools, tmp_path, number, saving, next
         assert_same_curve(curve, tail(of_one_process()))
 
 
-@pytest.mark.parametrize(
-    ("saving", "going_on"),
-    [({"strategy": "fsdp"}, {"tensor": 2}), pytest.param({"strategy": "zero3"}, {}, marks=pytest.mark.nightly)],
-)
-@pytest.mark.slow
-def test_dense_layers_and_a_temperature_go_on_in_another_layout(ranks: RankPools, tmp_path: Path, saving, going_on):
-    tiny = TINY_TASKS["embedding_duplicates"]
-    one, first, last = (
-        tiny_recipe(task=tiny.keys, model=tiny.model, parallel=parallel) for parallel in ({}, saving, going_on)
-    )
-    ranks(2).run(first_steps, first, tmp_path)
-    (state,) = (tmp_path / "checkpoints").glob("step-*/state.json")
-    names = json.loads(state.read_text())["tensors"]
-    assert sum("dense" in name.lower() or "scale" in name for name in names) >= 3
-    for curve in ranks(2).run(last_steps, last, tmp_path):
-        assert_same_curve(curve, tail(all_steps(one)))
+def assert_resumes_in_another_layout(ranks: RankPools, tmp_path: Path, **sections: Any) -> None:
+    """Save under FSDP, and go on with tensor ranks, as one process does."""
+    one, fsdp, tensor = (tiny_recipe(**sections, parallel=keys) for keys in ({}, {"strategy": "fsdp"}, {"tensor": 2}))
+    ranks(2).run(first_steps, fsdp, tmp_path)
+    expected = tail(all_steps(one))
+    for curve in ranks(2).run(last_steps, tensor, tmp_path):
+        assert_same_curve(curve, expected)
 
 
 @pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq", "step"])
@@ -198,66 +190,3 @@ def test_a_lost_moment_would_be_seen(lost):
         curve = curve_of(training, MORE_STEPS)
     with pytest.raises(AssertionError):
         assert_same_curve(curve, tail(of_one_process()))
-
-
-@pytest.mark.parametrize("weights", ["bf16_compensated", "bf16_stochastic"])
-@pytest.mark.slow
-def test_weights_in_bf16_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, weights: str):
-    recipe = tiny_recipe(
-        model={"dropout": 0.1}, precision="bf16", weights=weights, parallel={"strategy": "fsdp", "tensor": 1}
-    )
-    expected = tail(ranks(2).run(all_steps, recipe)[0])
-    ranks(2).run(first_steps, recipe, tmp_path)
-    for curve in ranks(2).run(last_steps, recipe, tmp_path):
-        assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
-        assert largest_difference(curve, expected) == 0.0
-
-
-def model_for(optimizer: str) -> dict[str, Any]:
-    """Return a model with dropout, and with parameters whose moments have 8 bits if the optimizer has such."""
-    wide = {"config": {**TINY_BERT, **WIDE["bert"]}} if optimizer == "adamw_8bit" else {}
-    return {"dropout": 0.1, **wide}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "muon",
-        pytest.param("adafactor", marks=pytest.mark.slow),
-        pytest.param("schedule_free_adamw", marks=pytest.mark.slow),
-        pytest.param("adamw_8bit", marks=pytest.mark.slow),
-    ],
-)
-def test_other_optimizers_resume_in_another_layout(ranks: RankPools, tmp_path: Path, name: str):
-    optimizer = {"name": name, "learning_rate": 1e-3, "weight_decay": 0.01}
-    one, fsdp, tensor = (
-        tiny_recipe(model=model_for(name), optimizer=optimizer, schedule={"name": "constant"}, parallel=parallel)
-        for parallel in ({}, {"strategy": "fsdp"}, {"tensor": 2})
-    )
-    ranks(2).run(first_steps, fsdp, tmp_path)
-    expected = tail(all_steps(one))
-    for curve in ranks(2).run(last_steps, tensor, tmp_path):
-        assert_same_curve(curve, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("schedule_free_adamw", "fsdp"),
-        pytest.param("schedule_free_adamw", "zero2", marks=pytest.mark.nightly),
-        ("adamw_8bit", "fsdp"),
-    ],
-)
-@pytest.mark.slow
-def test_other_optimizers_go_on_bit_for_bit(ranks: RankPools, tmp_path: Path, name: str, strategy: str):
-    recipe = tiny_recipe(
-        model=model_for(name),
-        optimizer={"name": name, "learning_rate": 1e-2},
-        schedule={"name": "constant"},
-        parallel=parallel_keys(strategy, 2),
-    )
-    expected = tail(ranks(2).run(all_steps, recipe)[0])
-    ranks(2).run(first_steps, recipe, tmp_path)
-    for curve in ranks(2).run(last_steps, recipe, tmp_path):
-        assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
-        assert largest_difference(curve, expected) == 0.0

@@ -1137,7 +1137,7 @@ _ENGINE = [
         "features/muon/optimizer.py",
         "write_unless(flag, momenta, old, momentum)",
         "write_unless(None, momenta, old, momentum)",
-        ("engine/optimizers/test_skipping.py::test_late_reads_give_the_steps_of_a_waiting_host[muon]",),
+        ("features/muon/test_shared.py::test_late_reads_give_the_steps_of_a_waiting_host[fp32]",),
     ),
     Defect(
         "padding_ignored",
