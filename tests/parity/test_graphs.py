@@ -25,14 +25,6 @@ STEPS = 6
 DROPPED = {"model": {"dropout": 0.1}, "data": {"pad_to": 8}, "training": {"micro_batch_size": 4}}
 
 
-REFUSED = {
-    "embedding": "each loss of this task depends on all rows",
-    "embedding_duplicates": "each loss of this task depends on all rows",
-    "preference_kto": "each loss of this task depends on all rows",
-    "causal_lm_packed": "a pass of this model cannot be captured (operation not permitted",
-}
-
-
 def train(recipe: Recipe, graphed: bool, steps: int = STEPS) -> tuple[Curve, int, int]:
     """Train some steps, and return their curve and the numbers of captures and replays."""
     tapes: list[TapeCapture] = []
@@ -78,16 +70,25 @@ def test_two_data_ranks_sum_the_gradients_of_their_graphs(ranks: RankPools):
 @pytest.mark.parametrize(
     "task",
     [
-        pytest.param(task, marks=() if task in (*REFUSED, "masked_lm", "seq2seq_lm") else pytest.mark.nightly)
-        for task in TINY_TASKS
+        pytest.param(name, marks=() if tiny.graphs_refusal or name == "masked_lm" else pytest.mark.nightly)
+        for name, tiny in TINY_TASKS.items()
     ],
 )
 def test_each_task_is_captured_or_refused(task: str):
-    recipe = tiny_recipe(task=TINY_TASKS[task].keys, training={"micro_batch_size": 4}, data={"pad_to": 32})
-    if task in REFUSED:
-        with pytest.raises(UsageError, match=re.escape(f"`cuda_graphs` is true, but {REFUSED[task]}")):
-            train(recipe, graphed=True, steps=2)
-        return
+    if refusal := TINY_TASKS[task].graphs_refusal:
+        with pytest.raises(UsageError, match=re.escape(f"`cuda_graphs` is true, but {refusal}")):
+            train(_recipe_of(task), graphed=True, steps=2)
+    else:
+        assert_is_captured(task)
+
+
+def _recipe_of(task: str) -> Recipe:
+    return tiny_recipe(task=TINY_TASKS[task].keys, training={"micro_batch_size": 4}, data={"pad_to": 32})
+
+
+def assert_is_captured(task: str) -> None:
+    """Compare captured passes of a task with eager ones."""
+    recipe = _recipe_of(task)
     expected, *_ = train(recipe, graphed=False, steps=2)
     found, captures, replays = train(recipe, graphed=True, steps=2)
     assert (captures, replays) == (1, 5)

@@ -10,80 +10,30 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.tiny_run import write_tiny_run
-from tests.helpers.training import TINY_BART, TINY_BERT, TINY_DECODERS
+from tests.helpers.training import TINY_BERT, TINY_DECODERS
 from trainer.cli import main
 
 Row = dict[str, Any]
 ODD = ["", "word1", "[CLS] [SEP]", "[PAD]", "?", "word2 word3"]
-BERT = {"config": {**TINY_BERT, "initializer_range": 0.2}}
+BERT = {**TINY_BERT, "initializer_range": 0.2}
 
 
-def tags_row(text: str, number: int) -> Row:
-    words = text.replace("[CLS] [SEP]", "word9 [SEP] word9").split()  # special tokens at the ends are refused
-    return {"words": words, "tags": ["B-X" if "word" in word else "O" for word in words]}
-
-
-def question_row(text: str, number: int) -> Row:
-    """Return a row with a long context, so that most windows have no answer, or one without an answer."""
-    context = " ".join(f"word{place}" for place in range(1, 40)) if number % 2 else text or "word5"
-    first = context.split()[0]
-    answers = {"text": [first], "answer_start": [0]} if number % 3 else {"text": [], "answer_start": []}
-    return {"question": "word1", "context": context, "answers": answers}
-
-
-def choice_row(text: str, number: int) -> Row:
-    return {"context": text, "choices": ["word1", text or "word2", "[SEP]"][: 2 + number % 2], "label": number % 2}
-
-
-CASES: dict[str, tuple[Row, Callable[[str, int], Row], Row]] = {
-    "sequence_classification": ({"text": "text"}, lambda text, n: {"text": text, "label": "ab"[n % 2]}, BERT),
-    "multi_label": (
-        {"type": "sequence_classification", "text": "text", "multi_label": True, "metrics": ["f1_micro"]},
-        lambda text, n: {"text": text, "label": ["a", "b"][: n % 3]},
-        BERT,
-    ),
-    "sequence_regression": ({"text": "text"}, lambda text, n: {"text": text, "label": n / 3}, BERT),
-    "masked_lm": (
-        {"text": "text", "mask_probability": 0.5, "metrics": ["perplexity"]},
-        lambda text, n: {"text": text},
-        BERT,
-    ),
-    "token_classification": ({"words": "words", "tags": "tags", "metrics": ["f1"]}, tags_row, BERT),
-    "question_answering": ({"unanswerable": True}, question_row, BERT),
-    "multiple_choice": ({}, choice_row, BERT),
-    "causal_lm": ({"text": "text", "metrics": ["perplexity"]}, lambda text, n: {"text": text}, TINY_DECODERS["llama"]),
-    "causal_lm_packed": (
-        {"type": "causal_lm", "text": "text", "packing": "documents", "metrics": ["perplexity"]},
-        lambda text, n: {"text": text},
-        TINY_DECODERS["llama"],
-    ),
-    "embedding": ({"texts": ["a", "b"]}, lambda text, n: {"a": text or "word4", "b": f"word{n}"}, BERT),
-    "seq2seq_lm": (
-        {"metrics": ["perplexity"], "max_target_length": 8},
-        lambda text, n: {"source": text if "word" in text else "word4", "target": ["", "word1"][n % 2]},
-        TINY_BART,
-    ),
-}
-
-
-def losses(folder: Path, name: str, micro_batch_size: int) -> list[float]:
+def losses(folder: Path, rows_of: Callable[[str, int], Row], sections: Row, micro_batch_size: int) -> list[float]:
     """Return the losses of a run's steps and evaluations."""
-    keys, row, model = CASES[name]
-    sections = {
-        "training": {"max_steps": 3, "micro_batch_size": micro_batch_size},
-        "evaluation": {"every": "3 steps", "batch_size": micro_batch_size},
-        "model": model if "config" in model else {"config": model},
-    }
-    recipe = write_tiny_run(folder, **sections)
-    described = json.loads(recipe.read_text())
-    recipe.write_text(json.dumps({**described, "task": {"type": name, **keys}}))
+    described = json.loads(
+        write_tiny_run(
+            folder,
+            training={"max_steps": 3, "micro_batch_size": micro_batch_size},
+            evaluation={"every": "3 steps", "batch_size": micro_batch_size},
+        ).read_text()
+    )
+    recipe = folder / "recipe.json"
+    model = {**described["model"], "config": BERT, **sections.get("model", {})}
+    recipe.write_text(json.dumps({**described, **sections, "model": model}))
     for split, number in (("train", 16), ("validation", 7)):
-        rows = [row(ODD[index % len(ODD)], index) for index in range(number)]
+        rows = [rows_of(ODD[index % len(ODD)], index) for index in range(number)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if name == "seq2seq_lm":
-        tiny_tokenizer().save_pretrained(folder / "tokenizer")
     assert main(["run", str(recipe)]) == 0
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line] + [
@@ -91,14 +41,45 @@ def losses(folder: Path, name: str, micro_batch_size: int) -> list[float]:
     ]
 
 
-IN_EACH_RUN = ("token_classification", "embedding", "causal_lm")
+def assert_odd_rows_train(tmp_path: Path, rows_of: Callable[[str, int], Row], task: Row, **sections: Any) -> None:
+    """Train on the rows of odd texts: finite losses, those of one microbatch.
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_EACH_RUN else pytest.mark.nightly) for name in CASES]
-)
-def test_odd_rows_train_as_in_one_microbatch(name: str, tmp_path: Path) -> None:
-    expected = losses(tmp_path / "whole", name, 8)
+    Args:
+        tmp_path: The folder of the test.
+        rows_of: Return a row from a text and its number.
+        task: The section of the task.
+        sections: Further sections; `model` is merged.
+    """
+    expected = losses(tmp_path / "whole", rows_of, {"task": task, **sections}, 8)
     assert len(expected) >= 4
     assert all(math.isfinite(loss) for loss in expected)
-    assert losses(tmp_path / "single", name, 1) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    single = losses(tmp_path / "single", rows_of, {"task": task, **sections}, 1)
+    assert single == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def text_row(text: str, number: int) -> Row:
+    return {"text": text}
+
+
+@pytest.mark.nightly
+def test_classes(tmp_path: Path) -> None:
+    task = {"type": "sequence_classification", "text": "text"}
+    assert_odd_rows_train(tmp_path, lambda text, number: {"text": text, "label": "ab"[number % 2]}, task)
+
+
+@pytest.mark.nightly
+def test_numbers(tmp_path: Path) -> None:
+    task = {"type": "sequence_regression", "text": "text"}
+    assert_odd_rows_train(tmp_path, lambda text, number: {"text": text, "label": number / 3}, task)
+
+
+@pytest.mark.nightly
+def test_masked_tokens(tmp_path: Path) -> None:
+    task = {"type": "masked_lm", "text": "text", "mask_probability": 0.5, "metrics": ["perplexity"]}
+    assert_odd_rows_train(tmp_path, text_row, task)
+
+
+@pytest.mark.parametrize("packing", [{}, pytest.param({"packing": "documents"}, marks=pytest.mark.nightly)])
+def test_documents(tmp_path: Path, packing: Row) -> None:
+    task = {"type": "causal_lm", "text": "text", "metrics": ["perplexity"], **packing}
+    assert_odd_rows_train(tmp_path, text_row, task, model={"config": TINY_DECODERS["llama"]})

@@ -9,9 +9,12 @@ import pytest
 from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.test_outcome import assert_warned
 from tests.tasks.test_split_baselines import assert_baseline, harmonic
-from tests.tools.certify.test_verifying import EMBEDDING, answered_here, assert_certified
+from tests.tools.certify.test_verifying import answered_here, assert_adapters_are_refused, assert_certified, train
 from tests.tools.test_preview import assert_previewed
+from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.tools.certify import verifying
+
+TASK = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}
 
 
 def test_the_preview():
@@ -29,4 +32,17 @@ def test_a_whole_run_that_teaches_nothing_ends_in_warnings(tmp_path: Path, capsy
 
 def test_a_sound_folder_has_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verifying, "_answered", answered_here)
-    assert_certified(tmp_path, write_tiny_run, EMBEDDING, "`SentenceTransformer`")
+    assert_certified(tmp_path, write_tiny_run, TASK, "`SentenceTransformer`")
+
+
+def test_odd_rows(tmp_path: Path):
+    task = {"type": "embedding", "texts": ["a", "b"]}
+    assert_odd_rows_train(tmp_path, lambda text, number: {"a": text or "word4", "b": f"word{number}"}, task)
+
+
+def test_adapters_under_a_learned_temperature_are_not_verified_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(write_tiny_run(tmp_path / "base"))
+    message = r"PEFT, which has no dense layers and no temperature of emb"
+    task = {**TASK, "learn_temperature": True}
+    (tmp_path / "test").mkdir()
+    assert_adapters_are_refused(tmp_path / "test", monkeypatch, tmp_path / "base" / "run", task, {}, message)

@@ -54,6 +54,7 @@ TASKS = {
         tiny_tuples,
         Padding(0),
         with_dense_layers,
+        graphs_refusal="each loss of this task depends on all rows",
     ),
     "embedding_duplicates": TinyTask(
         {
@@ -68,5 +69,6 @@ TASKS = {
         tiny_duplicates,
         Padding(0),
         with_dense_layers,
+        graphs_refusal="each loss of this task depends on all rows",
     ),
 }

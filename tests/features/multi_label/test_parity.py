@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.ranks import RankPools
@@ -11,6 +13,7 @@ from tests.parity.test_tasks import (
     assert_layout_is_one_process,
     marks_of,
 )
+from tests.training.test_odd_rows import assert_odd_rows_train
 
 TASK = "multi_label"
 
@@ -25,3 +28,9 @@ def test_accumulation_on_one_process_changes_nothing():
 )
 def test_any_layout_is_one_process(ranks: RankPools, layout: str):
     assert_layout_is_one_process(ranks, TASK, layout)
+
+
+@pytest.mark.nightly
+def test_odd_rows(tmp_path: Path):
+    task = {"type": "sequence_classification", "text": "text", "multi_label": True, "metrics": ["f1_micro"]}
+    assert_odd_rows_train(tmp_path, lambda text, number: {"text": text, "label": ["a", "b"][: number % 3]}, task)

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from tests.helpers.families import CONFIGS
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BART
-from tests.tools.certify.test_verifying import ASKED, EMBEDDING, FAULTS, answered_here, planted, train
+from tests.tools.certify.test_verifying import ASKED, FAULTS, answered_here, planted, train
 from trainer.base.errors import TrainerError, UsageError
 from trainer.features.onnx import graph as graph_module
 from trainer.features.onnx.graph import Onnx, _sample, to_onnx
@@ -62,7 +62,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 CHOICE = {"type": "multiple_choice", "context": "text", "choices": ["other", "label"], "label": "right"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "classes": {},
-    "embeddings": {"task": EMBEDDING},
+    "embeddings": {
+        "task": {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}
+    },
     "choices": {"task": {**CHOICE, "metrics": ["accuracy"]}},
     "targets": {
         "task": {"type": "seq2seq_lm", "source": "text", "target": "other", "max_target_length": 9},

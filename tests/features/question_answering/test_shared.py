@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import trainer
 from tests.tasks.test_split_baselines import assert_baseline
 from tests.tools.test_preview import assert_previewed
+from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.recipe.reading.loading import load_recipe
 
 
@@ -22,3 +26,16 @@ def test_the_preview_counts_windows():
 
 def test_the_baseline_of_the_sample(tmp_path: Path):
     assert_baseline(tmp_path, "qa_sample", "f1", 100 * 7 / 60, 1e-9)  # 7 rows have no answer
+
+
+@pytest.mark.nightly
+def test_odd_rows(tmp_path: Path):
+    """Rows with a long context, so that most windows have no answer, and rows without an answer."""
+
+    def row(text: str, number: int) -> dict[str, Any]:
+        context = " ".join(f"word{place}" for place in range(1, 40)) if number % 2 else text or "word5"
+        first = context.split()[0]
+        answers = {"text": [first], "answer_start": [0]} if number % 3 else {"text": [], "answer_start": []}
+        return {"question": "word1", "context": context, "answers": answers}
+
+    assert_odd_rows_train(tmp_path, row, {"type": "question_answering", "unanswerable": True})

@@ -1,11 +1,19 @@
-"""Sequence-to-sequence language modelling in the preview, and in the tasks that `trainer init` proposes."""
+"""Sequence-to-sequence language modelling in the preview, CUDA graphs, and the tasks that `trainer init` proposes."""
 
 from __future__ import annotations
 
-import datasets
+from pathlib import Path
+from typing import Any
 
+import datasets
+import pytest
+
+from tests.helpers.seq2seq import tiny_tokenizer
+from tests.helpers.training import TINY_BART
+from tests.parity.test_graphs import assert_is_captured
 from tests.tools.init.test_shapes import rows_of
 from tests.tools.test_preview import assert_previewed
+from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.tools.init.columns import columns_of
 from trainer.tools.init.shapes import shapes
 
@@ -18,3 +26,18 @@ def test_a_source_and_its_target_are_proposed_first():
     rows = rows_of(3, article="a" * 99, highlights="b" * 50)
     found = shapes(columns_of(datasets.Dataset.from_list(rows), 10_000))[0].task
     assert found.items() >= {"type": "seq2seq_lm", "target": "highlights"}.items()
+
+
+def test_passes_are_captured():
+    assert_is_captured("seq2seq_lm")
+
+
+@pytest.mark.nightly
+def test_odd_rows(tmp_path: Path):
+    def row(text: str, number: int) -> dict[str, Any]:
+        return {"source": text if "word" in text else "word4", "target": ["", "word1"][number % 2]}
+
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    task = {"type": "seq2seq_lm", "metrics": ["perplexity"], "max_target_length": 8}
+    model = {"config": TINY_BART, "tokenizer": str(tmp_path / "tokenizer")}
+    assert_odd_rows_train(tmp_path, row, task, model=model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.ranks import RankPools
+from tests.parity.test_padding_free import assert_equal_without_padding
 from tests.parity.test_tasks import (
     LAYOUTS,
     assert_accumulation_changes_nothing,
@@ -28,3 +29,7 @@ def test_accumulation_on_one_process_changes_nothing():
 )
 def test_any_layout_is_one_process(ranks: RankPools, layout: str):
     assert_layout_is_one_process(ranks, TASK, layout)
+
+
+def test_rows_without_padding():
+    assert_equal_without_padding(TASK)

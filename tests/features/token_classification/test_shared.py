@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import trainer
 from tests.tasks.test_split_baselines import assert_baseline
+from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.observe.preview_records import Piece
 
 
@@ -16,3 +18,12 @@ def test_words_of_entities_have_their_tags():
 
 def test_the_baseline_of_the_sample(tmp_path: Path):
     assert_baseline(tmp_path, "ner_sample", "f1", 0.0, 0.0)
+
+
+def test_odd_rows(tmp_path: Path):
+    def row(text: str, number: int) -> dict[str, Any]:
+        words = text.replace("[CLS] [SEP]", "word9 [SEP] word9").split()  # special tokens at the ends are refused
+        return {"words": words, "tags": ["B-X" if "word" in word else "O" for word in words]}
+
+    task = {"type": "token_classification", "words": "words", "tags": "tags", "metrics": ["f1"]}
+    assert_odd_rows_train(tmp_path, row, task)

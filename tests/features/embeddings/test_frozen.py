@@ -1,4 +1,4 @@
-"""Frozen parameters, such as BERT's pooler without a part in an embedding, are saved, loaded and exported."""
+"""Parameters without a part in an embedding, such as BERT's pooler, are frozen; they are saved, loaded and exported."""
 
 from __future__ import annotations
 
