@@ -11,6 +11,7 @@ from trainer.tools.convert.foreign.tables import (
     MEGATRON,
     TRAINING_ARGUMENTS,
     counterpart,
+    offload_note,
 )
 
 TABLES = {
@@ -77,3 +78,8 @@ def test_unknown_spellings_are_not_recognised() -> None:
     assert counterpart("stage") is None
     assert counterpart("enabled") is None
     assert counterpart("") is None
+
+
+def test_the_note_on_offload_names_strategies_or_says_that_there_is_none() -> None:
+    assert offload_note(["zero1", "zero2"]) == '"optimizer", under zero1, zero2'
+    assert offload_note([]) == '"optimizer", which no registered strategy supports'

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -76,12 +76,18 @@ def _with(test: Callable[[Strategy], bool]) -> list[str]:
     return [name for name, row in STRATEGIES.items() if test(row)]
 
 
+def offload_note(strategies: Sequence[str]) -> str:
+    """Return the note on offload of the optimizer, which these strategies support."""
+    names = ", ".join(strategies)
+    return f'"optimizer", under {names}' if names else '"optimizer", which no registered strategy supports'
+
+
 _NOTES = _read("notes") | {
     "strategies": f"one of {', '.join(STRATEGIES)}",
     "cut_optimizer": ", or ".join(
         [*_with(lambda row: row.cuts_optimizer > row.cuts_gradients), "fsdp with a pipeline"]
     ),
-    "optimizer_offload": f'"optimizer", under {", ".join(_with(lambda row: "optimizer" in row.offloads))}',
+    "optimizer_offload": offload_note(_with(lambda row: "optimizer" in row.offloads)),
     "optimizer_names": values.optimizer_names(),
 }
 
