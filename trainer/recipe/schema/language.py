@@ -62,7 +62,8 @@ class CausalLM(GenerativeKeys):
         keys = [f"task.{key}" for key in given]
         named = " and ".join(f"`{key}`" for key in keys)
         if not given:
-            yield clash("is missing; set it, or `task.messages`, or `task.prompt` and `task.completion`", "task.text")
+            chats = "`task.messages`, or " if "messages" in type(self).model_fields else ""
+            yield clash(f"is missing; set it, or {chats}`task.prompt` and `task.completion`", "task.text")
         elif given in (["prompt"], ["completion"]):
             (missing,) = {"prompt", "completion"} - columns.keys()
             yield clash(f"is missing; {named} needs it", f"task.{missing}", *keys)
