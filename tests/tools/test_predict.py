@@ -120,6 +120,28 @@ def test_two_processes_and_a_kill_give_the_same_rows(trained: Path, tmp_path: Pa
         assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=2e-6)
 
 
+def test_a_resumed_command_counts_the_bad_rows_of_earlier_parts(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["the old train", None, "a loud bus", 7, "a red tram"]
+    lines = [
+        json.dumps({"error": "of the input"} | {"text": text} if text == "a loud bus" else {"text": text})
+        for text in texts
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    command = ["predict", str(trained / "run"), "--input", str(tmp_path / "in.jsonl"), "--skip-bad-rows"]
+    command += ["--output", str(tmp_path / "out.jsonl"), "--chunk-rows", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prediction_files.Output, "finish", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(command)
+    capfd.readouterr()
+    assert main(command) == 0
+    notes = capfd.readouterr().err
+    assert "resumes after 5 rows" in notes
+    assert "bad: 2 rows of `" in notes
+
+
 def test_another_input_starts_anew(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = tmp_path / "out.jsonl.parts"
     parts.mkdir()

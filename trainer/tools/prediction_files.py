@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -282,6 +283,7 @@ class Output:
                 f"starts from the first row: {self._folder} belongs to another input, model, version or option",
                 err=True,
             )
+        self.num_bad = sum(map(_num_bad, self._parts))
         if self.num_done:
             say(f"resumes after {self.num_done:,} rows of {self._folder}", err=True)
 
@@ -396,6 +398,13 @@ def hold(folder: Path, output: Path, wait_seconds: float = 0.0) -> OwnedLock:
     if not is_free:
         raise UsageError(f"another command is writing {output}; wait for it, or name another --output")
     return lock
+
+
+def _num_bad(part: Path) -> int:
+    """Return the number of rows of a part that have an `error` in place of predictions."""
+    with part.open("rb") as lines:
+        # The answer comes last in a row; before it, a column of the input may have the same name.
+        return sum(b'"error"' in line and [*json.loads(line)][-1] == "error" for line in lines)
 
 
 def _is_binary(value: Any) -> bool:
