@@ -20,6 +20,7 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.export.exporting import export
+from trainer.tools.export.peft_folder import _shortest
 from trainer.tools.trained import load_trained
 from trainer.training.run import run
 
@@ -182,3 +183,26 @@ def test_a_run_without_a_base_or_an_adapter_is_refused(tmp_path: Path, keys: dic
     with pytest.raises(UsageError, match=words):
         export(tmp_path / "run", tmp_path / "adapter", adapter=True)
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("layers", "targets"),
+    [
+        (["query", "layer.0.query"], ["query"]),
+        (["layer.0.query"], ["0.query"]),
+        (["query"], "query"),
+        (["layer.1.key", "query"], r"layer\.1\.key|query"),
+    ],
+)
+def test_targets_match_the_layers_and_no_others(layers: list[str], targets: list[str] | str) -> None:
+    """The name `query` ends another name, so that its end alone would match both."""
+
+    def model() -> torch.nn.Module:
+        block = torch.nn.ModuleDict({"query": torch.nn.Linear(2, 2), "key": torch.nn.Linear(2, 2)})
+        inner = {"0": block, "1": torch.nn.ModuleDict({"key": torch.nn.Linear(2, 2)})}
+        return torch.nn.ModuleDict({"query": torch.nn.Linear(2, 2), "layer": torch.nn.ModuleDict(inner)})
+
+    assert _shortest(model(), layers) == targets
+    adapted = peft.PeftModel(model(), peft.LoraConfig(target_modules=targets)).base_model.model
+    found = [name for name, module in adapted.named_modules() if isinstance(module, peft.tuners.lora.Linear)]
+    assert sorted(found) == sorted(layers)

@@ -214,12 +214,18 @@ def _require_own_ends(model: nn.Module, found: Set[str]) -> None:
             )
 
 
-def _shortest(model: nn.Module, layers: Collection[str]) -> list[str]:
-    """Return the shortest ends of names that match these layers and no other module."""
+def _shortest(model: nn.Module, layers: Collection[str]) -> list[str] | str:
+    """Return the shortest ends of names that match these layers and no other module.
+
+    If the name of a layer ends another name, return a regular expression of the whole names.
+    """
     others = [f".{name}" for name, _ in model.named_modules() if name and name not in layers]
     ends: set[str] = set()
     for layer in layers:
         parts = layer.split(".")
         candidates = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
-        ends.add(next(end for end in candidates if not any(name.endswith(f".{end}") for name in others)))
+        end = next((end for end in candidates if not any(name.endswith(f".{end}") for name in others)), None)
+        if end is None:
+            return "|".join(map(re.escape, sorted(layers)))
+        ends.add(end)
     return sorted(ends)
