@@ -21,7 +21,7 @@ from trainer.features.distillation import feature
 from trainer.models.describe import describe
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.plan.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, TEACHER
+from trainer.tools.plan.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, SECOND_MODEL
 from trainer.training import describing
 from trainer.training.run import run
 
@@ -192,8 +192,8 @@ def test_a_plan_counts_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture
     number = sum(tensor.numel() for tensor in load_file(teacher / "model.safetensors").values())
     taught, alone = resident(), resident("distillation=null")
     share = 2 if strategy == "fsdp" else 1
-    assert taught[TEACHER] == pytest.approx(4 * number / share, rel=0.05)
-    assert TEACHER not in alone
+    assert taught[SECOND_MODEL] == pytest.approx(4 * number / share, rel=0.05)
+    assert SECOND_MODEL not in alone
     assert [taught.get(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)] == [
         alone.get(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)
     ]
@@ -216,5 +216,5 @@ def test_a_plan_has_the_teacher_at_the_last_stage(tmp_path: Path, capsys: pytest
     recipe = write_student(tmp_path)
     arguments = ["plan", str(recipe), "--gpus", "2x80GiB", "--json", LABELS, "parallel.pipeline.stages=2"]
     first, last = planned_ranks(capsys, *arguments)
-    assert TEACHER not in first["resident"]
-    assert last["resident"][TEACHER] > 0
+    assert SECOND_MODEL not in first["resident"]
+    assert last["resident"][SECOND_MODEL] > 0

@@ -41,13 +41,13 @@ from trainer.tools.plan.work import (
 
 PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER = "parameters", "buffers", "gradients", "optimizer state"
 MASTER, GATHERED, CASTS = "master copies", "gathered layers", "weights in low precision"
-COMMUNICATION, TEACHER = "communication buffers", "teacher"
+COMMUNICATION, SECOND_MODEL = "communication buffers", "second model"
 ACTIVATIONS, LOSS, TEMPORARY, BATCH = "activations", "logits and loss", "temporary", "batch"
 POINT_TO_POINT = frozenset(("send", "recv_", "recv_any_source_"))
 _MODULE = "planned_module"
 _ON_HOST = " on the host"
 COMPONENTS = (
-    PARAMETERS, TEACHER, MASTER, BUFFERS, GRADIENTS, OPTIMIZER, GATHERED, CASTS, COMMUNICATION, ACTIVATIONS, LOSS,
+    PARAMETERS, SECOND_MODEL, MASTER, BUFFERS, GRADIENTS, OPTIMIZER, GATHERED, CASTS, COMMUNICATION, ACTIVATIONS, LOSS,
     TEMPORARY, BATCH,
 )  # fmt: skip
 

@@ -44,7 +44,7 @@ from trainer.tools.plan.ledger import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
-    TEACHER,
+    SECOND_MODEL,
     Ledger,
     Peak,
     Totals,
@@ -297,10 +297,10 @@ def _added_loss(plan: RunPlan, task: Task, mesh: ParallelMesh, ledger: Ledger) -
     if second is None or not second.is_needed(plan, mesh):
         return None
     built = place_empty(second.describe(plan.recipe, task), tensor_cut(plan, mesh))
-    with ledger.creating(TEACHER):
+    with ledger.creating(SECOND_MODEL):
         _allocate(built.model)
         added = second.place(built, plan, mesh, task)
-    ledger.assign([*added.model.parameters(), *added.model.buffers()], TEACHER)
+    ledger.assign([*added.model.parameters(), *added.model.buffers()], SECOND_MODEL)
     return added
 
 
