@@ -210,7 +210,7 @@ def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...]
     for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
         shown = (f"{number:,}", held, recipe.precision)
         if is_trained:
-            kept = "fp32, of DeepSpeed" if plan.strategy.package else "the weights"
+            kept = f"fp32, of {plan.strategy.package}" if plan.strategy.package else "the weights"
             kept = masters[0] if held == "bf16" else kept
             rows.append(("trained", *shown, kept, "fp32", f"{recipe.optimizer.name}, {state}", sent))
         else:

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from trainer.models.fill import build_model
 from trainer.models.place import ModelCut, StageChoice
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
+from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.plan import hardware, reachable, recipe_plan, simulated_step
 from trainer.tools.plan.hardware import device_named, known_devices, parse_devices
 from trainer.tools.plan.ledger import ACTIVATIONS, CASTS, GRADIENTS, LOSS, MASTER, OPTIMIZER, PARAMETERS
@@ -516,3 +518,12 @@ def test_torch_logs_no_traceback_before_the_error(monkeypatch: pytest.MonkeyPatc
     ):
         torch._grouped_mm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2], dtype=torch.int32))
     assert not records
+
+
+@pytest.mark.parametrize("change", [{"package": "apex"}, {"builder": lambda *_: object()}], ids=" ".join)
+def test_an_engine_of_another_package_is_refused_by_name(
+    change: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STRATEGIES, "ddp", replace(STRATEGIES["ddp"], **change))
+    with pytest.raises(UsageError, match=r"engines of trainer and DeepSpeed, but `parallel.strategy` ddp has another"):
+        planned({}, 2)

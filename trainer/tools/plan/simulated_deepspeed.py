@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.base.extensions import resolved
 from trainer.engine.engine import Engine
 from trainer.ranks.environment import variables_restored
@@ -23,6 +24,7 @@ from trainer.recipe.strategies import Offload
 from trainer.tools.plan.ledger import COMMUNICATION, GATHERED, GRADIENTS, MASTER, Ledger, on_host
 from trainer.tools.plan.simulated_rank import replaced, within
 
+_PACKAGE = "deepspeed"
 _STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _PARTITIONING = "deepspeed.runtime.zero.partition_parameters"
@@ -49,16 +51,26 @@ _ANSWERS = {
 """The answers of functions that read the values of gradients."""
 
 
+def not_simulated(plan: RunPlan) -> UsageError:
+    """Return the error for a strategy with an engine that the planner does not know."""
+    return UsageError(
+        f"`trainer plan` simulates the engines of trainer and DeepSpeed, but `parallel.strategy`"
+        f" {plan.strategy.name} has another one; use another strategy, or measure a short run, which shows its memory"
+    )
+
+
 @contextmanager
 def simulated_deepspeed(plan: RunPlan) -> Iterator[None]:
     """Give DeepSpeed the process group and the device of a simulated rank, for strategies that use it.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: it is not installed, or the strategy uses another package.
     """
     if not plan.strategy.package:
         yield
         return
+    if plan.strategy.package != _PACKAGE:
+        raise not_simulated(plan)
     with ExitStack() as stack, variables_restored(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which it checks to be aligned
         stack.enter_context(resolved(plan.strategy.ready)(0))

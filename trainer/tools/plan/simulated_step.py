@@ -52,7 +52,13 @@ from trainer.tools.plan.ledger import (
 )
 from trainer.tools.plan.shape_batch import blank_batch, copied_ahead
 from trainer.tools.plan.shortening import Stack, lengthen, shorten, stacks_of
-from trainer.tools.plan.simulated_deepspeed import group_of, label_zero, labelled_deepspeed, simulated_deepspeed
+from trainer.tools.plan.simulated_deepspeed import (
+    group_of,
+    label_zero,
+    labelled_deepspeed,
+    not_simulated,
+    simulated_deepspeed,
+)
 from trainer.tools.plan.simulated_offload import copies_between_host_and_device
 from trainer.tools.plan.simulated_rank import replaced, shapes_only, simulated_mesh
 from trainer.tools.plan.step_plan import StepPlan
@@ -258,6 +264,8 @@ class _Simulation:
                 added_loss = _added_loss(plan, task, self.mesh, ledger)
                 # The number of steps shapes the learning rate only, which changes no size.
                 engine = build_engine(built, task, self.mesh, simulated, 2, added_loss)
+            if not (plan.strategy.package or isinstance(engine, NativeEngine)):
+                raise not_simulated(plan)
             _label_model(ledger, engine, built, self.offload)
             if not copies_ahead:
                 ledger.assign(chain.from_iterable(m.tensors for m in batch.microbatches), BATCH)
