@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    all: Sequence[Any]
-
-    def get(self, kinds: Sequence[Any], *names: str) -> Any: ...
+from trainer.features import Columns
 
 
 def of_chats(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

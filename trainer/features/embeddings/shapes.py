@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.features import Columns
 
 _TEXTS = (
     ("anchor", "positive", "negative"), ("query", "positive", "negative"), ("question", "positive", "negative"),
     ("anchor", "positive"), ("query", "positive"),
 )  # fmt: skip
-
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    def every(self, kinds: Sequence[Any], *names: str) -> list[str]: ...
 
 
 def of_embeddings(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

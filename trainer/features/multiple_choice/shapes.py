@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.features import Columns
 
 _TEXT = ("text",)
-
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    all: Sequence[Any]
-
-    def get(self, kinds: Sequence[Any], *names: str) -> Any: ...
 
 
 def of_choices(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

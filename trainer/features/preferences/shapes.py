@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.features import Columns
 
 _ANSWERS = ("text", "chat")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input")
 _COMPLETIONS = ("completion", "response", "output", "answer")
-
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    def get(self, kinds: Sequence[Any], *names: str) -> Any: ...
-    def every(self, kinds: Sequence[Any], *names: str) -> list[str]: ...
 
 
 def of_preferences(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.features import Columns
 
 _TEXT = ("text",)
-
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    def get(self, kinds: Sequence[Any], *names: str) -> Any: ...
 
 
 def of_questions(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

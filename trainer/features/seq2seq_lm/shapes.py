@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.features import Columns
 
 _SEQUENCES = (
     ("source", "target"), ("document", "summary"), ("article", "highlights"), ("article", "summary"),
@@ -11,14 +13,6 @@ _SEQUENCES = (
 )  # fmt: skip
 _LABEL_CHARACTERS = 40
 """The most characters of a target that may be the name of a class."""
-
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    all: Sequence[Any]
-
-    def every(self, kinds: Sequence[Any], *names: str) -> list[str]: ...
 
 
 def of_sequences(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-
-class Columns(Protocol):
-    """The columns of a data set."""
-
-    all: Sequence[Any]
-
-    def labels(self) -> Sequence[Any]: ...
+from trainer.features import Columns
 
 
 def of_images(columns: Columns) -> Iterator[tuple[dict[str, Any], str, None, Sequence[Any]]]:
