@@ -11,7 +11,9 @@ import pytest
 
 from docs.generate import with_blocks
 from trainer.base.errors import RecipeError
+from trainer.base.extensions import registered
 from trainer.recipe.combinations import EXCLUSIONS, Condition, Exclusion
+from trainer.recipe.reading.keys import known_keys
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
@@ -68,6 +70,15 @@ def test_each_condition_is_that_of_a_key_of_the_recipe(row: Exclusion):
     assert row.message(sections) is None
     assert row.reason
     assert row.remedy
+
+
+def test_every_key_of_a_registration_is_a_key_of_the_recipe():
+    """A key that no folder registers counts as null, since folders may be deleted: a misspelt one would do nothing."""
+    kinds = ("variant", "update", "model", "second_model", "tier", "source", "rows", "card", "head", "axis", "elastic")
+    keys = {row.name for kind in kinds for row in registered(kind)}
+    keys |= {condition.key for row in EXCLUSIONS for condition in (row.first, row.second)}
+    keys |= {section for row in registered("rule") for section in row.name.split()}
+    assert keys - {*known_keys()} == set()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
