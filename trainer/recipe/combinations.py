@@ -13,12 +13,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from trainer.base.distribution import version
 from trainer.base.extensions import Registration, consume, registered, resolved
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.strategies import STRATEGIES, Strategy
