@@ -551,7 +551,7 @@ _PARALLEL = [
     Defect(
         "gradient_of_trained_rows_of_one_part_of_a_head",
         "A tensor rank keeps the gradient that its columns of the logits give to trained rows.",
-        "parallel/tensor/trained_rows.py",
+        "features/trained_tokens/rows.py",
         "rows = copy_to_group(self.rows, self._group).index_select(0, self.own)",
         "rows = self.rows.index_select(0, self.own)",
         ("parity/test_adapters.py::test_any_layout_is_one_process[masked-lm-tensor-sequence-accumulated]",),

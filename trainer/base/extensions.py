@@ -53,6 +53,7 @@ Kind = Literal[
     "source",
     "rows",
     "card",
+    "adapter",
     "head",
     "casts",
     "kernel",
@@ -75,6 +76,7 @@ keys of other tools. Paths of a folder of this project are relative to `trainer/
 a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
 `OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
 line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
+`adapter`: a function that adds parts to an adapter (`models/adapters.py`), by a key of it.
 `precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`; `casts`: the `Casts` of all
 runs in 16 bits (`engine/rounded_weights.py`).
 `model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.

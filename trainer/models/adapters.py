@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -18,13 +17,12 @@ from trainer.models.adapter_starts import Start, joined_starts, product_start, r
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
 from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
-from trainer.models.tokenizer import load_tokenizer
-from trainer.models.vector_scale import scale_of
 from trainer.models.weight_forms import WeightForm, form_of
 from trainer.parallel.stored_in_parts import StoredInParts, weights_in_parts
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of
-from trainer.parallel.tensor.trained_rows import TrainedLogits, TrainedRows, TrainedVectors, attach_rows, rows_of
+from trainer.parallel.tensor.trained_rows import TrainedRows, rows_of
+from trainer.recipe.registered import all_of
 from trainer.recipe.schema import Adapter, Model
 from trainer.recipe.schema.model import matches
 
@@ -33,13 +31,15 @@ _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LM
 
 
 def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
-    """Add the products and trained rows of an adapter; see `adapt` of `models/freezing.py`.
+    """Add the products and further parts of an adapter; see `adapt` of `models/freezing.py`.
 
     Frozen weights get the form that the recipe asks for.
     """
     _add_products(model, adapter, seed, drawn)
-    if adapter.trainable_tokens is not None or recipe.new_tokens is not None:
-        _train_rows(model, recipe, adapter.trainable_tokens or ())
+    for add_part in all_of("adapter").values():
+        add_part(model, recipe, adapter)
+    if recipe.new_tokens is not None:
+        _require_trained_rows(model)
     # The order matters. Another form replaces the weights, so their exact values are held by `weights` before it;
     # starts need both values, so they are computed after it.
     starts = starts_of(model, adapter, seed)
@@ -57,6 +57,15 @@ def _begin(model: nn.Module, name: str, weight: Tensor, start: Start) -> None:
     in_parts = weights_in_parts(model).get(name)
     for own, value in start(weight, in_parts.rounded(weight) if in_parts else weight).items():
         model.get_parameter(own).copy_(value)
+
+
+def _require_trained_rows(model: Any) -> None:
+    embedding = model.get_input_embeddings()
+    if not embedding.weight.requires_grad and rows_of(embedding) is None:
+        raise UsageError(
+            "`model.adapter.modules_to_save` must name the embedding to train `model.new_tokens`, but leaves it frozen;"
+            " add it"
+        )
 
 
 def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
@@ -123,81 +132,6 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
             start = rows_start(f"{with_rows[0]}.{ROWS}.rows", ids)
             found |= {name: joined_starts(start, found[name]) if name in found else start for name in names}
     return found
-
-
-def _train_rows(model: Any, recipe: Model, tokens: Sequence[str | int]) -> None:
-    """Attach trained rows to the input embedding, to the modules that share its weight, and to the output head.
-
-    The rows are those of `tokens` and of the new tokens. Modules that are trained whole have the latter already.
-    """
-    embedding = model.get_input_embeddings() if model.main_input_name == "input_ids" else None
-    if not isinstance(embedding, nn.Embedding):
-        raise UsageError(
-            "`model.adapter.trainable_tokens` needs a model with an embedding of tokens, but"
-            f" {type(model).__name__} has none; remove it"
-        )
-    ids = _token_ids(recipe, [*tokens, *(recipe.new_tokens or ())], embedding.num_embeddings)
-    head = model.get_output_embeddings()
-    tied: dict[nn.Parameter, nn.Parameter] = {}
-    # A list, because the loop adds modules to the layers.
-    for name, layer in list(model.named_modules()):
-        weight: Any = getattr(layer, "weight", None)
-        if layer is not head and weight is not embedding.weight:
-            continue
-        # A module that is trained whole learns the rows of new tokens anyway.
-        if weight.requires_grad and not tokens:
-            continue
-        if weight.requires_grad:
-            raise UsageError(
-                f"`model.adapter.trainable_tokens` trains rows of frozen weights, but {name} is trained whole by"
-                " `model.adapter.modules_to_save`; remove one of them"
-            )
-        rows = _attached_rows(name, layer, ids, torch.empty(len(ids), embedding.embedding_dim, device=weight.device))
-        # Modules that share a weight share the trained rows too.
-        rows.rows = tied.setdefault(weight, rows.rows)
-
-
-def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tensor) -> TrainedRows:
-    if isinstance(layer, nn.Embedding) and (scale := scale_of(layer)) is not None:
-        padding = ids.index(layer.padding_idx) if layer.padding_idx in ids else None
-        vectors = TrainedVectors(begin, ids, padding, scale)
-        attach_rows(layer, vectors)
-        return vectors
-    # The exact type: a subclass may use its weight in another way.
-    if type(layer) is nn.Linear:
-        logits = TrainedLogits(begin, ids)
-        attach_rows(layer, logits)
-        return logits
-    raise UsageError(
-        f"`model.adapter.trainable_tokens` needs an embedding and a linear head, but {name} is a"
-        f" {type(layer).__name__}; train it whole by `model.adapter.modules_to_save`"
-    )
-
-
-def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) -> list[int]:
-    texts = [token for token in tokens if isinstance(token, str)]
-    known = load_tokenizer(recipe).get_vocab() if texts else {}
-    problems = Problems()
-    ids = set()
-    for token in tokens:
-        with problems.collect():
-            if isinstance(token, str) and token not in known:
-                near = get_close_matches(token, known, n=3, cutoff=0.5)
-                use = f"use {listed([repr(one) for one in near], 3)}" if near else "add it to the tokenizer"
-                raise UsageError(
-                    "`model.adapter.trainable_tokens` must name tokens of the tokenizer, but it has no"
-                    f" {token!r}; {use}"
-                )
-            number = known[token] if isinstance(token, str) else token
-            if number >= num_embeddings:
-                raise UsageError(
-                    f"`model.adapter.trainable_tokens` must name tokens with a row in the embedding, which has"
-                    f" {num_embeddings:,} rows, but {token!r} has the id {number}; name it in `model.new_tokens`"
-                )
-            ids.add(number)
-    problems.raise_all()
-    # Sorted, so that the order of names in the recipe does not change the parameter.
-    return sorted(ids)
 
 
 def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:

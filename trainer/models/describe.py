@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.auto.auto_factory import _get_model_class
 
 from trainer.base.errors import TrainerError, UsageError
+from trainer.base.extensions import registered
 from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
 from trainer.models.configuration import load_config, require_head
@@ -178,7 +179,8 @@ class ModelDescription:
         sample = sample_of(self.model_class, self.config, self.attention)
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
             # The vocabulary of the sample is small, and its weights have no meaning.
-            adapter = self.recipe.adapter.model_copy(update={"trainable_tokens": None, "start": None})
+            parts = dict.fromkeys(row.name.rpartition(".")[2] for row in registered("adapter"))
+            adapter = self.recipe.adapter.model_copy(update={"start": None, **parts})
             adapted = self.recipe.model_copy(
                 update={"freeze": None, "adapter": adapter, "new_tokens": None, **without_form()}
             )

@@ -175,7 +175,9 @@ def _add_keys(registration: Registration) -> None:
     """
     keys: type[Section] = resolved(registration.value)
     name, section = registration.name.rpartition(".")[0], extended(registration)
-    kinds = get_args(Recipe.model_fields[name].annotation) if name else ()
+    outer = name.partition(".")[0]
+    whole: Any = Recipe.model_fields[outer].annotation if name else None
+    kinds = get_args(whole)
     sections = [kind for kind in kinds if issubclass(kind, section)] or [section]
     for key, field in keys.model_fields.items():
         if key in keys.__annotations__:
@@ -183,9 +185,10 @@ def _add_keys(registration: Registration) -> None:
             for kind in sections:
                 kind.model_fields[key] = field
     if name:
-        for kind in sections:
+        # A section inside of another one is compiled with it.
+        for kind in sections if name == outer else [*sections, whole]:
             _rebuild(kind)
-        if not Recipe.model_fields[name].is_required():
+        if name == outer and not Recipe.model_fields[name].is_required():
             # The default was made before the section had the new keys.
             Recipe.model_fields[name].default = section()
 

@@ -41,7 +41,7 @@ class _ParallelEmbedding(ShardedEmbedding):
         part = part_of(whole.weight.detach(), split, index_in_group(group), group_size(group))
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
         if (rows := rows_of(whole)) is not None:
-            attach_rows(self, rows.copy())
+            attach_rows(self, rows.copy(group, len(part)))
         self.train(whole.training)
 
     def placements(self, prefix: str = "") -> Placements:

@@ -13,8 +13,6 @@ from trainer.base.extensions import registered
 from trainer.recipe.schema.fields import HubOrPathField, Name, NameKey, Patterns, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder, missing_folder
 
-Tokens = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
-
 
 class Adapter(Section):
     """LoRA (Hu et al. 2021) or DoRA (Liu et al. 2024): trainable low-rank products beside frozen linear layers."""
@@ -42,8 +40,6 @@ class Adapter(Section):
     modules_to_save: list[Name] | None = None
     """Names or patterns of modules to train whole; null: those that the pretrained model lacks, such as the task's
     head."""
-    trainable_tokens: Annotated[list[Tokens], Field(min_length=1)] | None = None
-    """Tokens or ids with rows of embedding and head to train; null: `model.new_tokens`."""
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of the product of a layer, by its name in the model."""
