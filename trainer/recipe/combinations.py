@@ -111,9 +111,8 @@ def _condition(described: Mapping[str, Any]) -> Condition:
 
 
 def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
-    torch = version("torch")
     for group in groups:
-        if torch not in SpecifierSet(group.get("torch", ""), prereleases=True):
+        if "torch" in group and version("torch") not in SpecifierSet(group["torch"], prereleases=True):
             continue
         first = _condition(group["first"])
         for described, *texts in group["others"]:
@@ -123,7 +122,8 @@ def _of_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[Exclusion]:
             both = [*([", ".join(able[:-1])] if able[1:] else []), *able[-1:]]
             words = {"{able}": ", ".join(able), "{one}": " or ".join(able), "{all}": " and ".join(both)}
             words = words if able else {"{able}, or ": ""} | words
-            words["{torch}"] = torch
+            if "torch" in group:
+                words["{torch}"] = version("torch")
             for word, names in words.items():
                 *texts, form = (text.replace(word, names) for text in (*texts, form))
             reason, remedy = texts
