@@ -76,7 +76,7 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
     tag, architecture = facts.pipeline_tag, config["architectures"][0]
     names = {
         "ARCHITECTURE": architecture,
-        "DTYPE": config["dtype"],
+        "DTYPE": str(config["dtype"]),
         "PROMPT": json.dumps(f"{task.get('prefix') or ''}..."),
         "FIRST_TOKEN": _plain(config.get("decoder_start_token_id")),
         "BASE": _base(_part(recipe, "model")),  # the last, because its name may hold the others
