@@ -20,7 +20,7 @@ from trainer.models.adapter_starts import require_package
 from trainer.models.adapters import left_out_notes
 from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
-from trainer.models.weight_forms import form_of
+from trainer.models.registered_forms import form_of
 from trainer.parallel.tensor.kinds import ROWS, is_start
 from trainer.recipe.schema import Adapter, Model, Recipe
 

@@ -80,7 +80,7 @@ line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key 
 `precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`; `casts`: the `Casts` of all
 runs in 16 bits (`engine/rounded_weights.py`).
 `model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.
-`weight_form`: a `WeightForm` (`models/weight_forms.py`), by its key of `model`.
+`weight_form`: a `WeightForm` (`models/weight_form.py`), by its key of `model`.
 `elastic`: an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key.
 `rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
 `generator`: the generator of texts (`tasks/generated.py`);

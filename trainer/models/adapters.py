@@ -17,7 +17,8 @@ from trainer.models.adapter_starts import Start, joined_starts, product_start, r
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
 from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
-from trainer.models.weight_forms import WeightForm, form_of
+from trainer.models.registered_forms import form_of
+from trainer.models.weight_form import WeightForm
 from trainer.parallel.stored_in_parts import StoredInParts, weights_in_parts
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of

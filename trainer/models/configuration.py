@@ -25,8 +25,8 @@ from trainer.base.text import is_shallow
 from trainer.models.dropout import set_probabilities
 from trainer.models.families.table import FAMILIES
 from trainer.models.hub_files import CANNOT_READ, not_found, one_line, require_small_files
+from trainer.models.registered_forms import require_readable
 from trainer.models.tokenizer import load_tokenizer
-from trainer.models.weight_forms import require_readable
 from trainer.recipe.schema import Model
 
 _LARGEST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000

@@ -25,8 +25,8 @@ from trainer.models.families.table import FAMILIES
 from trainer.models.freezing import adapt
 from trainer.models.hub_files import not_found, one_line, pretrained_files
 from trainer.models.parameter_rules import ParameterGroups, parameter_groups
+from trainer.models.registered_forms import form_of, without_form
 from trainer.models.statistics import fix_statistics
-from trainer.models.weight_forms import form_of, without_form
 from trainer.parallel.dropout import DropoutKeys
 from trainer.recipe.schema import Model, OptimizerKeys, Training
 

@@ -22,7 +22,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,18 +38,13 @@ from transformers.utils import logging as transformers_logging
 from trainer.base.errors import UsageError
 from trainer.models.added import values_of
 from trainer.models.configuration import vocabulary_size
-from trainer.models.describe import ModelDescription, ModelUse, sizes_differ
+from trainer.models.describe import ModelDescription, sizes_differ
 from trainer.models.draw import draw_weights
-from trainer.models.hub_files import CannotLoadPartsError, is_adapter, not_found, one_line, require_safe_shards
+from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
-from trainer.models.stored_weights import (
-    CountedWeights,
-    EnlargedWeights,
-    SharedWeights,
-    StoredWeights,
-)
-from trainer.models.weight_forms import form_of
+from trainer.models.registered_forms import form_of
+from trainer.models.stored_weights import CountedWeights, EnlargedWeights, SharedWeights, StoredWeights
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.recipe.schema import Model
@@ -140,7 +134,7 @@ def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
         return None
     try:
         plain = StoredWeights(described.files())
-        stored = _fitted(described, plain)
+        stored = fitted(described, plain)
     except CannotLoadPartsError as error:
         key = form.key if form is not None and recipe.new_tokens is None else "model.new_tokens"
         raise UsageError(
@@ -155,39 +149,6 @@ def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[s
     notes = [f"not in the checkpoint, initialised at random: {', '.join(missing)}"] if missing else []
     unexpected = sorted(loading["unexpected_keys"])
     return [*notes, f"in the checkpoint, not in this model: {', '.join(unexpected)}"] if unexpected else notes
-
-
-def build_base(model: Any, recipe: Model, seed: int) -> tuple[nn.Module, list[str], Mapping[str, Mapping[str, Tensor]]]:
-    """Build the model of a recipe as it was before the training, without adapter, whole and in fp32 on the CPU.
-
-    The second result names the weights that are not loaded, but drawn from the seed. The third has the tensors of
-    weights that the files hold in the form of the recipe.
-
-    Args:
-        model: the model on `meta`, from `described_model`.
-
-    Raises:
-        UsageError: the weights cannot be loaded.
-    """
-    config = copy.deepcopy(model.config)
-    if recipe.is_random and "pad_token_id" not in (recipe.config or {}):
-        config.pad_token_id = type(config)().pad_token_id  # a run sets the tokenizer's after the weights are drawn
-    model_class = type(model)
-    # Weights depend neither on the attention function nor on keyed dropout, so any choice gives the same ones.
-    described = ModelDescription(recipe, ModelUse(model_class.__name__), seed, config, model_class, "eager", False)
-    try:
-        return *load_whole(described)[:2], _encoded_already(described)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise not_found("model.name_or_path", str(recipe.name_or_path), error) from error
-
-
-def _encoded_already(described: ModelDescription) -> dict[str, Mapping[str, Tensor]]:
-    """Return the tensors of the weights that files hold in the form of the recipe, by the names of the weights."""
-    if described.recipe.is_random or form_of(described.recipe) is None:
-        return {}
-    stored = _fitted(described, StoredWeights(described.files()))
-    renamed = _renamed(described.on_meta(), stored)[0]
-    return {name: parts for name, key in renamed.items() if (parts := stored.parts(key)) is not None}
 
 
 def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
@@ -214,7 +175,7 @@ def _made_with(model: nn.Module) -> str | None:
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
     """Build a model in parts that are bit for bit equal to a cut of the whole model."""
     files = [] if described.recipe.is_random else described.files()
-    stored = _fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
+    stored = fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
     seed = described.seed
     # The model's own rules may draw; the random numbers of the caller stay where they are.
     with torch.random.fork_rng(devices=[]):
@@ -274,7 +235,7 @@ def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]
     with described.explained():
         try:
             counted = CountedWeights(described.files())
-            stored = _fitted(described, counted)
+            stored = fitted(described, counted)
         except CannotLoadPartsError as error:
             raise described.not_described(error) from error
         try:
@@ -308,7 +269,7 @@ def check_weights(described: ModelDescription, compares_sizes: bool = True) -> l
         return []
     with described.explained():
         try:
-            return _match(described, _fitted(described, StoredWeights(described.files())))[1].missing
+            return _match(described, fitted(described, StoredWeights(described.files())))[1].missing
         except CannotLoadPartsError:
             return []  # such a model is compared when it is loaded
 
@@ -370,14 +331,14 @@ def without_report() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
+def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
     """Return stored weights by the names of whole ones, with the rows that new tokens need."""
     form = form_of(described.recipe)
     encoded = form is not None and form.stored_in(stored.shapes)
     if described.recipe.is_random or not (encoded or described.recipe.new_tokens):
         return stored
     model = described.on_meta()
-    renamed = _renamed(model, stored)[0]
+    renamed = renamed_keys(model, stored)[0]
     shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
     if form is not None and encoded:
         described.adapt(model)
@@ -418,7 +379,7 @@ def _sources(model: Any, stored: StoredWeights, loading: Mapping[str, Any]) -> _
 
     transformers ties such weights, too, when it loads their values.
     """
-    renamed, converted = _renamed(model, stored)
+    renamed, converted = renamed_keys(model, stored)
     missing = sorted(loading["missing_keys"])
     notes = []
     # A list, because the loop deletes ties.
@@ -434,8 +395,11 @@ def _sources(model: Any, stored: StoredWeights, loading: Mapping[str, Any]) -> _
     return _Sources(renamed, converted, missing, [*notes, *_loading_notes(missing, loading)])
 
 
-def _renamed(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[list[str]]]:
-    """Return the fields `renamed` and `converted` of `_Sources`, by transformers' rules for the model class."""
+def renamed_keys(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[list[str]]]:
+    """Return the tensors of files by the parameters that they fill, and groups of those that are merged or split.
+
+    The rules are those of transformers for the model class.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

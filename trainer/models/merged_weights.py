@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.models.names import parts_of_layers
-from trainer.models.weight_forms import encoded_weights
+from trainer.models.registered_forms import encoded_weights
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
 from trainer.recipe.schema import Adapter
 

@@ -21,7 +21,7 @@ from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit
 from trainer.engine.products import rounded_by_autocast
 from trainer.models.describe import ModelDescription
-from trainer.models.weight_forms import form_of
+from trainer.models.registered_forms import form_of
 from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
 from trainer.parallel.stored_in_parts import sizes_of_parts

@@ -17,8 +17,9 @@ from trainer.features.quantization.linear import FORMATS, Format, QuantizedLinea
 from trainer.features.quantization.section import QuantizationKeys
 from trainer.models.families.table import layers_of
 from trainer.models.names import replace_in, tied_names
+from trainer.models.registered_forms import unreadable
 from trainer.models.stored_weights import StoredWeights
-from trainer.models.weight_forms import EncodedWeight, PartsByName, WeightForm, unreadable
+from trainer.models.weight_form import EncodedWeight, PartsByName, WeightForm
 from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.parallel.tensor.low_rank import attach, product_of
 from trainer.recipe.schema import Model

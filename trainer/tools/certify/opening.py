@@ -14,11 +14,12 @@ from trainer.base.errors import UsageError
 from trainer.engine.precision import PrecisionName
 from trainer.engine.state import BUFFER_PREFIX, MODEL_PREFIX
 from trainer.models.added import is_added
-from trainer.models.fill import build_base
 from trainer.models.freezing import adapt
+from trainer.models.registered_forms import form_of
 from trainer.models.statistics import persistent_buffers
-from trainer.models.weight_forms import PartsByName, form_of
+from trainer.models.weight_form import PartsByName
 from trainer.tasks.exported import ExportFormat, Program
+from trainer.tools.export.base_model import build_base
 from trainer.tools.export.checkpoint_model import CheckpointModel
 
 

@@ -23,15 +23,15 @@ from trainer.checkpoint.identity import FROZEN_WEIGHTS
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.added import values_of
-from trainer.models.fill import build_base
 from trainer.models.freezing import adapt
+from trainer.models.registered_forms import form_of
 from trainer.models.weight_files import described_model
-from trainer.models.weight_forms import form_of
 from trainer.parallel.shards.boxes import Box, TensorPart
 from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Recipe
 from trainer.tasks.exported import Card
 from trainer.tasks.registry import build_task, card_of
+from trainer.tools.export.base_model import build_base
 from trainer.training.row_encoding import with_folder
 
 
