@@ -22,7 +22,7 @@ from trainer.base.errors import INTERRUPTED, DataError, ExitCode, NonFiniteError
 from trainer.cli import main
 from trainer.launch import local
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
-from trainer.tools.export import exporting
+from trainer.use.export import exporting
 
 PROGRAM = [sys.executable, "-m", "trainer"]
 LIGHT = [

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from trainer.recipe.schema import OptimizerKeys, ScheduleKeys, TaskKeys
     from trainer.recipe.strategies import Strategy
     from trainer.tasks.task import Task
-    from trainer.tools.export.exporting import Exported
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
+    from trainer.use.export.exporting import Exported
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ResolvedRecipe:
@@ -207,7 +207,7 @@ def export(
         TrainerError: The checkpoint is broken, or the folder cannot be written.
     """
     from trainer.tools.certify.verifying import Verification
-    from trainer.tools.export import exporting
+    from trainer.use.export import exporting
 
     forbid_telemetry()
     command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"

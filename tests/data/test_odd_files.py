@@ -12,8 +12,8 @@ import pytest
 from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.tools.chunked_rows import read_chunks
-from trainer.tools.prediction_files import spooled
+from trainer.use.chunked_rows import read_chunks
+from trainer.use.prediction_files import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

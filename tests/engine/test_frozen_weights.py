@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, TINY_DECODERS, tiny_recipe, tiny_training
-from tests.tools.export.test_peft_folder import base_folder
+from tests.use.export.test_peft_folder import base_folder
 from trainer.base.errors import UsageError
 from trainer.parallel.shards.digest import own_digest
 from trainer.parallel.shards.gathering import local_part

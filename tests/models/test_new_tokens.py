@@ -32,7 +32,7 @@ from tests.helpers.training import (
 from tests.models.test_adapters import _name_in_peft
 from tests.parity.cases import FEW_ROWS, TOLERANCES, assert_same_curve
 from tests.parity.test_adapters import ADAPTER_LAYOUTS
-from tests.tools.export.test_peft_folder import CAUSAL, assert_same_logits, train
+from tests.use.export.test_peft_folder import CAUSAL, assert_same_logits, train
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
@@ -44,8 +44,8 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Model, Recipe, Training
 from trainer.tools.certify.opening import trained_model
 from trainer.tools.check import check_local_parts
-from trainer.tools.export.checkpoint_model import open_checkpoint
-from trainer.tools.export.exporting import export
+from trainer.use.export.checkpoint_model import open_checkpoint
+from trainer.use.export.exporting import export
 
 NEW = [f"<new{number}>" for number in range(6)]
 NUM_OLD = VOCABULARY - len(NEW)

@@ -35,7 +35,7 @@ from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import MODEL_PREFIX
 from trainer.recipe.schema import Recipe
-from trainer.tools.export.exporting import export
+from trainer.use.export.exporting import export
 
 DONE_STEPS = FEW_STEPS - 2  # before a checkpoint
 LORA = {"type": "lora", "rank": 2, "alpha": 4.0, "dropout": 0.1}

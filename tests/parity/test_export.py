@@ -26,7 +26,7 @@ from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.models.save import save_configuration
 from trainer.recipe.schema import Recipe
-from trainer.tools.export.exporting import export
+from trainer.use.export.exporting import export
 
 STEPS = 3
 MIXED = {"precision": "bf16", "activation_checkpointing": "full"}

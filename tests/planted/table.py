@@ -1345,7 +1345,7 @@ _TRAINING = [
     Defect(
         "reference_of_the_trained_model",
         "An evaluation compares a trained model with itself.",
-        "tools/evaluate.py",
+        "use/evaluate.py",
         'plan.recipe.model_copy(update={"model": start})',
         "plan.recipe",
         ("features/preferences/test_runs.py",),
@@ -1433,10 +1433,10 @@ _TRAINING = [
     Defect(
         "export_drops_the_type",
         "An export in half precision says fp32 in its configuration.",
-        "tools/export/exporting.py",
+        "use/export/exporting.py",
         '| {"dtype": dtype}',
         '| {"dtype": "float32"}',
-        ("tools/export/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
+        ("use/export/test_export.py::test_opens_without_a_key_too_few_or_too_many", "parity/test_export.py"),
     ),
     Defect(
         "predictions_in_the_order_of_batches",
@@ -1445,7 +1445,7 @@ _TRAINING = [
         "order = whole[_ROWS].argsort() if whole else None",
         "order = torch.arange(num_rows) if whole else None",
         (
-            "tools/test_predict.py::test_predictions_equal_a_pipeline",
+            "use/test_predict.py::test_predictions_equal_a_pipeline",
             "features/question_answering/test_runs.py::test_any_number_of_ranks_gives_the_same_metrics",
         ),
     ),

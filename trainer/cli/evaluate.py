@@ -29,6 +29,6 @@ def evaluate(
     trained = trained_recipe(run, recipe, overrides or (), processes, evaluates=True)
 
     from trainer.launch.local import run_or_join
-    from trainer.tools.evaluate import Evaluation
+    from trainer.use.evaluate import Evaluation
 
     raise typer.Exit(run_or_join(trained.resolved, processes, job=Evaluation(as_json, trained.start)))

@@ -46,7 +46,7 @@ def export(
     """
     from trainer.base.errors import UsageError
     from trainer.tools.certify.verifying import Verification
-    from trainer.tools.export.exporting import export as export_checkpoint
+    from trainer.use.export.exporting import export as export_checkpoint
 
     if overrides and not verify:
         raise UsageError(

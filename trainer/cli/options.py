@@ -17,7 +17,7 @@ from trainer.base.terminal import say, say_json
 from trainer.base.text import without_secrets
 
 if TYPE_CHECKING:
-    from trainer.tools.trained import Trained
+    from trainer.use.trained import Trained
 
 
 def _recipes(incomplete: str) -> list[str]:
@@ -113,7 +113,7 @@ def trained_recipe(
     """Return a trained model with its recipe, and show the notes on it once."""
     from trainer.launch.local import number_of_ranks
     from trainer.ranks.environment import detect, problems_name_the_machine
-    from trainer.tools.trained import load_trained
+    from trainer.use.trained import load_trained
 
     with problems_name_the_machine():
         trained = load_trained(run, recipe, overrides, number_of_ranks(processes), evaluates)

@@ -26,12 +26,12 @@ from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data
 from trainer.tasks.registry import build_task
-from trainer.tools.chunked_rows import input_format, json_line, output_format, read_chunks
-from trainer.tools.prediction_files import Request
 from trainer.training.row_encoding import model_folder
+from trainer.use.chunked_rows import input_format, json_line, output_format, read_chunks
+from trainer.use.prediction_files import Request
 
 if TYPE_CHECKING:
-    from trainer.tools.trained import Trained
+    from trainer.use.trained import Trained
 
 _QUERIES_AT_ONCE = 1024  # a block of similarities with 200,000 documents then takes 0.8 GB
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.text import has_secret, without_secrets
-from trainer.tools.trained import ADAPTER, CONFIG, folder_with
+from trainer.use.trained import ADAPTER, CONFIG, folder_with
 
 _HUB = "https://huggingface.co"
 _SECONDS = 60.0  # without an answer, after which a hub counts as silent

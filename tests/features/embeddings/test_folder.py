@@ -29,10 +29,10 @@ from trainer.recipe.schema import Recipe
 from trainer.tools.certify import verifying
 from trainer.tools.certify.verifying import Verification
 from trainer.tools.check import check_local_parts
-from trainer.tools.export.exporting import export
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.row_encoding import model_folder
 from trainer.training.run import run
+from trainer.use.export.exporting import export
 
 SIZE, LENGTH = 16, 12
 PROMPTS = {"query": "word1 ", "document": "word2 word3 ", "other": "word4 "}

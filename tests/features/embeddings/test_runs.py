@@ -27,12 +27,12 @@ from trainer.data.sources import Split
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.export.exporting import export
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.assembly import assemble
 from trainer.training.process_group import open_mesh
 from trainer.training.run import run
 from trainer.training.run_data import prepare_data
+from trainer.use.export.exporting import export
 
 NUM_TOKENS = 16
 PROMPTS = ("word1 ", "word2 word3 ")

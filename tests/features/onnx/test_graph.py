@@ -26,8 +26,8 @@ from trainer.features.onnx.graph import Onnx, _sample, to_onnx
 from trainer.features.onnx.opener import open_folder
 from trainer.tools.certify import verifying
 from trainer.tools.certify.comparing import NotTheTrainedModelError
-from trainer.tools.export.exporting import export
-from trainer.tools.trained import load_trained
+from trainer.use.export.exporting import export
+from trainer.use.trained import load_trained
 
 
 @pytest.fixture

@@ -22,14 +22,14 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_DECODERS, build_tiny, tiny_recipe, tiny_training, weights_of
 from tests.models.test_adapters import _name_in_peft
 from tests.tools.certify.test_verifying import ASKED, answered_here
-from tests.tools.export.test_export import assert_same_folder
-from tests.tools.export.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
+from tests.use.export.test_export import assert_same_folder
+from tests.use.export.test_peft_folder import CAUSAL, assert_same_logits, base_folder, opened, train
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
 from trainer.recipe.schema import Model
 from trainer.tools.certify import verifying
-from trainer.tools.export.exporting import export
+from trainer.use.export.exporting import export
 
 LORA = {"type": "lora", "rank": 4, "alpha": 16.0}
 STARTED = {**LORA, "type": "dora", "start": "loftq"}

@@ -17,9 +17,9 @@ from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.export.exporting import export
 from trainer.tools.run_metrics import read_metrics
 from trainer.training.run import run
+from trainer.use.export.exporting import export
 
 
 def write(folder: Path, task: dict[str, Any] | None = None, **sections: Any) -> Path:

@@ -21,9 +21,9 @@ from trainer.tools.certify import folder_reader, verifying
 from trainer.tools.certify.comparing import NotTheTrainedModelError
 from trainer.tools.certify.run_end import ComparedRows
 from trainer.tools.certify.verifying import FolderCheck, Verification
-from trainer.tools.export.checkpoint_model import CheckpointModel
-from trainer.tools.export.exporting import export
 from trainer.training.run import run
+from trainer.use.export.checkpoint_model import CheckpointModel
+from trainer.use.export.exporting import export
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy"]}
 SEQUENCE_PAIR = {"type": "sequence_classification", "text": ["text", "other"], "label": "label"}

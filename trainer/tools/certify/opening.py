@@ -19,8 +19,8 @@ from trainer.models.registered_forms import form_of
 from trainer.models.statistics import persistent_buffers
 from trainer.models.weight_form import PartsByName
 from trainer.tasks.exported import ExportFormat, Program
-from trainer.tools.export.base_model import build_base
-from trainer.tools.export.checkpoint_model import CheckpointModel
+from trainer.use.export.base_model import build_base
+from trainer.use.export.checkpoint_model import CheckpointModel
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ from trainer.tools.certify.comparing import (
     require_same_tokens,
     texts_of,
 )
-from trainer.tools.export.refused import REFUSED
 from trainer.training.assembly import Assembly
 from trainer.training.export_check import Certificate, ExportCheck
 from trainer.training.run_data import PreparedData
 from trainer.training.run_tool import RunTool
+from trainer.use.export.refused import REFUSED
 
 _MOST_BYTES = 8_000_000_000  # of weights, which the host holds beside the trained model
 _CLOSE = {True: (1e-4, 1e-5), False: (0.05, 0.02)}

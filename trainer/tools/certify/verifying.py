@@ -47,14 +47,14 @@ from trainer.tools.certify.comparing import (
     texts_of,
 )
 from trainer.tools.certify.opening import Opened, opened_by, trained_model
-from trainer.tools.evaluate import with_class_names
-from trainer.tools.export.checkpoint_model import CheckpointModel
-from trainer.tools.trained import load_trained
 from trainer.training.export_check import Certificate
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation
 from trainer.training.run_data import PreparedData, prepare_data
 from trainer.training.whole_split import RowTensors, in_row_order
+from trainer.use.evaluate import with_class_names
+from trainer.use.export.checkpoint_model import CheckpointModel
+from trainer.use.trained import load_trained
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0

@@ -19,10 +19,10 @@ from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.export.exporting import export
-from trainer.tools.export.peft_folder import _shortest
-from trainer.tools.trained import load_trained
 from trainer.training.run import run
+from trainer.use.export.exporting import export
+from trainer.use.export.peft_folder import _shortest
+from trainer.use.trained import load_trained
 
 LORA = {"type": "lora", "rank": 4, "alpha": 64.0}
 TOKENS = {**LORA, "trainable_tokens": [*range(20, 90)]}

@@ -20,9 +20,9 @@ import pytest
 from trainer.base.disk import REPLACED, remove
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.export.exporting import export
 from trainer.training.assembly import Assembly
 from trainer.training.run import run
+from trainer.use.export.exporting import export
 
 _CHANGES = ("os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

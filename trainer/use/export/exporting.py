@@ -28,11 +28,11 @@ from trainer.models.added import added_of, without_added, write_added
 from trainer.models.merged_weights import MergedWeights
 from trainer.models.weight_files import UnknownModelError, plan_files
 from trainer.tasks.exported import ExportFormat
-from trainer.tools.export.checkpoint_model import CheckpointModel, open_checkpoint
-from trainer.tools.export.peft_folder import card_form, write_adapter
-from trainer.tools.export.refused import require_not_refused
 from trainer.training.export_check import Certificate, ExportCheck
 from trainer.training.model_card import CARD_NAME, complete_folder
+from trainer.use.export.checkpoint_model import CheckpointModel, open_checkpoint
+from trainer.use.export.peft_folder import card_form, write_adapter
+from trainer.use.export.refused import require_not_refused
 
 SAFETENSORS = "safetensors"
 

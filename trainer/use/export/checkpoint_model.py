@@ -31,8 +31,8 @@ from trainer.parallel.shards.digest import joined, own_digest
 from trainer.recipe.schema import Adapter, Recipe
 from trainer.tasks.exported import Card
 from trainer.tasks.registry import build_task, card_of
-from trainer.tools.export.base_model import build_base
 from trainer.training.row_encoding import with_folder
+from trainer.use.export.base_model import build_base
 
 
 class CheckpointModel:

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.recipes import write_anew
 from trainer.base.errors import TrainerError, UsageError
 from trainer.recipe.reading.files import RECIPE_FILE
-from trainer.tools.trained import load_trained
+from trainer.use.trained import load_trained
 
 VALUES = (None, True, "x", "</script>\x1b[31m", [], {}, [1], {"a": 1}, -1, 0, 1.5, 1e308, 10**400, [[["x"]]], "\ud800")
 KEYS = (

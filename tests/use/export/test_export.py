@@ -31,11 +31,11 @@ from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.models.weight_files import WeightFiles, plan_files
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.export.exporting import export
 from trainer.training.run import run
+from trainer.use.export.exporting import export
 
 MASKED_LM = {"type": "masked_lm", "text": "text", "metrics": ["accuracy", "perplexity"]}
-PLAN_FILES = "trainer.tools.export.exporting.plan_files"
+PLAN_FILES = "trainer.use.export.exporting.plan_files"
 
 
 def train(recipe: Path, *overrides: str) -> None:
@@ -370,7 +370,7 @@ def test_a_kill_before_each_change_of_the_file_system_leaves_a_whole_folder(tmp_
         source, place = write_checkpoint(tmp_path / "run", bert), tmp_path / "folder"
     else:
         source, place = write_tiny_run(tmp_path, evaluation={"every": "9 steps"}), tmp_path / "run" / "model"
-    killing = warm.start([what, source, place], program="tests.tools.export.killed_export:main")
+    killing = warm.start([what, source, place], program="tests.use.export.killed_export:main")
     shown, errors = killing.communicate(timeout=300)
     assert killing.returncode == 0, errors
     *states, last = shown.splitlines()
