@@ -319,6 +319,11 @@ def test_runs_of_other_names_have_other_places(tmp_path: Path, capsys: pytest.Ca
     assert sorted(folder.name for folder in (tmp_path / "copies").iterdir()) == ["a", "b"]
 
 
+def test_a_misspelt_placeholder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(tmp_path, place=f"{tmp_path}/copies/{{nmae}}") == ExitCode.USER
+    assert '`checkpoint.mirror` has "{nmae}"; the only placeholder is {name}' in shown(capsys)
+
+
 def test_memory_is_no_place_for_copies():
     with pytest.raises(UsageError, match="must be a place that outlives the run, but is memory://run"):
         open_place("memory://run")

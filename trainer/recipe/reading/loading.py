@@ -29,6 +29,7 @@ from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem
 from trainer.recipe.reading.rules import contradictions, message
 from trainer.recipe.reading.shipped import meant, shipped_recipes, without_ending
 from trainer.recipe.schema import Place, Recipe, Section
+from trainer.recipe.schema.checkpoint import with_name
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.explaining import Finding
@@ -276,7 +277,7 @@ def _absolute_unless_hub(place: str | None, folder: Path) -> str | None:
 
 
 def _completed(recipe: Recipe) -> Recipe:
-    folder = os.path.abspath(os.path.expanduser(recipe.checkpoint.folder.replace("{name}", recipe.name)))
+    folder = os.path.abspath(os.path.expanduser(with_name(recipe.checkpoint.folder, recipe.name)))
     updates: dict[str, Section] = {"checkpoint": recipe.checkpoint.model_copy(update={"folder": folder})}
     if recipe.data.validation is None:
         updates["evaluation"] = recipe.evaluation.model_copy(update={"every": None})

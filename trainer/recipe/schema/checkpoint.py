@@ -13,6 +13,8 @@ from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import IntervalField, RunPathField
 from trainer.recipe.schema.section import Contradiction, Section, clash
 
+_NAME = "{name}"
+
 
 class Checkpoint(Section):
     """Folder of the run, frequency of checkpoints, and resumption."""
@@ -29,10 +31,20 @@ class Checkpoint(Section):
     """auto: from the newest checkpoint in the folder; never: a checkpoint there is an error."""
 
     def contradictions(self) -> Iterator[Contradiction]:
-        for placeholder in re.findall(r"\{.*?\}", self.folder):
-            if placeholder != "{name}":
-                yield clash(f"has {shown_value(placeholder)}; the only placeholder is {{name}}", "checkpoint.folder")
+        yield from unknown_placeholders("checkpoint.folder", self.folder)
         yield from leaving("checkpoint.folder", self.folder)
+
+
+def with_name(place: str, name: str) -> str:
+    """Return a place with the name of the recipe in it."""
+    return place.replace(_NAME, name)
+
+
+def unknown_placeholders(key: str, place: str) -> Iterator[Contradiction]:
+    """Refuse placeholders that `with_name` does not replace."""
+    for placeholder in re.findall(r"\{.*?\}", place):
+        if placeholder != _NAME:
+            yield clash(f"has {shown_value(placeholder)}; the only placeholder is {_NAME}", key)
 
 
 def leaving(key: str, folder: str) -> Iterator[Contradiction]:
