@@ -324,6 +324,17 @@ def test_a_misspelt_placeholder_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert '`checkpoint.mirror` has "{nmae}"; the only placeholder is {name}' in shown(capsys)
 
 
+@pytest.mark.parametrize("folder", ["", "/a"])
+def test_a_whole_bucket_is_noted(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mirror, "open_place", lambda _: (LocalFileSystem(), f"bucket{folder}"))
+    assert run(tmp_path, place=f"s3://bucket{folder}/") == ExitCode.DONE
+    noted = "`checkpoint.mirror` is s3://bucket, a whole bucket or server, which another run would share"
+    assert (noted in shown(capsys)) == (not folder)
+
+
 def test_memory_is_no_place_for_copies():
     with pytest.raises(UsageError, match="must be a place that outlives the run, but is memory://run"):
         open_place("memory://run")

@@ -173,7 +173,15 @@ class Mirror(Tier):
             UsageError: there are copies, but the run may not resume.
             TrainerError: the place does not answer, or all copies are damaged.
         """
-        return self._mesh.on_rank_zero(lambda: self._open(resumes))
+        return self._mesh.on_rank_zero(lambda: [*self._notes_on_place(), *self._open(resumes)])
+
+    def _notes_on_place(self) -> list[str]:
+        if "/" in self._root:  # a folder in a bucket, or a path
+            return []
+        return [
+            f"`checkpoint.mirror` is {self._name}, a whole bucket or server, which another run would share; if a"
+            f" variable was not set, name a folder in it, such as {self._name}/{{name}}"
+        ]
 
     def _open(self, resumes: bool) -> list[str]:
         with self._store.must_be_writable():
