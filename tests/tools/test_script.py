@@ -300,10 +300,20 @@ def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
 
 
 SLURM, TORCHRUN, JOB = (f"--on {target} --nodes 2 --gpus 8" for target in ("slurm", "torchrun", "kubernetes"))
+POD = f"{JOB} --map .=/runs/d"
 REFUSED = {
     "a batch that does not divide": ("--on slurm --nodes 3 --gpus 5", "`training.global_batch_size` must be divisible"),
     "a degree that does not fit": (f"{SLURM} parallel.tensor=5", "`parallel.tensor` must divide the 16"),
     "a container and a venv": (f"{SLURM} --venv v --container i", "drop one"),
+    "an image without its registry": (
+        f"{POD} --container /trainer:cuda",
+        "--container must be an image such as",
+    ),
+    "an image without its tag": (
+        f"{POD} --container registry/trainer:",
+        "such as registry/trainer:cuda, but is regis",
+    ),
+    "such an image for slurm": (f"{SLURM} --container /trainer:cuda", "set the variable, or write the whole name"),
     "a time": (f"{SLURM} --time soon", "--time must be a time of Slurm"),
     "a partition of two lines": (f"{SLURM} --partition 'a\nb'", "--partition must be one word"),
     "an option of another": (

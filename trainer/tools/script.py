@@ -238,6 +238,8 @@ def _fill_slurm(file: _File, job: _Job) -> None:
     if options.restarts:
         file.assign(RESTARTS=options.restarts)
     if options.container:
+        if not os.path.exists(options.container) and ":" in options.container:  # the path of a file may begin with /
+            _image(options.container)
         run_folder = job.resolved.recipe.checkpoint.folder
         # The folder above that of the run, which need not exist yet.
         folders = [os.getcwd(), os.path.dirname(run_folder), *map(_folder, chain(*job.paths.values()))]
@@ -350,7 +352,7 @@ def _pod_values(job: _Job) -> dict[str, Any]:
     recipe, arguments = _recipe_for_pods(job, _maps(options.map or ()))
     return {
         "name": name,
-        "image": _yaml(options.container or "trainer:cuda"),
+        "image": _yaml(_image(options.container or "trainer:cuda")),
         "claim": options.claim or "trainer-runs",
         "recipe": recipe,
         "arguments": arguments,
@@ -453,6 +455,16 @@ def _plain(option: str, value: str | None) -> str | None:
     if value is not None and not _PLAIN.fullmatch(value):
         raise UsageError(f"--{option} must be one word without quotes, but is {value!r}")
     return value
+
+
+def _image(name: str) -> str:
+    """Return the name of an image; refuse one without its registry, or with an empty tag."""
+    if name.startswith("/") or name.endswith((":", "/")):
+        raise UsageError(
+            f"--container must be an image such as registry/trainer:cuda, but is {name}, as from a variable that is not"
+            " set; set the variable, or write the whole name"
+        )
+    return name
 
 
 def _folder(path: str) -> str:
