@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.base.errors import RecipeError
+from trainer.recipe.reading import suggesting
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.registered import task_sections
 
@@ -244,3 +247,15 @@ def test_a_missing_section_is_described(problems: Callable[..., list[str]], mini
 )
 def test_addresses_with_a_place_are_taken(write: Callable[..., str], minimal: Minimal, place: str) -> None:
     load_recipe(write(minimal), [f"checkpoint.mirror={place}"])
+
+
+def test_a_shipped_recipe_with_the_key_of_a_missing_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "sample.json"
+    file.write_text('{"extends": "bert_sample", "task": {"elsewhere": {"tokens": 8}}}')
+    with pytest.raises(RecipeError, match=r"`task.elsewhere` is not a key; valid keys are"):
+        load_recipe(str(file))
+    monkeypatch.setattr(suggesting, "is_shipped", lambda path: path == str(file))
+    with pytest.raises(RecipeError, match=r"`task.elsewhere` is a key of a feature that is not installed; restore its"):
+        load_recipe(str(file))
+    with pytest.raises(RecipeError, match=r"command line: `task.txt` is not a key; did you mean"):
+        load_recipe(str(file), ["task.txt=a"])

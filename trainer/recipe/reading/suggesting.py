@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 
@@ -9,6 +10,7 @@ from trainer.recipe.paths import KeyPath, dotted, shown_key, shown_value
 from trainer.recipe.reading.keys import kinds, known_keys
 from trainer.recipe.reading.other_tools import counterpart
 from trainer.recipe.reading.parser import Node, Problem
+from trainer.recipe.reading.shipped import is_shipped
 from trainer.recipe.schema import Recipe, Section
 
 
@@ -22,10 +24,11 @@ def unknown_key(path: KeyPath, section: type[Section], node: Node) -> list[Probl
     if inside:
         return inside
     keys = tuple(part for part in path if not isinstance(part, int))
-    words = _other_kind(path, section) or suggestion(dotted(keys))
-    if words is None:
-        words = f"is not a key; valid keys are {', '.join(section.model_fields)}"
-    return [Problem(node.key_origin or node.origin, f"`{dotted(path)}` {words}")]
+    origin, words = node.key_origin or node.origin, _other_kind(path, section)
+    if words is None and dotted(keys) not in known_keys() and is_shipped(os.path.abspath(origin.source)):
+        words = "is a key of a feature that is not installed; restore its folder, or copy the recipe without the key"
+    words = words or suggestion(dotted(keys)) or f"is not a key; valid keys are {', '.join(section.model_fields)}"
+    return [Problem(origin, f"`{dotted(path)}` {words}")]
 
 
 def suggestion(path: str) -> str | None:
