@@ -92,6 +92,25 @@ def test_a_search_keeps_given_keys_and_ends_after_its_plans(recipe: Path):
 
 
 @pytest.mark.slow
+def test_ranks_share_long_rows_where_nothing_else_fits(recipe: Path):
+    words = ["parallel.strategy=ddp", "parallel.tensor=1", "parallel.pipeline.stages=1", "data.max_length=4096"]
+    words += ["model.config.max_position_embeddings=4096"]
+    one_row = ["training.micro_batch_size=1", "activation_checkpointing=full"]
+    devices = parse_devices("2xA100-40")
+    alone, shared = (
+        plan_recipe(load_recipe(str(recipe), [*words, *one_row, f"parallel.context={ranks}"]), devices).needed
+        for ranks in (1, 2)
+    )
+    small = replace(devices, memory_bytes=(alone + shared) // 2)
+    (choice,) = LayoutSearch(str(recipe), words, small).fastest().choices
+    assert choice.overrides[:2] == ("activation_checkpointing=full", "parallel.context=2")
+    assert LayoutSearch(str(recipe), words, devices).fastest().choices[0].made.plan.layout.cp == 1
+    assert not LayoutSearch(str(recipe), [*words, "parallel.context=1"], small).fastest().choices
+    short = LayoutSearch(str(recipe), words, small, length=2048).fastest().choices
+    assert {one.made.plan.layout.cp for one in short} == {1}
+
+
+@pytest.mark.slow
 def test_offload_is_searched_where_nothing_else_fits(recipe: Path):
     words = ["parallel.strategy=fsdp", "parallel.tensor=1", "parallel.pipeline.stages=1"]
     one_row = ["training.micro_batch_size=1", "activation_checkpointing=full"]

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
@@ -46,6 +46,7 @@ _SCHEDULES = tuple(sorted(set(SCHEDULES) - {"gpipe"}, key=lambda name: (name != 
 _VARIANTS_AT_ONCE = 4
 _ROUNDS = 4  # microbatches for each stage of a pipeline; fewer make the bubble long
 _RECOMPUTED = "activation_checkpointing=full"
+_LONG_TOKENS, _SHARING_ROWS = 4096, (2, 4, 8)
 _SIZES = ((1, 1), (2, 1), (4, 1), *((8, 2**power) for power in range(8)))  # devices of a machine, and machines
 _GUESSES = 5
 _MOST_WORKERS = 4  # each has about half a GiB
@@ -164,9 +165,10 @@ class LayoutSearch:
         """Plan layouts: DDP, FSDP and HSDP with tensor ranks, DDP with stages; then their variants within bounds.
 
         A layout is planned with the largest microbatches that fit. If these have one row, or none fits, it is planned
-        with recomputation, too; if none fits then, with offload. Of the keys that change the training, only precision
-        is tried, on demand. The variants are ZeRO, other pipeline schedules, and sharded parameters in a pipeline. One
-        is planned only if its bound is below the time of the tenth fastest layout, the lowest bounds first.
+        with recomputation, too; if none fits then, with ranks that share long rows, or else with offload. Of the keys
+        that change the training, only precision is tried, on demand. The variants are ZeRO, other pipeline schedules,
+        and sharded parameters in a pipeline. One is planned only if its bound is below the time of the tenth fastest
+        layout, the lowest bounds first.
 
         Raises:
             UsageError: the devices have no known speed.
@@ -320,7 +322,7 @@ class LayoutSearch:
         return changing(words, self._own, self._given)
 
     def _fitting(self, layout: tuple[str, ...]) -> Iterator[Choice]:
-        """Yield plans of a layout that fit; offload, which is slow, only where nothing else fits."""
+        """Yield plans of a layout that fit; shared rows, then offload, which is slow, only where nothing else fits."""
         fits = False
         # Both are equal if the recipe recomputes already, or if the user gave the key; then one of them is planned.
         for recomputed in dict.fromkeys((layout, (*layout, *self._free(_RECOMPUTED)))):
@@ -330,10 +332,27 @@ class LayoutSearch:
                 yield choice
                 if choice.made.plan.batch.micro_batch_size > 1:
                     return
+        if not fits and (choice := self._sharing_rows(layout)):
+            fits = True
+            yield choice
         if not fits and (offloaded := self._offloaded(layout)):
             choice = self.largest_microbatch(offloaded)
             if choice is not None:
                 yield choice
+
+    def _sharing_rows(self, layout: tuple[str, ...]) -> Choice | None:
+        """Return the plan of a layout with the fewest ranks that share positions of long rows; None if none fits."""
+        if (self._length or self._own["data"]["max_length"]) < _LONG_TOKENS:
+            return None
+        for axis in registered("axis"):
+            others = [word for word in layout if not word.startswith(f"{axis.name}=")]
+            for degree in _SHARING_ROWS if axis.name not in self._given else ():
+                # The model, its batch or another key may not allow it.
+                with suppress(TrainerError):
+                    words = self._free(_RECOMPUTED, f"{axis.name}={degree}")
+                    if choice := self.largest_microbatch((*others, *words)):
+                        return choice
+        return None
 
     def _offloaded(self, layout: tuple[str, ...]) -> tuple[str, ...]:
         """Return a layout with recomputation and the most offload; empty if it has none that the user left open."""
