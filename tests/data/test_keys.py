@@ -203,7 +203,9 @@ def test_each_field_of_a_task(folder, outcomes, name):
     assert len(outcomes.seen) > 1
 
 
-@pytest.mark.parametrize("name", ["chats", "classes", "targets"])
+@pytest.mark.parametrize(
+    "name", ["chats", *(pytest.param(name, marks=pytest.mark.slow) for name in ("classes", "targets"))]
+)
 def test_each_attribute_of_a_tokenizer(folder, outcomes, name):
     task, tokenizer = task_of(name), AutoTokenizer.from_pretrained(folder)
     assert outcomes.same(prepared(task, tokenizer))

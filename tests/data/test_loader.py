@@ -5,8 +5,6 @@ import errno
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data._utils import signal_handling
 
+from tests.helpers import processes, warm
 from trainer.base.errors import TrainerError, UsageError
 from trainer.data import loader
 from trainer.data.cache import EntryWriter, open_entry
@@ -250,50 +249,31 @@ def test_an_error_in_a_worker_is_not_called_a_death(split):
         next(iter(loader))
 
 
-STOPPED = """
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
-from pathlib import Path
-import psutil
-from trainer.data import loader
-from trainer.data.cache import open_entry
-from tests.data.test_loader import train_loader
+def stopped(arguments):
+    """Get both stop signals while a worker still starts, and go on with 50 batches."""
+    init_worker = loader._init_worker
 
-ignore = loader._init_worker
+    def start_late(worker_id):
+        time.sleep(worker_id)  # the second worker still starts when the signals come
+        init_worker(worker_id)
 
-def start_late(worker_id):
-    time.sleep(worker_id)  # the second worker still starts when the signals come
-    ignore(worker_id)
-
-loader._init_worker = start_late
-signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, lambda *_: None)
-batches = iter(train_loader(open_entry(Path({entry!r})), total_steps=10**6, num_workers=2))
-next(batches)
-os.killpg(0, signal.SIGTERM)
-os.killpg(0, signal.SIGINT)
-for _ in range(50):
+    loader._init_worker = start_late
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    batches = iter(train_loader(open_entry(Path(arguments[0])), total_steps=10**6, num_workers=2))
     next(batches)
-print("saved", len(psutil.Process().children()), flush=True)
-raise SystemExit(3)
-"""
+    os.killpg(0, signal.SIGTERM)
+    os.killpg(0, signal.SIGINT)
+    for _ in range(50):
+        next(batches)
+    print("saved", len(psutil.Process().children()), flush=True)
+    return 3
 
 
 def test_a_stop_signal_leaves_the_workers_to_the_rank_which_still_ends(split):
-    script = STOPPED.format(root=str(ROOT), entry=str(split.reopen.args[0]))
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, stdout, stderr) == (3, "saved 2\n", "")
+    process = warm.start([split.reopen.args[0]], program="tests.data.test_loader:stopped")
+    ended = processes.finish(process, 60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "saved 2\n", "")
 
 
 class _Unsendable:

@@ -250,8 +250,8 @@ def test_an_error_in_a_row_leaves_no_entry(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_are_numbered_through_all_pieces(tokenizer, tmp_path, processes):
-    rows = datasets.Dataset.from_dict({"text": ["a"] * 2000, "label": ["no"] * 1500 + [None] * 500})
-    with pytest.raises(DataError, match=r"column `label`, row 1501 of `v.csv` is null"):
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 2000, "label": ["no"] * 1003 + [None] * 997})
+    with pytest.raises(DataError, match=r"column `label`, row 1004 of `v.csv` is null"):
         encode_split(Split(rows, "`v.csv`"), TASK, tokenizer, 32, tmp_path, processes)
 
 

@@ -131,6 +131,7 @@ def test_wrong_words_are_refused(words: list[str], variables: dict[str, str], me
     assert not (tmp_path / "prefix").exists()
 
 
+@pytest.mark.slow
 def test_the_file_of_sums_holds_the_pins_of_the_images():
     """If it fails, run `python docker/hashes.py`."""
     pytest.importorskip("packaging")

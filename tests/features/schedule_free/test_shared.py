@@ -61,7 +61,10 @@ def test_late_reads_with_a_warm_up_in_fp16():
 
 @pytest.mark.parametrize(
     "parallel",
-    [parallel_keys("fsdp", 2), pytest.param({"pipeline": {"stages": 2}}, marks=pytest.mark.nightly)],
+    [
+        pytest.param(parallel_keys("fsdp", 2), marks=pytest.mark.slow),
+        pytest.param({"pipeline": {"stages": 2}}, marks=pytest.mark.nightly),
+    ],
     ids=["fsdp", "stages"],
 )
 def test_late_reads_on_two_ranks(ranks: RankPools, parallel: dict[str, Any]):
