@@ -60,10 +60,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+QUICK = ((False, "fsdp"), (True, "one"))
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in ("one", "fsdp") else pytest.mark.slow) for case in CASES]
+    ("pretrained", "case"),
+    [
+        pytest.param(pretrained, case, marks=() if (pretrained, case) in QUICK else pytest.mark.slow)
+        for pretrained in (False, True)
+        for case in CASES
+    ],
 )
-@pytest.mark.parametrize("pretrained", [False, True])
 def test_results_have_the_bits_of_fp32_storage(ranks: RankPools, tmp_path: Path, case: str, pretrained: bool):
     world_size, keys = CASES[case]
     keys = {"precision": "bf16", **keys}

@@ -94,7 +94,7 @@ def train_in_bf16(recipe: Recipe, together: bool) -> tuple[Curve, dict[str, torc
         return train_tiny(recipe, num_steps=3), found
 
 
-@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("model_type", ["bert", pytest.param("albert", marks=pytest.mark.slow)])
 def test_only_gradients_of_several_uses_are_added_in_fp32(ranks: RankPools, model_type: str):
     """Weights in bf16 with one use return their gradients together, and no digit changes. ALBERT repeats one layer."""
     recipe = Case("fsdp", 2, True, "bf16", "none", 0.1, model_type=model_type, weights="bf16_compensated").recipe()

@@ -22,7 +22,11 @@ from trainer.tools.plan.simulated_step import plan_step
 Message = tuple[int, int, tuple[int, ...]]  # the rank that sends it, the one that receives it, and its shape
 Batch = list[tuple[bool, Message]]  # whether this rank sends a message; those that it starts together
 
-BERT = {**SMALL_BERT, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6}
+BERT = {
+    **SMALL_BERT,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+}
 PIPELINES = [
     ("1f1b", 3),
     pytest.param("1f1b", 4, marks=pytest.mark.nightly),
@@ -99,20 +103,20 @@ def test_two_ranks_that_both_send_first_wait_for_ever():
 
 @pytest.mark.parametrize(("schedule", "ranks"), PIPELINES)
 def test_the_stages_of_a_pipeline(monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int):
+    num_stages = ranks * (2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1)
     keys = {
-        "model": {"config": BERT, "tokenizer": "none"},
+        "model": {"config": {**BERT, "num_hidden_layers": num_stages}, "tokenizer": "none"},
         "training": {"max_steps": 4, "global_batch_size": 6, "micro_batch_size": 1},
         "parallel": {"pipeline": {"stages": ranks, "schedule": schedule}},
     }
     batches = posted(monkeypatch, keys, ranks, 8)
-    num_stages = ranks * (2 if schedule in ("interleaved_1f1b", "zero_bubble") else 1)
     sent = sum(sends for own in batches for batch in own for sends, _ in batch)
     assert sent == 2 * 6 * (num_stages - 1)
     assert unsent(batches) == [[]] * ranks
 
 
 def test_the_ring_of_context_ranks(monkeypatch: pytest.MonkeyPatch):
-    decoder = {**TINY_DECODERS["llama"], "num_key_value_heads": 1}
+    decoder = {**TINY_DECODERS["llama"], "num_key_value_heads": 1, "num_hidden_layers": 1}
     keys = {
         "task": TINY_TASKS["causal_lm"].keys,
         "model": {"config": decoder, "tokenizer": "none"},

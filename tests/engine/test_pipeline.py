@@ -133,7 +133,7 @@ def overflow_on_rank(rank: int, recipe: Recipe) -> tuple[float | None, int | Non
         return result.loss_scale, result.skipped_steps, [float(p.sum()) for p in training.model.parameters()]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_overflow_in_one_stage_is_skipped_by_all(ranks: RankPools, rank):
     recipe = tiny_recipe(parallel=pipeline(2), precision="fp16", model={"config": FOUR_LAYERS})
     with tiny_training(tiny_recipe(model={"config": FOUR_LAYERS})) as training:
@@ -219,7 +219,7 @@ def predictions(recipe: Recipe) -> list[tuple[float, int, list[int]]]:
         ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
 def test_an_evaluation_gives_what_one_process_gives_on_the_last_stage(ranks: RankPools, schedule):
     keys: dict[str, Any] = {"model": {"config": FOUR_LAYERS}}
     alone = predictions(tiny_recipe(**keys))

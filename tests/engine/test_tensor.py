@@ -20,7 +20,7 @@ from trainer.training.run_info import model_size
 
 PARALLEL = [
     pytest.param(2, {"strategy": "ddp", "tensor": 2}, id="tp2"),
-    pytest.param(4, {"strategy": "fsdp", "tensor": 2}, id="fsdp2-tp2"),
+    pytest.param(4, {"strategy": "fsdp", "tensor": 2}, id="fsdp2-tp2", marks=pytest.mark.slow),
 ]
 
 
@@ -97,7 +97,8 @@ def collectives(layers: int, sequence: bool) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
 def test_replicated_weights_of_tensor_ranks_are_equal_after_fifty_steps(ranks: RankPools, sequence):
     recipe = tiny_recipe(
         model={"dropout": 0.1}, parallel={"tensor": 2, "sequence": sequence}, training={"max_steps": 50}

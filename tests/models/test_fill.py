@@ -40,6 +40,15 @@ from trainer.parallel.shards.slices import part_of
 from trainer.recipe.schema import Model, Training
 
 CLASSIFICATION = "AutoModelForSequenceClassification"
+QUICK = (
+    ("bert", "SequenceClassification"),
+    ("bert", "MaskedLM"),
+    ("albert", "MaskedLM"),
+    ("gpt2", "CausalLM"),
+    ("llama", "SequenceClassification"),
+    ("t5", "Seq2SeqLM"),
+    ("vit", "ImageClassification"),
+)
 CASES = [
     pytest.param(
         model_type,
@@ -47,7 +56,7 @@ CASES = [
         marks=pytest.mark.nightly
         if model_type in NEAR_FAMILIES
         else ()
-        if model_type in ("bert", "albert", "gpt2", "llama", "t5", "vit")
+        if (model_type, head.removeprefix("AutoModelFor")) in QUICK
         else pytest.mark.slow,
     )
     for model_type in CONFIGS

@@ -28,7 +28,11 @@ MORE: list[dict[str, Any]] = [
     {"strategy": "fsdp", "pipeline": {"stages": 2}},
     {"strategy": "zero2"},
 ]
-LAYOUTS = [*QUICK, *(pytest.param(keys, marks=pytest.mark.nightly) for keys in MORE)]
+LAYOUTS = [
+    pytest.param(QUICK[0], marks=pytest.mark.slow),
+    *QUICK[1:],
+    *(pytest.param(keys, marks=pytest.mark.nightly) for keys in MORE),
+]
 SAFE_OPEN = stored_weights.safe_open
 
 

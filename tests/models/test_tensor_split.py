@@ -109,10 +109,20 @@ def assert_gradients(whole: nn.Module, part: nn.Module, placements: Placements, 
     assert num_cut > 8
 
 
+def _marks(model_type: str, head: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return no mark for a head of each family, for vocabularies of families that differ, and for each head of BERT."""
+    is_first = head == next(other for other in HEADS if has_head(model_type, other))
+    differs = model_type in CONFIGS and model_type not in NEAR_FAMILIES
+    is_quick = is_first or model_type == "bert" or (differs and head in VOCABULARY_HEADS)
+    return () if is_quick else (pytest.mark.slow,)
+
+
 @pytest.mark.parametrize(
     ("model_type", "head"),
-    CASES,
-    ids=[f"{model_type}-{head.removeprefix('AutoModelFor')}" for model_type, head in CASES],
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1].removeprefix('AutoModelFor')}", marks=_marks(*case))
+        for case in CASES
+    ],
 )
 def test_outputs_and_gradients_equal_the_whole_model(ranks: RankPools, model_type, head):
     ranks(2).run(compare, model_type, head, 0.0)
@@ -180,7 +190,7 @@ def run_parts_of_stages(model_type: str, sequence: bool) -> None:
             marks=pytest.mark.nightly
             if model_type in NEAR_FAMILIES
             else ()
-            if model_type in ("bert", "t5", "llama")
+            if model_type == "bert" or (sequence and model_type in ("t5", "llama"))
             else pytest.mark.slow,
         )
         for sequence in (False, True)
@@ -244,7 +254,7 @@ def test_every_family_has_a_case():
     ("model_type", "head"),
     [
         ("bert", "AutoModelForMaskedLM"),
-        ("deberta-v2", "AutoModelForTokenClassification"),
+        pytest.param("deberta-v2", "AutoModelForTokenClassification", marks=pytest.mark.slow),
         ("t5", "AutoModelForSeq2SeqLM"),
     ],
 )
@@ -255,7 +265,10 @@ def test_four_ranks_with_dropout(ranks: RankPools, model_type, head):
 class TestSequenceParallel:
     """Between the matrices of a layer a rank works on its positions only, which the ranks need not divide (7)."""
 
-    @pytest.mark.parametrize("model_type", SEQUENCE)
+    @pytest.mark.parametrize(
+        "model_type",
+        [pytest.param(name, marks=pytest.mark.slow if name in NEAR_FAMILIES else ()) for name in SEQUENCE],
+    )
     def test_is_the_whole_model(self, ranks: RankPools, model_type):
         head = next(head for head in HEADS if has_head(model_type, head))
         ranks(2).run(compare, model_type, head, 0.1, sequence=True)
@@ -271,7 +284,7 @@ class TestSequenceParallel:
     def test_before_a_head_over_the_vocabulary(self, ranks: RankPools, model_type, head):
         ranks(2).run(compare, model_type, head, 0.1, sequence=True)
 
-    @pytest.mark.parametrize("length", [7, 3, 1])
+    @pytest.mark.parametrize("length", [pytest.param(7, marks=pytest.mark.slow), 3, 1])
     def test_on_more_ranks_than_positions(self, ranks: RankPools, length):
         ranks(4).run(compare, "bert", "AutoModelForTokenClassification", 0.1, sequence=True, length=length)
 

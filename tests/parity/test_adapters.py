@@ -148,7 +148,7 @@ QUANTIZED = {
     "nf4": ("ddp", "fsdp-accumulated", "hsdp-pipeline", "fsdp-offload-recomputed", "zero1", "interleaved", "ring"),
     "int8": ("fsdp-accumulated", "zero2-accumulated", "zero-bubble", "context"),
 }
-QUICK = {("bert", "fsdp-accumulated"), ("bert", "pipeline"), ("masked-lm", "tensor-sequence-accumulated")}
+QUICK = {("bert", "fsdp-accumulated"), ("masked-lm", "tensor-sequence-accumulated")}
 # The first case runs under every layout that takes two layers, the others where a layer is cut or gathered.
 CUTS = ("fsdp-accumulated", "zero3", "tensor-sequence-accumulated", "pipeline", "fsdp-tensor-pipeline")
 NIGHTLY = {

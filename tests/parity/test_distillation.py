@@ -150,7 +150,7 @@ def cases() -> list[Any]:
             marks=pytest.mark.nightly
             if task == "token_classification" or name in REPEATED.get(task, ())
             else ()
-            if task == "causal_lm" and name in ("pipeline", "tensor-sequence-accumulated")
+            if task == "causal_lm" and name == "tensor-sequence-accumulated"
             else pytest.mark.slow,
         )
         for task in WITH_LAYOUTS

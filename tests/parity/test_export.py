@@ -36,7 +36,7 @@ def marks_of(strategy: str) -> Any:
     """Return the marks of a strategy: `make test` runs each way to hold the weights once."""
     if strategy == "zero1":  # holds the weights as ZeRO-2 does
         return pytest.mark.nightly
-    return () if strategy in ("ddp", "fsdp", "zero3") else pytest.mark.slow
+    return () if strategy in ("fsdp", "zero3") else pytest.mark.slow
 
 
 def recipe_of(strategy: str, world_size: int, **sections: object) -> Recipe:

@@ -125,7 +125,10 @@ ADAPTER = {"adapter": {"type": "lora", "rank": 4}}
         {"precision": "bf16", "model": ADAPTER},
         {"precision": "bf16", "model": {**ADAPTER, "quantization": "nf4"}},
         *(
-            {"parallel": {"strategy": name}, "precision": "bf16", "model": ADAPTER}
+            pytest.param(
+                {"parallel": {"strategy": name}, "precision": "bf16", "model": ADAPTER},
+                marks=() if name == "zero3" else pytest.mark.slow,
+            )
             for name in ("zero1", "zero2", "zero3")
         ),
     ],

@@ -92,13 +92,13 @@ def second_step_is_bad(recipe: Recipe, value: float, finite_gradient: bool) -> S
         )
 
 
+MARKS: dict[str, Any] = {"fsdp": (), "zero3": pytest.mark.slow}
+
+
 @pytest.mark.parametrize(
     ("strategy", "value", "finite_gradient"),
     [
-        *(
-            pytest.param(name, math.nan, False, marks=() if name in ("fsdp", "zero3") else pytest.mark.nightly)
-            for name in RANK_STRATEGIES
-        ),
+        *(pytest.param(name, math.nan, False, marks=MARKS.get(name, pytest.mark.nightly)) for name in RANK_STRATEGIES),
         ("ddp", math.inf, True),
         pytest.param("zero2", math.inf, True, marks=pytest.mark.slow),
     ],

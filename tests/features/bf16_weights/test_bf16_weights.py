@@ -211,7 +211,7 @@ def fill(tensor: Tensor, placement: ParameterPlacement, mesh: ParallelMesh, step
     ("world_size", "model_type", "layouts"),
     [
         (2, "gpt2", [{"tensor": 2, "sequence": True}, {"strategy": "fsdp"}]),  # blocks of q, k and v
-        (2, "bert", [{"pipeline": {"stages": 2}}, {"strategy": "ddp"}]),
+        pytest.param(2, "bert", [{"pipeline": {"stages": 2}}, {"strategy": "ddp"}], marks=pytest.mark.slow),
         pytest.param(
             4, "bert", [{"strategy": "fsdp"}, {"strategy": "fsdp", "tensor": 2}], marks=pytest.mark.slow
         ),  # three classes on four ranks

@@ -148,7 +148,7 @@ def overflow_in_the_third_step(recipe: Recipe) -> Story:
 
 
 STRATEGIES = [
-    pytest.param(name, marks=() if name in ("ddp", "fsdp", "zero2") else pytest.mark.slow) for name in RANK_STRATEGIES
+    pytest.param(name, marks=() if name in ("fsdp", "zero2") else pytest.mark.slow) for name in RANK_STRATEGIES
 ]
 
 
@@ -204,7 +204,7 @@ def grow(recipe: Recipe) -> list[float]:
         scaling._GROWTH_INTERVAL = interval
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", "zero2"])
 def test_the_scale_grows_where_the_gradients_allow(ranks: RankPools, strategy):
     assert ranks(2).run(grow, fp16(strategy, 2))[0] == [2.0**16, 2.0**16, 2.0**17, 2.0**17, 2.0**18]
 

@@ -413,7 +413,7 @@ def resolved_tiny(checkpoint: dict[str, Any]) -> None:
 
 
 class TestSeveralHosts:
-    @pytest.mark.parametrize("per_host", [1, 2])
+    @pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.slow)])
     def test_the_loss_of_a_host_loses_nothing(self, ranks: RankPools, tmp_path, per_host):
         ranks(4).run(save, tmp_path, [2, 4], per_host)
         shutil.rmtree(tmp_path / "host1")
@@ -499,7 +499,7 @@ class TestSeveralHosts:
             assert (unread, kept) == ([], set()), "spare hosts are freed"
         assert resume(tmp_path)[:2] == (step, True)
 
-    @pytest.mark.parametrize("failing", [0, 1])
+    @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_a_failed_write_of_one_rank_waits_for_nothing(self, ranks: RankPools, tmp_path, failing):
         (notes, names), (others, names_of_other) = ranks(2).run(save, tmp_path, [2, 4], 1, None, failing)
         assert names == names_of_other == ["step-00000002"]

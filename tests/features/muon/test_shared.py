@@ -24,6 +24,7 @@ def test_any_layout_is_one_process(ranks: RankPools):
     assert_any_layout_is_one_process(ranks, "fsdp-accumulated", of_optimizer("muon"), TOLERANCES["muon"])
 
 
+@pytest.mark.slow
 def test_it_resumes_in_another_layout(ranks: RankPools, tmp_path: Path):
     optimizer = {"name": "muon", "learning_rate": 1e-3, "weight_decay": 0.01}
     sections = {"model": {"dropout": 0.1}, "optimizer": optimizer, "schedule": {"name": "constant"}}

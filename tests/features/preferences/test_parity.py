@@ -20,7 +20,7 @@ from tests.parity.test_tasks import (
     train,
 )
 
-QUICK = {"preference": ("fsdp-accumulated",), "reward_model": ("tensor-sequence-accumulated",)}
+QUICK = {"preference": ("fsdp-accumulated",), "reward_model": ()}
 VARIANTS = ("preference_orpo", "preference_kto")
 TASKS = (*QUICK, *VARIANTS)
 

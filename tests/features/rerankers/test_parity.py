@@ -13,13 +13,12 @@ from tests.parity.test_tasks import (
     marks_of,
 )
 
-QUICK = {"reranker": ("context",)}
 VARIANTS = ("reranker_pairs",)
-TASKS = (*QUICK, *VARIANTS)
+FURTHER = {"reranker": (CUTS[0], "context"), "reranker_pairs": CUTS[:1]}
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in TASKS]
+    "task", [pytest.param(task, marks=pytest.mark.slow if task in VARIANTS else ()) for task in FURTHER]
 )
 def test_accumulation_on_one_process_changes_nothing(task: str):
     assert_accumulation_changes_nothing(task)
@@ -27,11 +26,7 @@ def test_accumulation_on_one_process_changes_nothing(task: str):
 
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [
-        pytest.param(task, name, marks=marks_of(name, QUICK.get(task, ()), CUTS[:1]))
-        for task in TASKS
-        for name in LAYOUTS
-    ],
+    [pytest.param(task, name, marks=marks_of(name, (), FURTHER[task])) for task in FURTHER for name in LAYOUTS],
 )
 def test_any_layout_is_one_process(ranks: RankPools, task: str, layout: str):
     assert_layout_is_one_process(ranks, task, layout)

@@ -71,7 +71,7 @@ CASES = [
     ("mixed", "fsdp-3-tokens"), ("packed", "zero3"), ("mapped", "tensor"), ("packed", "stages"),
     ("mixed", "context"),
 ]  # fmt: skip
-FAST = (("mapped", "ddp-accumulated"), ("packed", "ddp-3"), ("mapped", "tensor"))
+FAST = (("packed", "ddp-3"), ("mapped", "tensor"))
 
 
 def recipe_of(folder: Path, *layers: dict[str, Any]) -> Recipe:

@@ -29,7 +29,9 @@ def train(config: dict[str, Any], size: int, stages: int) -> Curve:
 
 
 @pytest.mark.parametrize(
-    ("config", "size"), [(TINY_VIT, 16), (TINY_RESNET, 19)], ids=["vit", "a resnet of images of odd size"]
+    ("config", "size"),
+    [pytest.param(TINY_VIT, 16, marks=pytest.mark.slow), (TINY_RESNET, 19)],
+    ids=["vit", "a resnet of images of odd size"],
 )
 def test_stages_are_one_process(ranks: RankPools, config, size):
     expected = train(config, size, 1)
