@@ -7,12 +7,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.helpers.processes import ROOT, finish, start
 from tests.house import reaches_up, switches
+from trainer.base.extensions import Kind
 
 
 def test_the_trunk_names_no_tool_and_no_feature():
@@ -21,6 +22,11 @@ def test_the_trunk_names_no_tool_and_no_feature():
 
 def test_tasks_alone_know_their_types():
     assert switches() == []
+
+
+def test_the_kinds_of_rows_are_those_that_folders_register():
+    files = (ROOT / "trainer").glob("**/extension.json")
+    assert {kind for file in files for kind in json.loads(file.read_text())} == set(get_args(Kind))
 
 
 def test_no_two_folders_register_the_same_name():

@@ -27,70 +27,56 @@ GROUP = "trainer.extensions"
 Row = TypeVar("Row")
 
 Kind = Literal[
-    "task",
-    "metric",
-    "strategy",
-    "precision",
-    "optimizer",
-    "schedule",
-    "family",
-    "recipes",
-    "recipe_format",
-    "elastic",
-    "shape",
-    "format",
-    "formats",
-    "other_tools",
-    "keys",
-    "exclusions",
-    "rule",
-    "variant",
-    "update",
-    "model",
-    "weight_form",
-    "second_model",
-    "tier",
-    "source",
-    "rows",
-    "card",
-    "adapter",
-    "head",
-    "casts",
-    "kernel",
-    "axis",
-    "export",
-    "chats",
-    "generator",
-    "logging",
-    "observer",
-    "callbacks",
-    "warnings",
-    "run",
-    "launch",
-    "launcher",
+    # The recipe. A key that asks for a part is the name of its row.
+    "keys",  # further keys of a section, by the first of them
+    "exclusions",  # a group of `recipe/exclusions.json`
+    "rule",  # a rule, by the names of its sections
+    "recipes",  # a folder of recipes
+    "recipe_format",  # a reader of recipes, by the ending of a file
+    "other_tools",  # the module that knows keys and files of other tools (`recipe/reading/other_tools.py`)
+    "formats",  # a JSON file with the keys of another tool
+    # The task
+    "task",  # a `Task`, by its word in `task.type`
+    "variant",  # the class of a task, by the key that asks for it
+    "metric",  # a metric, by its word in `task.metrics`
+    "chats",  # the encoder of chats (`tasks/text/answers.py`)
+    "generator",  # the generator of texts (`tasks/generated.py`)
+    "shape",  # a rule of `trainer init`, by its place and its columns
+    # The data
+    "format",  # a reader of files (`base/file_formats.py`)
+    "source",  # a `RowSource`, by the key that asks for it
+    "rows",  # the `RowTransform` of all recipes, by its key
+    "warnings",  # a function from prepared data to warnings
+    # The model
+    "family",  # a `ModelFamily`, by its `model_type`
+    "model",  # a function that changes a `PlacedModel`, by its key
+    "second_model",  # a `SecondModel`, by its key
+    "weight_form",  # a `WeightForm` (`models/weight_form.py`), by its key of `model`
+    "adapter",  # a function that adds parts to an adapter (`models/adapters.py`), by a key of it
+    "axis",  # the `SequenceAxis`, which cuts sequences in whole layers, by the key with its degree
+    "kernel",  # a module of Triton kernels, by its use
+    # The engine
+    "strategy",  # a `Strategy` (`recipe/strategies.py`)
+    "precision",  # a `NarrowPrecision` (`engine/precision.py`), by its word in `precision`
+    "casts",  # the `Casts` of all runs in 16 bits (`engine/rounded_weights.py`)
+    "head",  # `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change
+    "optimizer",  # an optimizer (`engine/optimizers/base.py`)
+    "update",  # an `OptimizerUpdate`, by the key that asks for it
+    "schedule",  # a schedule of learning rates
+    # The run
+    "run",  # a context manager around a run, for `around`
+    "launch",  # a context manager around the start of local ranks, for `around`
+    "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
+    "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
+    "tier",  # a place of checkpoints, by its key
+    "observer",  # a function that returns an observer of a rank
+    "callbacks",  # the `Callbacks` of the objects that `trainer.run` gets
+    "logging",  # a `LoggingTarget`, by its word in `logging.to`
+    # The trained model
+    "card",  # a line of the model card, by the key that asks for it
+    "export",  # an `ExportFormat`, by its word in `trainer export --to`
 ]
-"""`recipes`: a folder; `shape`: a rule of `trainer init`, named by its place and its columns; `formats`: a JSON file of
-keys of other tools. Paths of a folder of this project are relative to `trainer/`. `recipe_format`: by its ending.
-`other_tools`: a module that knows keys and files of other tools (`recipe/reading/other_tools.py`).
-`keys`: further keys of a section, by their first key; `exclusions`: a group of `recipe/exclusions.json`; `rule`:
-a rule by the names of its sections. By the key that asks for it: `variant`: the class of a task; `update`: an
-`OptimizerUpdate`; `second_model`: a `SecondModel`; `tier`: a place of checkpoints; `source`: a `RowSource`; `card`: a
-line of the model card; `head`: `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change.
-`adapter`: a function that adds parts to an adapter (`models/adapters.py`), by a key of it.
-`precision`: a `NarrowPrecision` (`engine/precision.py`) by its word in `precision`; `casts`: the `Casts` of all
-runs in 16 bits (`engine/rounded_weights.py`).
-`model`: a function that changes a `PlacedModel` for a recipe, by the key that asks for it.
-`weight_form`: a `WeightForm` (`models/weight_form.py`), by its key of `model`.
-`elastic`: an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key.
-`rows`: the `RowTransform` of all recipes, by its key; `chats`: the encoder of chats (`tasks/text/answers.py`);
-`generator`: the generator of texts (`tasks/generated.py`);
-`logging`: a `LoggingTarget` by its word in `logging.to`; `observer`: a function that returns an observer of a rank;
-`callbacks`: the `Callbacks` of the objects that `trainer.run` gets;
-`warnings`: a function that returns warnings on prepared data;
-`run` and `launch`: context managers for `around`;
-`launcher`: a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables;
-`kernel`: a module of Triton kernels, by its use; `axis`: the `SequenceAxis`, which cuts sequences in whole layers, by
-the key with the number of its ranks; `export`: an `ExportFormat`, by its name for `trainer export --to`."""
+"""The kinds of rows. In an `extension.json`, paths of folders and files are relative to `trainer/`."""
 
 
 @dataclass(frozen=True)
