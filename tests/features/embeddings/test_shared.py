@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.data.test_keys import assert_each_field_has_a_key
 from tests.helpers.tiny_run import write_tiny_run
 from tests.observe.test_outcome import assert_warned
 from tests.tasks.test_split_baselines import assert_baseline, harmonic
 from tests.tools.certify.test_verifying import answered_here, assert_adapters_are_refused, assert_certified, train
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.features.embeddings.section import Embedding
 from trainer.tools.certify import verifying
 
 TASK = {"type": "embedding", "texts": ["text", "label"], "metrics": ["mrr"], "query_prompt": "word1 "}
@@ -46,3 +49,8 @@ def test_adapters_under_a_learned_temperature_are_not_verified_apart(tmp_path: P
     task = {**TASK, "learn_temperature": True}
     (tmp_path / "test").mkdir()
     assert_adapters_are_refused(tmp_path / "test", monkeypatch, tmp_path / "base" / "run", task, {}, message)
+
+
+@pytest.mark.parametrize("keys", [{"mask_duplicates": True}, {"score": "number", "loss": "cosine"}], ids=str)
+def test_each_field_has_a_key(tmp_path: Path, keys: dict[str, Any]):
+    assert_each_field_has_a_key(tmp_path, Embedding(type="embedding", texts=["text", "other"], **keys))

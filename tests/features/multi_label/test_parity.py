@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.test_keys import assert_each_field_has_a_key
 from tests.helpers.ranks import RankPools
 from tests.parity.test_tasks import (
     LAYOUTS,
@@ -14,6 +15,7 @@ from tests.parity.test_tasks import (
     marks_of,
 )
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.recipe.schema import SequenceClassification
 
 TASK = "multi_label"
 
@@ -34,3 +36,8 @@ def test_any_layout_is_one_process(ranks: RankPools, layout: str):
 def test_odd_rows(tmp_path: Path):
     task = {"type": "sequence_classification", "text": "text", "multi_label": True, "metrics": ["f1_micro"]}
     assert_odd_rows_train(tmp_path, lambda text, number: {"text": text, "label": ["a", "b"][: number % 3]}, task)
+
+
+def test_each_field_has_a_key(tmp_path: Path):
+    section = SequenceClassification(type="sequence_classification", text="text", label="lists", multi_label=True)
+    assert_each_field_has_a_key(tmp_path, section)

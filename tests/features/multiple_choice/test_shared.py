@@ -8,9 +8,11 @@ from typing import Any
 import datasets
 import pytest
 
+from tests.data.test_keys import assert_each_field_has_a_key
 from tests.tools.init.test_shapes import rows_of
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.features.multiple_choice.section import MultipleChoice
 from trainer.tools.init.columns import columns_of
 from trainer.tools.init.shapes import shapes
 
@@ -32,3 +34,9 @@ def test_odd_rows(tmp_path: Path):
         return {"context": text, "choices": choices, "label": number % 2}
 
     assert_odd_rows_train(tmp_path, row, {"type": "multiple_choice"})
+
+
+def test_each_field_has_a_key(tmp_path: Path):
+    assert_each_field_has_a_key(
+        tmp_path, MultipleChoice(type="multiple_choice", context="text", choices="choices", label="right")
+    )

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 import trainer
+from tests.data.test_keys import assert_each_field_has_a_key
 from tests.tasks.test_split_baselines import assert_baseline
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.features.question_answering.section import QuestionAnswering
 from trainer.recipe.reading.loading import load_recipe
 
 
@@ -39,3 +41,9 @@ def test_odd_rows(tmp_path: Path):
         return {"question": "word1", "context": context, "answers": answers}
 
     assert_odd_rows_train(tmp_path, row, {"type": "question_answering", "unanswerable": True})
+
+
+def test_each_field_has_a_key(tmp_path: Path):
+    assert_each_field_has_a_key(
+        tmp_path, QuestionAnswering(type="question_answering", question="other", context="text")
+    )

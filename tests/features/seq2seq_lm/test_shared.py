@@ -7,13 +7,16 @@ from typing import Any
 
 import datasets
 import pytest
+import transformers
 
+from tests.data.test_keys import assert_each_attribute_has_a_key, assert_each_field_has_a_key, resolved
 from tests.helpers.seq2seq import tiny_tokenizer
 from tests.helpers.training import TINY_BART
 from tests.parity.test_graphs import assert_is_captured
 from tests.tools.init.test_shapes import rows_of
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.features.seq2seq_lm.section import Seq2SeqLM
 from trainer.tools.init.columns import columns_of
 from trainer.tools.init.shapes import shapes
 
@@ -41,3 +44,16 @@ def test_odd_rows(tmp_path: Path):
     task = {"type": "seq2seq_lm", "metrics": ["perplexity"], "max_target_length": 8}
     model = {"config": TINY_BART, "tokenizer": str(tmp_path / "tokenizer")}
     assert_odd_rows_train(tmp_path, row, task, model=model)
+
+
+SECTION = Seq2SeqLM(type="seq2seq_lm", source="text", target="other")
+T5 = transformers.T5Config(decoder_start_token_id=0)
+
+
+def test_each_field_has_a_key(tmp_path: Path):
+    assert_each_field_has_a_key(tmp_path, SECTION, T5)
+
+
+@pytest.mark.slow
+def test_each_attribute_of_the_tokenizer_has_a_key(tmp_path: Path):
+    assert_each_attribute_has_a_key(tmp_path, resolved(SECTION, T5))

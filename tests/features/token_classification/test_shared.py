@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from tests.data.test_keys import assert_each_field_has_a_key
 from tests.tasks.test_split_baselines import assert_baseline
 from tests.training.test_odd_rows import assert_odd_rows_train
+from trainer.features.token_classification.section import TokenClassification
 from trainer.observe.preview_records import Piece
 
 
@@ -27,3 +29,7 @@ def test_odd_rows(tmp_path: Path):
 
     task = {"type": "token_classification", "words": "words", "tags": "tags", "metrics": ["f1"]}
     assert_odd_rows_train(tmp_path, row, task)
+
+
+def test_each_field_has_a_key(tmp_path: Path):
+    assert_each_field_has_a_key(tmp_path, TokenClassification(type="token_classification", words="words", tags="tags"))
