@@ -9,9 +9,11 @@ import pytest
 
 from tests.data.test_keys import assert_each_field_has_a_key
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_TASKS
 from tests.observe.test_outcome import assert_warned
 from tests.tasks.test_split_baselines import assert_baseline, harmonic
 from tests.tools.certify.test_verifying import answered_here, assert_adapters_are_refused, assert_certified, train
+from tests.tools.plan.test_truth import assert_planned_peak
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.features.embeddings.section import Embedding
@@ -54,3 +56,8 @@ def test_adapters_under_a_learned_temperature_are_not_verified_apart(tmp_path: P
 @pytest.mark.parametrize("keys", [{"mask_duplicates": True}, {"score": "number", "loss": "cosine"}], ids=str)
 def test_each_field_has_a_key(tmp_path: Path, keys: dict[str, Any]):
     assert_each_field_has_a_key(tmp_path, Embedding(type="embedding", texts=["text", "other"], **keys))
+
+
+@pytest.mark.nightly
+def test_the_planned_peak():
+    assert_planned_peak({"task": TINY_TASKS["embedding"].keys})

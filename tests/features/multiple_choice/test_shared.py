@@ -9,7 +9,9 @@ import datasets
 import pytest
 
 from tests.data.test_keys import assert_each_field_has_a_key
+from tests.helpers.training import TINY_TASKS
 from tests.tools.init.test_shapes import rows_of
+from tests.tools.plan.test_truth import assert_planned_peak
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.features.multiple_choice.section import MultipleChoice
@@ -40,3 +42,8 @@ def test_each_field_has_a_key(tmp_path: Path):
     assert_each_field_has_a_key(
         tmp_path, MultipleChoice(type="multiple_choice", context="text", choices="choices", label="right")
     )
+
+
+@pytest.mark.nightly
+def test_the_planned_peak():
+    assert_planned_peak({"task": TINY_TASKS["multiple_choice"].keys})

@@ -9,7 +9,9 @@ import pytest
 
 import trainer
 from tests.data.test_keys import assert_each_field_has_a_key
+from tests.helpers.training import TINY_TASKS
 from tests.tasks.test_split_baselines import assert_baseline
+from tests.tools.plan.test_truth import assert_planned_peak
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.features.question_answering.section import QuestionAnswering
@@ -47,3 +49,8 @@ def test_each_field_has_a_key(tmp_path: Path):
     assert_each_field_has_a_key(
         tmp_path, QuestionAnswering(type="question_answering", question="other", context="text")
     )
+
+
+@pytest.mark.nightly
+def test_the_planned_peak():
+    assert_planned_peak({"task": TINY_TASKS["question_answering"].keys})

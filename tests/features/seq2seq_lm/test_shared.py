@@ -11,9 +11,10 @@ import transformers
 
 from tests.data.test_keys import assert_each_attribute_has_a_key, assert_each_field_has_a_key, resolved
 from tests.helpers.seq2seq import tiny_tokenizer
-from tests.helpers.training import TINY_BART
+from tests.helpers.training import TINY_BART, TINY_TASKS
 from tests.parity.test_graphs import assert_is_captured
 from tests.tools.init.test_shapes import rows_of
+from tests.tools.plan.test_truth import assert_planned_peak
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_odd_rows import assert_odd_rows_train
 from trainer.features.seq2seq_lm.section import Seq2SeqLM
@@ -57,3 +58,9 @@ def test_each_field_has_a_key(tmp_path: Path):
 @pytest.mark.slow
 def test_each_attribute_of_the_tokenizer_has_a_key(tmp_path: Path):
     assert_each_attribute_has_a_key(tmp_path, resolved(SECTION, T5))
+
+
+@pytest.mark.nightly
+def test_the_planned_peak():
+    tiny = TINY_TASKS["seq2seq_lm"]
+    assert_planned_peak({"task": tiny.keys, "model": tiny.model})

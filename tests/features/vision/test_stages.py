@@ -13,6 +13,7 @@ from tests.features.vision.tiny_tasks import tiny_images
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_RESNET, TINY_TASKS, TINY_VIT, Curve, tiny_recipe, train_tiny
 from tests.parity.cases import assert_same_curve
+from tests.tools.plan.test_truth import assert_planned_peak
 
 
 def train(config: dict[str, Any], size: int, stages: int) -> Curve:
@@ -38,3 +39,8 @@ def test_stages_are_one_process(ranks: RankPools, config, size):
     assert len(expected.losses) == 20
     for curve in ranks(2).run(train, config, size, 2):
         assert_same_curve(curve, expected)
+
+
+@pytest.mark.slow
+def test_the_planned_peak():
+    assert_planned_peak({"task": TINY_TASKS["image_classification"].keys, "model": {"config": TINY_VIT}})

@@ -187,7 +187,7 @@ class TestTurns:
             again = comparison(tmp_path, layouts)
             again.run(str)
             assert len(trained) == before + 1, (name, content)
-            write_page(results(again.trials), tmp_path, {"recipe": "x"}, is_cpu=True)
+        write_page(results(again.trials), tmp_path, {"recipe": "x"}, is_cpu=True)
 
     def test_other_versions_or_another_source_train_again(
         self, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
