@@ -13,6 +13,7 @@ from typing import Any, Literal
 from trainer.base.extensions import Registration, consume, resolved
 
 Offload = Literal["none", "optimizer", "parameters"]
+NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from tests.helpers.processes import finish, start
 from trainer.features.distillation.section import Distillation
 from trainer.recipe.paths import dotted
 from trainer.recipe.reading.loading import load_recipe
@@ -335,3 +337,9 @@ def test_a_task_uses_the_parts_of_a_recipe_that_it_states(traits: Traits):
     assert refused == (
         set() if traits.streams else {"model.neftune_alpha", "data.streaming", "data.date", "distillation"}
     )
+
+
+def test_the_rules_may_be_imported_first():
+    """A feature that imports them while they import the features would make a circle."""
+    ended = finish(start([sys.executable, "-c", "import trainer.recipe.reading.rules"]), 120)
+    assert ended.returncode == 0, ended.stderr

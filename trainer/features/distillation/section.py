@@ -7,11 +7,11 @@ from typing import cast
 
 from pydantic import Field
 
-from trainer.recipe.reading.rules import NO_DP
 from trainer.recipe.registered import task_sections
 from trainer.recipe.schema import Parallel, Recipe, TaskSection
 from trainer.recipe.schema.fields import HubOrPathField, Revision
 from trainer.recipe.schema.section import Contradiction, Section, clash, hub_or_folder
+from trainer.recipe.strategies import NO_DP
 
 
 class Distillation(Section):

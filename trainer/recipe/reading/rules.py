@@ -28,8 +28,7 @@ from trainer.recipe.schema import (
     Training,
 )
 from trainer.recipe.schema.section import Contradiction, clash
-
-NO_DP = "is not supported by `parallel.strategy` dp; use ddp, which runs on any number of processes"
+from trainer.recipe.strategies import NO_DP
 
 
 def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
