@@ -65,6 +65,12 @@ def test_a_folder_without_the_whole_weights_has_texts_of_its_own(tmp_path):
     )
 
 
+def test_words_in_values_stay(tmp_path):
+    form = CardForm("A", "predict(PROMPT, FIRST_TOKEN)", None)
+    _, rest = card(tmp_path, changed("task", prefix="FIRST_TOKEN BASE "), form=form)
+    assert 'predict("FIRST_TOKEN BASE ...", None)' in rest
+
+
 def test_names_task_steps_metrics_and_data(tmp_path):
     _, rest = card(tmp_path)
     for words in (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,7 @@ def _card(config: Mapping[str, Any], origin: Mapping[str, Any], progress: Progre
         "DTYPE": str(config["dtype"]),
         "PROMPT": json.dumps(f"{task.get('prefix') or ''}..."),
         "FIRST_TOKEN": _plain(config.get("decoder_start_token_id")),
-        "BASE": _base(_part(recipe, "model")),  # the last, because its name may hold the others
+        "BASE": _base(_part(recipe, "model")),
     }
     text: str = _template().render(
         head=_head(recipe, task_type, facts, (form and form.library) or facts.library).to_yaml().strip(),
@@ -107,11 +108,10 @@ def _base(model: Mapping[str, Any]) -> str:
     return f"{name}, revision={json.dumps(model['revision'])}" if model.get("revision") else name
 
 
-def _filled(code: str, names: Mapping[str, str]) -> str:
-    """Return lines of Python with the values of the words that stand for them."""
-    for name, value in names.items():
-        code = code.replace(name, value)
-    return code
+def _filled(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with the values of the words that stand for them."""
+    # In one pass, because a value, such as a prefix of texts, may hold another of the words.
+    return re.sub(rf"\b(?:{'|'.join(names)})\b", lambda word: names[word[0]], text)
 
 
 @cache  # a run writes several cards, and compiling the template takes longer than filling it
