@@ -16,7 +16,20 @@ WAIT_SECONDS = 15.0
 def written_through() -> list[str]:
     """Return the entries of a run's folder that a link could lead elsewhere; all others are replaced."""
     of_targets = (name for target in logging_targets().values() for name in target.writes)
-    return sorted({"checkpoints", "profile", "ranks", *of_targets})
+    return sorted({"checkpoints", "ranks", *of_targets})
+
+
+def refuse_link(place: Path) -> None:
+    """Refuse a link at a place in a run's folder.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if place.is_symlink():
+        raise UsageError(
+            f"`checkpoint.folder` must hold no link where the run writes, but {place} leads to"
+            f" {str(place.readlink())!r}; remove the link, or name a folder on that disk"
+        )
 
 
 class FolderOwner:
@@ -38,11 +51,7 @@ class FolderOwner:
             UsageError: the folder cannot be written, or a link stands where the run would write.
         """
         for place in (self._folder / name for name in written_through()):
-            if place.is_symlink():
-                raise UsageError(
-                    f"`checkpoint.folder` must hold no link where the run writes, but {place} leads to"
-                    f" {str(place.readlink())!r}; remove the link, or name a folder on that disk"
-                )
+            refuse_link(place)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not self._lock.take(self._wait_seconds):

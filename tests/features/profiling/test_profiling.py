@@ -10,7 +10,8 @@ import pytest
 
 from tests.helpers import processes, warm
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.base.errors import RecipeError
+from trainer.base.errors import ExitCode, RecipeError
+from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
 
 
@@ -41,6 +42,16 @@ def test_steps_that_never_run_are_named(tmp_path: Path):
     assert ended.returncode == 75, ended.stderr
     assert "`logging.profile.steps` is 5 to 6, but none of these steps ran" in ended.stdout
     assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_a_link_at_the_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = write_tiny_run(tmp_path, logging={"to": ["console"], "profile": {"steps": [1, 1]}})
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").symlink_to(tmp_path / "outside")
+    assert main(["run", str(recipe), "training.max_steps=2", "evaluation.every=null"]) == ExitCode.USER
+    assert "`checkpoint.folder` must hold no link where the run writes" in " ".join(capsys.readouterr().err.split())
+    assert not any((tmp_path / "outside").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_link_where_a_run_writes_is_refused(tmp_path: Path, outside: Path, nam
 
 
 def test_every_entry_of_a_run_is_replaced_or_refused_as_a_link(tmp_path: Path):
-    assert start(tmp_path, "logging.profile.steps=[1, 1]", "evaluation.every=1 step") == ExitCode.DONE
+    assert start(tmp_path, "evaluation.every=1 step") == ExitCode.DONE
     made = {path.name for path in (tmp_path / "run").iterdir()}
     replaced = {name for name in SCRATCH if "/" not in name} | {name.removeprefix(".saving-") for name in SCRATCH}
     assert made <= replaced | set(written_through())

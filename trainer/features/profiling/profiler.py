@@ -10,8 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.base.disk import remove, replace_text
+from trainer.checkpoint.owner import refuse_link
 from trainer.observe.observer import Observer
-from trainer.observe.records import SummaryRow
+from trainer.observe.records import RunInfo, SummaryRow
 from trainer.observe.summary import TEXT_WIDTH
 
 _MOST_OPERATIONS = 10
@@ -35,6 +36,9 @@ class Profiler(Observer):
         self._note = note
         self._running: Any = None
         self._result: SummaryRow | None = None
+
+    def start(self, run: RunInfo) -> None:
+        refuse_link(self._folder)
 
     def doing(self, step: int, what: str) -> None:
         # `step` counts the steps that are done, so step n runs after n - 1 of them.
