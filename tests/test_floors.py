@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.processes import ROOT, finish, start
 from tests.house import reaches_up, switches
+from trainer.base import extensions
+from trainer.base.errors import UsageError
 from trainer.base.extensions import Kind
 
 
@@ -33,6 +35,15 @@ def test_no_two_folders_register_the_same_name():
     files = (ROOT / "trainer").glob("**/extension.json")
     names = [(kind, name) for file in files for kind, rows in json.loads(file.read_text()).items() for name in rows]
     assert len(names) == len(set(names))
+
+
+def test_two_folders_with_the_same_name_are_refused(tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / "features" / name).mkdir(parents=True)
+        (tmp_path / "features" / name / "extension.json").write_text('{"rule": {"task.text": "m:f"}}')
+    monkeypatch.setattr(extensions, "__file__", str(tmp_path / "base" / "extensions.py"))
+    with pytest.raises(UsageError, match=r"the rule 'task.text' must be registered by one folder, but .*second"):
+        extensions._of_folders()
 
 
 FEATURES = sorted(file.parent.name for file in (ROOT / "trainer" / "features").glob("*/extension.json"))

@@ -30,7 +30,7 @@ Kind = Literal[
     # The recipe. A key that asks for a part is the name of its row.
     "keys",  # further keys of a section, by the first of them
     "exclusions",  # a group of `recipe/exclusions.json`
-    "rule",  # a rule, by the names of its sections
+    "rule",  # a rule, by its keys, such as "data.streaming task"; it gets their sections
     "recipes",  # a folder of recipes
     "recipe_format",  # a reader of recipes, by the ending of a file
     "other_tools",  # the module that knows keys and files of other tools (`recipe/reading/other_tools.py`)
@@ -95,17 +95,28 @@ class Registration:
 Consumer = Callable[[Registration], None]
 
 
-def _of_folders() -> Iterator[Registration]:
-    """Yield the rows of each `extension.json`: by kind, names with the text "module:name"."""
-    package = Path(__file__).parents[1]
+def _of_folders() -> dict[tuple[Kind, str], Registration]:
+    """Return the rows of each `extension.json`: by kind, names with the text "module:name".
+
+    Raises:
+        UsageError: Two folders register a name of the same kind.
+    """
+    package, rows = Path(__file__).parents[1], {}
     # Sorted, so that tables have the same order on every machine.
     for file in sorted([*package.glob("*/extension.json"), *package.glob("features/*/extension.json")]):
-        for kind, rows in json.loads(file.read_text(encoding="utf-8")).items():
-            yield from (Registration(kind, name, value, None) for name, value in rows.items())
+        for kind, values in json.loads(file.read_text(encoding="utf-8")).items():
+            for name, value in values.items():
+                if (kind, name) in rows:
+                    raise UsageError(
+                        f"the {kind} {name!r} must be registered by one folder, but {file} and another register it;"
+                        " rename it, or remove one of the folders"
+                    )
+                rows[kind, name] = Registration(kind, name, value, None)
+    return rows
 
 
 # Read at import, because every process of a run needs them: ranks of other launchers, forked and spawned ranks.
-_registered: dict[tuple[Kind, str], Registration] = {(row.kind, row.name): row for row in _of_folders()}
+_registered = _of_folders()
 _SHIPPED = frozenset(_registered)
 _consumers: dict[Kind, list[Consumer]] = {}
 _packages: dict[str, str] = {}  # of loaded entry points, by name

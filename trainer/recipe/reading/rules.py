@@ -2,13 +2,13 @@
 
 Rules check valid sections with absolute paths. A rule over the keys of one section is beside it, in `recipe/schema/`.
 Two conditions that exclude each other are a row of `recipe/combinations.py`. To add another rule, write a generator and
-its row in `_RULES`. A feature registers rules by the names of their sections.
+its row in `_RULES`. A feature registers a rule by its keys, and the rule gets their sections.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.base.extensions import registered, resolved
@@ -37,8 +37,7 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
     for row in EXCLUSIONS:
         if row.sections <= sections.keys() and (text := row.message(sections)) is not None:
             yield clash(text, row.first.key, row.second.key)
-    of_features = [(row.name.split(), resolved(row.value)) for row in registered("rule")]
-    for names, rule in [*_RULES.items(), *of_features]:  # a feature may add a rule over the sections of another
+    for names, rule in [*_RULES.items(), *_rules_of_features()]:
         if all(sections.get(name) is not None for name in names):
             yield from rule(*(sections[name] for name in names))
     for name, section in sections.items():
@@ -46,6 +45,13 @@ def contradictions(sections: Mapping[str, Any]) -> Iterator[Contradiction]:
             yield from section.contradictions()
             yield from _of_features(name, section)
         yield from _secrets(section.model_dump(mode="json") if isinstance(section, Section) else section, (name,))
+
+
+def _rules_of_features() -> Iterator[tuple[Sequence[str], Callable[..., Iterator[Contradiction]]]]:
+    """Yield the names of the sections of registered rules, and the rules."""
+    for row in registered("rule"):
+        # Two rules may have the same sections, so their names are keys.
+        yield [key.partition(".")[0] for key in row.name.split()], resolved(row.value)
 
 
 def _of_features(name: str, section: Section) -> Iterator[Contradiction]:
