@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
 from trainer.base.extensions import registered, resolved
 from trainer.observe.records import (
@@ -20,7 +19,6 @@ from trainer.observe.records import (
     StepRecord,
     SummaryRow,
 )
-from trainer.ranks.environment import forbid_telemetry
 
 
 @dataclass(frozen=True)
@@ -201,23 +199,3 @@ class NumberObserver(Observer):
 
     def _pass(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
         self.numbers(step, {f"{prefix}{name}": value for name, value in values.items() if value is not None})
-
-
-@contextmanager
-def packages_of(destination: str) -> Iterator[None]:
-    """Import the packages of a word of `logging.to` inside this context, with their usage reports off.
-
-    The extra of this project with these packages has the same name.
-
-    Raises:
-        UsageError: a package is not installed.
-    """
-    # Again, since a target of an entry point is registered after the start; a package reads it when it is imported.
-    forbid_telemetry()
-    try:
-        yield
-    except ImportError as error:
-        raise UsageError(
-            f'`logging.to` holds "{destination}", which needs packages that are not installed;'
-            f" install them ({install_command(destination)}) or remove it from `logging.to` ({error})"
-        ) from error

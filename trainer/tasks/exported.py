@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from trainer.recipe.schema import Recipe
 from trainer.tasks.types import Dataset
 
-TEXT_TO_TEXT = "text2text-generation"
-
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state")
 """The outputs of models of transformers that tasks read."""
 

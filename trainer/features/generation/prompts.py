@@ -12,7 +12,7 @@ from trainer.base.errors import UsageError
 from trainer.features.generation.section import Generation
 from trainer.tasks.causal_lm import CausalLMTask
 from trainer.tasks.generated import GENERATED, required_generator
-from trainer.tasks.text.answers import end_token, holds_chats, required_chats, without_end
+from trainer.tasks.text.answers import end_token, holds_chats, required_chats
 from trainer.tasks.text.columns import cell, cells_of, framed, require_columns
 from trainer.tasks.text.token_ids import holds_ids, read_ids
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
@@ -66,7 +66,7 @@ class ContinuingTask(CausalLMTask):
         end, feature = end_token(tokenizer), rows.features[column]
         if holds_ids(feature):  # `read_ids` checks them for nulls itself
             read = read_ids(rows, column, (), self.num_tokens, where, first_row)
-            found = [without_end(ids, end) for ids, _ in read]
+            found = [_without_end(ids, end) for ids, _ in read]
         elif holds_chats(feature):
             texts = self._prompts_of_chats(rows, tokenizer, where, first_row)
             # Its template writes the special tokens.
@@ -100,3 +100,7 @@ class ContinuingTask(CausalLMTask):
 
     def readable(self, answers: Mapping[str, Tensor], split: EvaluatedSplit) -> list[dict[str, Any]]:
         return [{GENERATED: text} for text in required_generator().texts(answers[GENERATED], split.tokenizer)]
+
+
+def _without_end(ids: list[int], end: int) -> list[int]:
+    return ids[:-1] if ids[-1:] == [end] else ids

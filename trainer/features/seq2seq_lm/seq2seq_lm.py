@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.base.errors import DataError, UsageError
 from trainer.features.seq2seq_lm.metrics import require_packages
 from trainer.recipe.schema import TaskKeys
-from trainer.tasks.exported import TEXT_TO_TEXT, Card
+from trainer.tasks.exported import Card
 from trainer.tasks.generated import GENERATED, required_generator
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task
@@ -52,7 +52,7 @@ class Seq2SeqLMTask(TokenLabels):
 
     auto_class_name = "AutoModelForSeq2SeqLM"
     card = Card(
-        TEXT_TO_TEXT,
+        "text2text-generation",
         has_pipeline=False,
         peft_type="SEQ_2_SEQ_LM",
         usage=_USAGE,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from trainer.base.batches import batches
 from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves, without_secrets
+from trainer.features.trackers.packages import packages_of
 from trainer.features.trackers.tracking import Point, Tracker, best_values, tracked_config
-from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 from trainer.ranks.environment import library_settings
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.base.errors import TrainerError
-from trainer.observe.observer import NumberObserver, packages_of
+from trainer.features.trackers.packages import packages_of
+from trainer.observe.observer import NumberObserver
 from trainer.observe.records import BadStepRecord, EndRecord, RunInfo
 
 if TYPE_CHECKING:

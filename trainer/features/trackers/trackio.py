@@ -9,8 +9,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from trainer.base.errors import UsageError
+from trainer.features.trackers.packages import packages_of
 from trainer.features.trackers.tracking import Point, Tracker, best_values, tracked_config
-from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 
 _DEFAULT_PROJECT = "trainer"

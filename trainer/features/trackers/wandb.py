@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import UsageError
+from trainer.features.trackers.packages import packages_of
 from trainer.features.trackers.tracking import END_SECONDS, Point, Tracker, best_values, tracked_config
-from trainer.observe.observer import packages_of
 from trainer.observe.records import EndRecord, RunInfo
 
 if TYPE_CHECKING:

@@ -165,10 +165,6 @@ def _tokens_of_pair(prompt: str, completion: str, tokenizer: Tokenizer, place: s
     return [*whole, end], [False] * len(before) + [True] * (len(whole) + 1 - len(before))
 
 
-def without_end(ids: list[int], end: int) -> list[int]:
-    return ids[:-1] if ids[-1:] == [end] else ids
-
-
 def tokens_after(prompt: Any, answer: Any, tokenizer: Tokenizer, tools: Tools, place: str) -> Tokens:
     """Return the tokens of a prompt with its answer, both texts or both messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
